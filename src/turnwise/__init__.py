@@ -1,0 +1,1 @@
+"""Reinforcement learning over conversations of many turns."""

@@ -1,0 +1,58 @@
+"""The distribution that tokens are drawn from: the one definition, used by the sampler and by the trainer.
+
+If the two had a copy each, the probability ratio at step 0 would not be 1 as soon as a filter is on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["sampling_logits"]
+
+
+def sampling_logits(
+    logits_NV: torch.Tensor,
+    *,
+    temperature_N: torch.Tensor | float = 1.0,
+    top_k_N: torch.Tensor | int = 0,
+    top_p_N: torch.Tensor | float = 1.0,
+    min_p_N: torch.Tensor | float = 0.0,
+    keep_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits [N, V] after temperature, top-k, top-p and min-p, in that order; what a filter leaves out is -inf.
+
+    Every option is one number for all rows or a tensor [N]. Temperatures must be positive: greedy choice is no
+    distribution. Top-p keeps the smallest set of tokens whose probability reaches it, and at least one. `keep_N` names one
+    token a row that no filter takes out: a trainer passes the token that was sampled, so that a rounding difference at the
+    edge of a filter does not give it probability zero.
+    """
+    temperature_N1, top_k_N1, top_p_N1, min_p_N1 = (
+        torch.as_tensor(option, device=logits_NV.device).reshape(-1, 1)
+        for option in (temperature_N, top_k_N, top_p_N, min_p_N)
+    )
+    logits_NV = logits_NV.float()
+    if bool((temperature_N1 != 1.0).any()):
+        logits_NV = logits_NV / temperature_N1.float()
+    use_k, use_p, use_m = bool((top_k_N1 > 0).any()), bool((top_p_N1 < 1.0).any()), bool((min_p_N1 > 0.0).any())
+    if not (use_k or use_p or use_m):
+        return logits_NV
+    with torch.no_grad():
+        left_out_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+        if use_k or use_p:
+            sorted_NV, order_NV = logits_NV.detach().sort(dim=-1, descending=True)
+            rank_V = torch.arange(sorted_NV.shape[-1], device=logits_NV.device)
+            out_NV = torch.zeros_like(left_out_NV)
+            if use_k:
+                out_NV |= (top_k_N1 > 0) & (rank_V >= top_k_N1)
+            if use_p:
+                probs_NV = sorted_NV.masked_fill(out_NV, -torch.inf).softmax(dim=-1)
+                before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+                out_NV |= (top_p_N1 < 1.0) & (before_NV >= top_p_N1) & (rank_V > 0)
+            left_out_NV.scatter_(-1, order_NV, out_NV)
+        if use_m:
+            # a ratio to the largest probability does not depend on the normaliser
+            gap_NV = logits_NV.detach() - logits_NV.detach().amax(dim=-1, keepdim=True)
+            left_out_NV |= gap_NV < min_p_N1.clamp_min(0.0).log()
+        if keep_N is not None:
+            left_out_NV.scatter_(-1, keep_N.unsqueeze(-1), False)
+    return logits_NV.masked_fill(left_out_NV, -torch.inf)

@@ -1,0 +1,1 @@
+"""What comes after the model has spoken."""

@@ -1,0 +1,88 @@
+"""What goes wrong, and the one place where an exception of somebody else's code becomes data.
+
+`TurnwiseError` is for people: a message that holds the value, the rule and the fix. Everything that user code, a tool, an
+engine or a reward may raise is caught in `boundary`, named after the side that broke, and carried on as a `Failure`.
+
+    Exception
+    ├── TurnwiseError           a person can put it right; the command line prints its text and nothing else
+    │   ├── ConfigError         a recipe, an override, a reference to a class or function
+    │   ├── DataError           a data file, a row, a column
+    │   ├── TemplateError       a tokenizer or its chat template
+    │   ├── EngineError         an engine that cannot start or go on
+    │   └── CheckpointError     a run directory that cannot be written or resumed
+    └── Failed                  one conversation broke: data, never a reason to stop
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from turnwise.types import Failure
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "Failed",
+    "TemplateError",
+    "TurnwiseError",
+    "boundary",
+    "nearest",
+]
+
+
+class TurnwiseError(Exception):
+    """Something that a person can put right."""
+
+
+class ConfigError(TurnwiseError):
+    """A recipe, an override, or what one of them refers to."""
+
+
+class DataError(TurnwiseError):
+    """A data file, a row or a column."""
+
+
+class TemplateError(TurnwiseError):
+    """A tokenizer or its chat template."""
+
+
+class EngineError(TurnwiseError):
+    """An engine that cannot start or cannot go on."""
+
+
+class CheckpointError(TurnwiseError):
+    """A run directory that cannot be written or resumed."""
+
+
+class Failed(Exception):
+    """One conversation broke. Carries the failure as data."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@contextmanager
+def boundary(kind: str) -> Iterator[None]:
+    """Attribute whatever is raised inside to `kind`, once: the innermost boundary wins.
+
+    Raises Failed.
+    """
+    try:
+        yield
+    except Failed:
+        raise
+    except Exception as error:  # whatever the other side raises is data here
+        text = str(error).strip("'\"") if isinstance(error, KeyError) else str(error)
+        message = text if isinstance(error, TurnwiseError) else f"{type(error).__name__}: {text}".rstrip(": ")
+        raise Failed(Failure(kind, message)) from error
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint for a message: `; did you mean 'lr'?`, or the empty text where nothing is near."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,1 @@
+"""One conversation, then a group of them."""

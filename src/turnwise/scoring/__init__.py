@@ -1,0 +1,1 @@
+"""What a conversation was worth, and which turn is to thank."""

@@ -1,0 +1,330 @@
+"""Every noun that crosses a folder.
+
+This module knows what a conversation is made of: rows, turns, tokens, tool calls, trajectories and the reasons why they
+end. It refuses to know how any of it is produced: no torch, no tokenizer, no engine, no input or output.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Message = dict[str, Any]
+"""One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where due."""
+
+ToolSchema = dict[str, Any]
+"""One tool in the OpenAI format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+NOT_SAMPLED = -1
+"""What the columns `turn` and `version` hold where the model did not sample the token."""
+
+
+class Stop(StrEnum):
+    """Why a conversation ended. The values are the names in the record and in the metrics (`stop/<value>`)."""
+
+    DONE = "done"
+    """The environment said that it is over (or there was nobody left to answer the model)."""
+    MAX_TURNS = "max_turns"
+    """`limits.turns` model turns were taken."""
+    LENGTH = "length"
+    """The last turn was cut: it reached `limits.tokens_per_turn` before it said its stop token."""
+    MAX_TOKENS = "max_tokens"
+    """`limits.tokens` were sampled in the whole trajectory."""
+    CONTEXT = "context"
+    """The next prompt leaves no room for an answer in `limits.context`."""
+    DEADLINE = "deadline"
+    """A turn or the trajectory took longer than `limits.seconds_per_turn` or `limits.seconds`."""
+    ERROR = "error"
+    """Something broke; `Trajectory.error` says what."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the conversation broke from outside: such a trajectory is kept, but neither scored nor trained on."""
+        return self in (Stop.ERROR, Stop.DEADLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What broke, as data. `kind` is the side that broke: `row`, `environment`, `engine`, `tokens`, `reward` or `deadline`."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the data set: where a conversation starts."""
+
+    id: str
+    """Unique in the data set; the line's number unless a column is mapped to it."""
+    messages: Sequence[Message]
+    """The opening messages, at least one."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Every other column, by its name after `data.columns` was applied."""
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            have = ", ".join(sorted(self.fields)) or "none"
+            raise KeyError(
+                f"row {self.id!r} has no column {name!r}; its columns are: {have}. "
+                f"Add the column to the data, or map one to it: data.columns.{name}=<column>"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` switch that filter off.
+
+    The filters apply in this order, each on what the one before has left: temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn; the token that completes one is kept, whole."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the turn; the token is kept."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the distribution sampled from leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+class LogprobKind(StrEnum):
+    """Of which distribution a reported log-probability is: engines differ (research: vLLM `raw`, SGLang `tempered`)."""
+
+    SAMPLED = "sampled"
+    """The distribution that was sampled from: after temperature and filters, renormalised."""
+    TEMPERED = "tempered"
+    """After temperature, before the filters."""
+    RAW = "raw"
+    """`log_softmax(logits)`: neither temperature nor filters."""
+    NONE = "none"
+    """Nothing was sampled (a scripted line): the numbers are zeros and mean nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What an engine is asked: continue these tokens."""
+
+    conversation: str
+    """The trajectory's id: an engine may keep what it computed for it until `Engine.release`."""
+    token_ids: Sequence[int]
+    """The whole prompt, from the first token."""
+    sampling: Sampling
+    seed: int = 0
+    """Of this request's own random stream: the same seed draws the same numbers in whatever company."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine answers. All columns have the length of `token_ids`.
+
+    Example: a turn of two tokens, the second one the stop token::
+
+        Completion(token_ids=[17, 2], logprobs=[-0.4, -0.01], versions=[3, 3], finish_reason="stop", logprob_kind="sampled")
+    """
+
+    token_ids: Sequence[int]
+    """The sampled tokens, the stop token included where one was sampled."""
+    logprobs: Sequence[float]
+    """Natural logarithms; of which distribution, `logprob_kind` says."""
+    versions: Sequence[int]
+    """The version of the weights that sampled each token."""
+    finish_reason: Literal["stop", "length"]
+    logprob_kind: LogprobKind
+    raw_logprobs: Sequence[float] | None = None
+    """`log_softmax(logits)` of the same tokens, where the engine knows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call as the model wrote it. A call that could not be read has `error` and goes back to the model as one."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    text: str
+    """The model's own words."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """A call and what came of it."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    content: str
+    """What the model was told."""
+    error: str | None = None
+    """The kind of error, or None: `malformed`, `unknown_tool`, `arguments`, `raised`, `timeout`."""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One turn of the model: what it said, and what that was worth."""
+
+    index: int
+    message: Message
+    """The parsed assistant message: `content`, and `tool_calls` where there are any."""
+    text: str
+    """The sampled text as it was said, the stop token left off."""
+    calls: tuple[ToolCall, ...] = ()
+    """The tool calls in it, malformed ones included."""
+    outcomes: tuple[ToolOutcome, ...] = ()
+    """What came of the calls that were run."""
+    reward: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+    """Whatever the environment wants to keep with the turn; JSON-serialisable."""
+    finish_reason: str = "stop"
+    completion: Completion | None = None
+    """As the engine gave it; not part of the record."""
+    seconds_engine: float = 0.0
+    seconds_environment: float = 0.0
+
+
+@dataclass(slots=True)
+class Segment:
+    """An unbroken token sequence: one row to train on. Four columns of equal length, appended to and never edited.
+
+    Example: prompt P0 (2 tokens), answer A0 (2), what the environment said E0 (1), answer A1 (1)::
+
+        token_ids = P0 P0 A0 A0 E0 A1
+        turn      = -1 -1  0  0 -1  1
+    """
+
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """0 where the model did not sample."""
+    turn: array[int] = field(default_factory=lambda: array("i"))
+    """Index of the turn that sampled the token, or -1. The loss mask *is* `turn >= 0`."""
+    version: array[int] = field(default_factory=lambda: array("i"))
+    """Version of the weights that sampled the token, or -1."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def context(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the model did not sample."""
+        count = len(token_ids)
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * count)
+        self.turn.extend([NOT_SAMPLED] * count)
+        self.version.extend([NOT_SAMPLED] * count)
+
+    def sampled(self, turn: int, completion: Completion) -> None:
+        """Append what the model sampled in turn `turn`.
+
+        Raises ValueError if the completion's columns differ in length.
+        """
+        count = len(completion.token_ids)
+        if len(completion.logprobs) != count or len(completion.versions) != count:
+            raise ValueError(
+                f"the engine answered {count} token ids, {len(completion.logprobs)} log-probabilities and "
+                f"{len(completion.versions)} versions; the three must be of one length"
+            )
+        self.token_ids.extend(completion.token_ids)
+        self.logprobs.extend(completion.logprobs)
+        self.turn.extend([turn] * count)
+        self.version.extend(completion.versions)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """One conversation: the only source of truth about it. Reward and advantage live here, never on a segment."""
+
+    id: str
+    group: str
+    row: Row
+    seed: int = 0
+    messages: list[Message] = field(default_factory=list)
+    """The conversation as messages, all sides."""
+    tools: Sequence[ToolSchema] = ()
+    turns: list[Turn] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    stop: Stop | None = None
+    error: Failure | None = None
+    reward: float | None = None
+    """The sum of the turns' rewards and of the trajectory's; None until scored, and for ever where it failed."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The parts of `reward`, by the reward function's name; `turns` is what the environment gave."""
+    advantages: list[float] = field(default_factory=list)
+    """One for each turn; empty where the trajectory is not trained on."""
+    logprob_kind: LogprobKind = LogprobKind.NONE
+    drift: str | None = None
+    """What the sanity check found, or None where the tokens are those of the template."""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the conversation broke: such a one is data, but in no statistics and not trained on."""
+        return self.error is not None
+
+    @property
+    def answer(self) -> str:
+        """The last thing that the model said, or an empty text."""
+        return str(self.turns[-1].message.get("content") or "") if self.turns else ""
+
+    @property
+    def said(self) -> list[str]:
+        """What the model said, turn by turn: none of the tools' or the user's words."""
+        return [turn.text for turn in self.turns]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the model sampled."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
+
+    def fail(self, failure: Failure) -> None:
+        """Mark the trajectory as broken; what it holds stays."""
+        self.error = failure
+        self.stop = Stop.DEADLINE if failure.kind == "deadline" else Stop.ERROR
+        self.reward = None
+        self.advantages = []
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The trajectories of one row that are compared with each other."""
+
+    id: str
+    row: Row
+    trajectories: list[Trajectory]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """How an environment begins: what is on the table before the model speaks for the first time."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn of the model."""
+
+    messages: Sequence[Message] = ()
+    """New messages, appended to the conversation."""
+    reward: float = 0.0
+    """Added to the reward of the turn that is answered."""
+    done: bool = False
+    """Whether the conversation is over. `messages` of a last reply are recorded, but no longer tokenised."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Merged into the turn's `info`."""
+    outcomes: tuple[ToolOutcome, ...] = ()
+    """Of the turn's tool calls, in the order of the calls."""
+    rewrite: Sequence[Message] | None = None
+    """Replaces the history before `messages` are appended: the conversation goes on in a new segment."""
