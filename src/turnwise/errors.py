@@ -9,7 +9,8 @@ engine or a reward may raise is caught in `boundary`, named after the side that 
     │   ├── DataError           a data file, a row, a column
     │   ├── TemplateError       a tokenizer or its chat template
     │   ├── EngineError         an engine that cannot start or go on
-    │   └── CheckpointError     a run directory that cannot be written or resumed
+    │   ├── RolloutError        a step whose conversations all broke
+    │   └── RunError            a run directory that cannot be written, read or resumed
     └── Failed                  one conversation broke: data, never a reason to stop
 """
 
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from turnwise.types import Failure
 
 __all__ = [
-    "CheckpointError",
     "ConfigError",
     "DataError",
     "EngineError",
     "Failed",
+    "RolloutError",
+    "RunError",
     "TemplateError",
     "TurnwiseError",
     "boundary",
@@ -54,8 +56,12 @@ class EngineError(TurnwiseError):
     """An engine that cannot start or cannot go on."""
 
 
-class CheckpointError(TurnwiseError):
-    """A run directory that cannot be written or resumed."""
+class RolloutError(TurnwiseError):
+    """A step whose conversations all broke."""
+
+
+class RunError(TurnwiseError):
+    """A run directory that cannot be written, read or resumed."""
 
 
 class Failed(Exception):

@@ -1,0 +1,149 @@
+"""The command line: `turnwise train`, `rollout` and `show`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from turnwise.errors import TurnwiseError
+
+__all__ = ["main"]
+
+_OVERRIDES = "dotted overrides of the recipe, values in YAML: train.lr=1e-4 limits.turns=4 'sampling.stop=[\"###\"]'"
+
+_EPILOG = """\
+examples:
+  turnwise train recipes/calculator.yaml                         train the tiny model that comes with the repository
+  turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    with other options (docs/recipes.md lists them all)
+  turnwise train recipes/calculator.yaml resume=auto             go on where a killed run was
+  turnwise rollout recipes/calculator.yaml --out runs/look       hold and score conversations, change no weights
+  turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
+                                                                 replay texts (one list of them a line), needs no weights
+  turnwise show runs/demo                                        summary of a run
+  turnwise show runs/demo --worst 3 --tokens                     its worst conversations, token by token
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns its exit status: 0, 1 where a person can put it right, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    console, errors = Console(), Console(stderr=True)
+    logging.basicConfig(
+        level=os.environ.get("TURNWISE_LOG", "WARNING").upper(),
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
+    )
+    try:
+        return options.command(options, console)
+    except TurnwiseError as error:
+        errors.print(f"turnwise: {error}", style="red", highlight=False, markup=False)
+        return 1
+    except KeyboardInterrupt:
+        errors.print("turnwise: stopped", style="yellow")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="turnwise",
+        description="Train language models by reinforcement learning over conversations of many turns.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model as a recipe says", description="Train as a recipe says.")
+    train.add_argument("recipe", help="a YAML file, such as recipes/calculator.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    train.set_defaults(command=_train)
+
+    rollout = commands.add_parser(
+        "rollout",
+        help="hold conversations without training",
+        description="Hold and score conversations on a recipe's rows, write DIR/trajectories.jsonl, change no weights. "
+        "rollout.rows and rollout.samples say how many.",
+    )
+    rollout.add_argument("recipe", help="a YAML file, such as recipes/calculator.yaml")
+    rollout.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    rollout.add_argument("--out", required=True, type=Path, metavar="DIR", help="where trajectories.jsonl is written")
+    rollout.set_defaults(command=_rollout)
+
+    show = commands.add_parser("show", help="a run, or single conversations, as text")
+    show.add_argument("run", type=Path, help="a run's directory, such as runs/demo")
+    show.add_argument("--id", metavar="ID", help="the conversation of this id")
+    show.add_argument("--step", type=int, metavar="N", help="the conversations of this step")
+    show.add_argument("--worst", type=int, default=0, metavar="N", help="the N conversations of the lowest reward")
+    show.add_argument("--failed", action="store_true", help="the conversations that broke")
+    show.add_argument(
+        "--tokens", action="store_true", help="with every token: its id, turn, log-probability and version"
+    )
+    show.set_defaults(command=_show)
+    return parser
+
+
+def _train(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.config import load
+    from turnwise.report import Report
+    from turnwise.train import assemble, train
+
+    config, notes = load(options.recipe, options.overrides)
+    run = assemble(config)
+    run.notes[:0] = notes
+    report = Report(console)
+    try:
+        asyncio.run(train(run, report))
+    except KeyboardInterrupt:
+        report.close()
+        console.print(
+            f"stopped after step {run.step}; go on with: turnwise train {options.recipe} resume=auto output={config.output}",
+            highlight=False,
+        )
+        raise
+    finally:
+        report.close()
+    return 0
+
+
+def _rollout(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.collect import collect
+    from turnwise.config import load
+
+    config, notes = load(options.recipe, options.overrides)
+    for note in notes:
+        console.print(f"[dim]{note}[/dim]", highlight=False)
+    started = time.perf_counter()
+    summary = asyncio.run(collect(config, options.out, console))
+    console.print(
+        f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, "
+        f"reward {summary['reward/mean']}; look into them: turnwise show {options.out}",
+        highlight=False,
+    )
+    return 0
+
+
+def _show(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.show import show
+
+    show(
+        console,
+        options.run,
+        trajectory=options.id,
+        step=options.step,
+        worst=options.worst,
+        failed=options.failed,
+        tokens=options.tokens,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

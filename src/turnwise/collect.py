@@ -1,0 +1,141 @@
+"""`turnwise rollout`: conversations without training, against any engine, written down as they end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from turnwise import build
+from turnwise.config import Config, ScriptedEngine
+from turnwise.engines.engine import Engine
+from turnwise.engines.scripted import ScriptedEngine as Scripted
+from turnwise.errors import DataError
+from turnwise.metrics import conversation_metrics, failures
+from turnwise.record import write_trajectories, writing
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.types import Group, Trajectory
+
+__all__ = ["collect"]
+
+
+async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Hold conversations on the recipe's rows, score them, and write them to `out` in the order of the rows.
+
+    Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError.
+    """
+    rows = build.rows(config, limit=config.rollout.rows)
+    scorer, make_environment = build.scorer(config), build.environment_factory(config)
+    renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity)
+    groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
+    engine, longest, groups = _engine(config, renderer, groups)
+    table = Table(
+        engine=engine,
+        renderer=renderer,
+        make_environment=make_environment,
+        sampling=build.sampling(config),
+        limits=build.limits(config, longest=longest),
+        concurrent=config.concurrent,
+        lockstep=config.deterministic,
+    )
+    started = time.perf_counter()
+    writer = _Writer(out, [one for group in groups for one in group.trajectories])
+    with Progress(
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as progress:
+        task = progress.add_task("conversations", total=writer.total)
+
+        async def done(trajectory: Trajectory) -> None:
+            await scorer.score_one(trajectory)
+            writer.add(trajectory)
+            progress.advance(task)
+
+        await rollout_groups(groups, table, done=done)
+    await engine.close()
+    for problem in failures(groups)[:5]:
+        console.print(problem, style="red", highlight=False, markup=False)
+    summary = {
+        "step": 0,
+        "conversations": writer.total,
+        **conversation_metrics(groups),
+        "seconds/rollout": round(time.perf_counter() - started, 4),
+    }
+    writer.finish(config, summary)
+    return summary
+
+
+def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[Engine, int | None, list[Group]]:
+    """The engine, the longest context that it allows, and the groups that it can serve."""
+    if isinstance(config.engine, ScriptedEngine):
+        lines = build.scripts(config.engine.script)
+        trajectories = [one for group in groups for one in group.trajectories]
+        if len(lines) > len(trajectories):
+            raise DataError(
+                f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples="
+                f"{config.rollout.samples} make {len(trajectories)} conversations; there must be a row for each script"
+            )
+        served = [one.id for one in trajectories[: len(lines)]]
+        for group in groups:  # the script says how many conversations there are
+            group.trajectories = [one for one in group.trajectories if one.id in set(served)]
+        engine = Scripted(
+            dict(zip(served, lines, strict=True)), encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]
+        )
+        return engine, None, [group for group in groups if group.trajectories]
+
+    from turnwise.engines.local import LocalEngine
+    from turnwise.training.policy import load_model
+
+    model = load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    engine = LocalEngine(
+        model,
+        slots=config.engine.slots,
+        memory_gb=config.engine.memory_gb,
+        threads=1 if config.deterministic else config.engine.threads,
+        decode=renderer.decode,
+    )
+    return engine, build.model_context(model.config.to_dict()), groups
+
+
+class _Writer:
+    """Writes trajectories as they end, in their order: each as soon as those before it are there."""
+
+    def __init__(self, out: Path, trajectories: Sequence[Trajectory]) -> None:
+        self._out = out
+        self._path = out / "trajectories.jsonl"
+        self._ended: set[str] = set()
+        self._waiting = list(reversed(trajectories))
+        self.total = len(trajectories)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._keep_former()
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._ended.add(trajectory.id)
+        ready: list[Trajectory] = []
+        while self._waiting and self._waiting[-1].id in self._ended:
+            ready.append(self._waiting.pop())
+        with writing(self._out):
+            write_trajectories(self._path, ready)
+
+    def finish(self, config: Config, summary: dict[str, Any]) -> None:
+        with writing(self._out):
+            (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+            text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+            (self._out / "config.yaml").write_text(text, encoding="utf-8")
+
+    def _keep_former(self) -> None:
+        """What an earlier call has left is put aside, not overwritten."""
+        if self._path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._path.stat().st_mtime))
+            self._path.rename(self._path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl"))

@@ -1,0 +1,474 @@
+"""Recipes: the one schema, how a recipe is read, and everything that is refused before a run begins.
+
+A recipe is one YAML file. `load` reads it, puts environment variables in (`${NAME}`, `${NAME:-default}`), applies the
+dotted overrides of the command line, and checks the whole: an unknown key is answered with the nearest name, and an option
+that has no effect in the chosen combination is refused. This module makes none of the things that a recipe names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from turnwise.errors import ConfigError, nearest
+
+__all__ = ["Config", "Use", "load"]
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """A part of the recipe: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+
+def _short(value: Any) -> Any:
+    return {"use": value} if isinstance(value, str) else value
+
+
+class Use(Part):
+    """A reference to a Python object. A plain text is short for `{use: text}`."""
+
+    use: str
+    """`package.module:name` or `path/to/file.py:name`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments it is called with when it is made (classes, environments) or at each call (functions)."""
+
+    _short = model_validator(mode="before")(_short)
+
+
+class Model(Part):
+    """The model that is trained."""
+
+    path: str
+    """A model directory or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters. With bfloat16 the optimizer keeps float32 master weights."""
+    device: str = "auto"
+    """`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`."""
+
+
+class Data(Part):
+    """Where conversations start."""
+
+    train: str
+    """A .jsonl or .parquet file, a directory saved by `datasets`, or a hub id."""
+    eval: str | None = None
+    """Held-out rows, likewise."""
+    split: str = "train"
+    """Of a data set with splits."""
+    eval_split: str = "test"
+    subset: str | None = None
+    """Of a hub data set with several configurations."""
+    columns: dict[str, str] = {}
+    """Our name to the data's: `{prompt: question}`."""
+    system: str | None = None
+    """Put before prompts that have no system message."""
+    shuffle: bool = True
+    limit: Positive | None = None
+    """Use only the first rows."""
+
+
+class ToolUse(Part):
+    """A tool: a typed function. A plain text is short for `{use: text}`."""
+
+    use: str
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds."""
+
+    _short = model_validator(mode="before")(_short)
+
+
+class LocalEngine(Part):
+    """The embedded engine: in the trainer's process, on the trainer's own weights."""
+
+    name: Literal["local"] = "local"
+    slots: Positive = 256
+    """Conversations whose key-value cache is kept at once."""
+    memory_gb: Annotated[float, Field(gt=0)] = 2.0
+    """Bound of the key-value cache."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Torch threads; 0 finds out."""
+
+
+class ScriptedEngine(Part):
+    """Says its lines: replays conversations without a model's weights."""
+
+    name: Literal["scripted"]
+    script: str
+    """A jsonl file: one list of assistant texts for each trajectory, in order of rows."""
+
+
+class Sampling(Part):
+    """How tokens are drawn."""
+
+    temperature: NotNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: list[str] = []
+    """Texts that end a turn."""
+
+
+class Limits(Part):
+    """How long a conversation may be; null is no bound."""
+
+    turns: Positive = 8
+    tokens_per_turn: Positive = 256
+    tokens: Positive | None = None
+    """Sampled in the whole conversation."""
+    context: Positive | None = None
+    """All tokens; the model's own bound if null."""
+    seconds_per_turn: Annotated[float, Field(gt=0)] | None = 120.0
+    seconds: Annotated[float, Field(gt=0)] | None = 600.0
+
+
+class RewardUse(Use):
+    """A reward function."""
+
+    weight: float = 1.0
+
+
+class Reward(Part):
+    """What is added to the rewards that the environment gives."""
+
+    trajectory: list[RewardUse] = []
+    """Functions of a trajectory, sync or async, to a number."""
+    turns: list[RewardUse] = []
+    """Functions of a trajectory and a turn, to a number."""
+
+
+class Credit(Part):
+    """How rewards become advantages."""
+
+    name: Literal["grpo"] = "grpo"
+    scale: Literal["std", "none"] = "std"
+    """Whether the centred reward is divided by the group's standard deviation (GRPO) or not (Dr. GRPO)."""
+
+
+class Train(Part):
+    """The optimization."""
+
+    steps: Positive = 100
+    rows: Positive = 16
+    """Rows of each step."""
+    group: Positive = 8
+    """Trajectories of each row."""
+    lr: NotNegative = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NotNegative = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    minibatches: Positive = 1
+    """Optimizer steps on each batch of trajectories."""
+    epochs: Positive = 1
+    """Passes over each batch of trajectories."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    loss_average: Literal["token", "sequence"] = "token"
+    """Whether all tokens of a batch weigh the same, or all trajectories do."""
+    kl_coef: NotNegative = 0.0
+    """Weight of the divergence from the model as it was before training; 0 loads no reference."""
+    entropy_coef: float = 0.0
+    micro_batch_tokens: Positive = 8192
+    """Tokens, padding included, of one forward pass: memory against speed, never the result."""
+    share_prompts: Literal["auto", "always", "never"] = "auto"
+    """Compute the common prompt of a group once."""
+    overlap: bool = False
+    """Hold the conversations of the next step while training on this one: faster, and one version off-policy."""
+
+
+class Evaluation(Part):
+    """Conversations on held-out rows."""
+
+    rows: Positive | None = None
+    """Only the first ones."""
+    samples: Positive = 1
+    """Conversations for each row."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates before and after training."""
+
+
+class Rollout(Part):
+    """What `turnwise rollout` does; `turnwise train` has its own numbers."""
+
+    rows: Positive | None = None
+    """Only the first ones."""
+    samples: Positive = 1
+    """Conversations for each row."""
+
+
+class Checkpoint(Part):
+    """What survives a crash."""
+
+    every: Positive = 1
+    """Steps between checkpoints: as many are lost at most when the run is killed."""
+    keep: Positive = 2
+    """Checkpoints on disk."""
+
+
+class Config(Part):
+    """A recipe."""
+
+    model: Model
+    data: Data
+    environment: Use = Use(use="turnwise.environments.environment:Once")
+    tools: list[ToolUse] = []
+    engine: Annotated[
+        Annotated[LocalEngine, Tag("local")] | Annotated[ScriptedEngine, Tag("scripted")],
+        Discriminator(lambda value: value.get("name", "local") if isinstance(value, Mapping) else value.name),
+    ] = LocalEngine()
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    sanity: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    """How the tokens of a finished conversation are compared with the template's."""
+    reward: Reward = Reward()
+    credit: Credit = Credit()
+    train: Train = Train()
+    eval: Evaluation = Evaluation()
+    rollout: Rollout = Rollout()
+    checkpoint: Checkpoint = Checkpoint()
+    concurrent: Positive = 256
+    """Conversations that are held at once."""
+    output: str = "runs/latest"
+    """The run's directory."""
+    seed: int = 0
+    deterministic: bool = False
+    """Bit-identical metrics for one seed, on a CPU; slower."""
+    resume: Literal["never", "auto"] = "never"
+    """`auto` goes on where the run in `output` was ended, or begins one."""
+    replace: bool = False
+    """Move a former run in `output` out of the way instead of refusing."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Read a recipe, apply overrides (`train.lr=1e-4`), and check it. Returns the recipe and notes to show.
+
+    Raises ConfigError.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
+    notes = _override(tree, overrides)
+    tree = _interpolate(tree, where=str(path))
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, str(path))) from None
+    return config, notes
+
+
+def refuse_without_effect(config: Config) -> None:
+    """Refuse options of a training run that would do nothing, or that contradict each other.
+
+    Raises ConfigError.
+    """
+    train, data = config.train, config.data
+    on_policy = train.minibatches == 1 and train.epochs == 1 and not train.overlap
+    changed = _changed(train)
+    problems: list[tuple[bool, str]] = [
+        (
+            on_policy and bool({"clip_low", "clip_high"} & changed),
+            "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
+            "1): remove them, or set train.minibatches, train.epochs or train.overlap",
+        ),
+        (
+            config.credit.name == "grpo" and train.group < 2,
+            f"train.group={train.group}: credit grpo compares trajectories of one row, so it needs at least 2",
+        ),
+        (
+            config.sampling.temperature == 0,
+            "sampling.temperature=0 makes all trajectories of a row the same; training needs a temperature above 0",
+        ),
+        (
+            train.lr == 0,
+            "train.lr=0 trains nothing; use `turnwise rollout` for conversations without training",
+        ),
+        (
+            train.minibatches > train.rows * train.group,
+            f"train.minibatches={train.minibatches} is more than the {train.rows * train.group} trajectories of a step",
+        ),
+        (
+            train.warmup_steps >= train.steps,
+            f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
+        ),
+        (
+            config.engine.name != "local",
+            f"engine.name={config.engine.name} cannot be trained: its tokens are not the policy's. Use engine.name=local, "
+            f"or `turnwise rollout`",
+        ),
+        (
+            data.eval is None and bool(_changed(config.eval)),
+            f"eval.{next(iter(_changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
+        ),
+        (
+            data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
+            "data.eval_split has no effect without data.eval",
+        ),
+        (
+            config.resume == "auto" and config.replace,
+            "resume=auto goes on with the former run and replace=true moves it away: choose one",
+        ),
+    ]
+    problems += _deterministic_problems(config) + _file_problems(data)
+    for holds, message in problems:
+        if holds:
+            raise ConfigError(message)
+
+
+def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
+    if not config.deterministic:
+        return []
+    engine = config.engine
+    return [
+        (config.train.overlap, "deterministic=true is synchronous; train.overlap=true is not: choose one"),
+        (
+            config.model.device not in ("auto", "cpu"),
+            f"deterministic=true is for the CPU; model.device={config.model.device} is not one: use model.device=cpu",
+        ),
+        (
+            isinstance(engine, LocalEngine) and engine.threads > 1,
+            "deterministic=true runs with one thread; remove engine.threads",
+        ),
+    ]
+
+
+def _file_problems(data: Data) -> list[tuple[bool, str]]:
+    from turnwise.data.rows import FILES
+
+    def is_file(source: str | None) -> bool:
+        return source is not None and source.endswith(FILES)
+
+    only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
+    return [
+        (
+            is_file(data.train) and "split" in _changed(data),
+            f"data.split has no effect on the single file {data.train}",
+        ),
+        (is_file(data.eval) and "eval_split" in _changed(data), f"data.eval_split has no effect on {data.eval}"),
+        (only_files and data.subset is not None, f"data.subset has no effect on the single file {data.train}"),
+    ]
+
+
+def _changed(part: Part) -> set[str]:
+    """Options that differ from their defaults: a resolved recipe, which names them all, must stay valid."""
+    return {name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default}
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Put `a.b=value` into the tree; values are YAML. A new `name` of a part leaves out what belonged to the old one."""
+    notes: list[str] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
+        *parents, last = key.split(".")
+        node = tree
+        for depth, parent in enumerate(parents):
+            child = node.setdefault(parent, {})
+            if isinstance(child, str) and parents[: depth + 1] == ["environment"]:
+                child = node[parent] = {"use": child}
+            if not isinstance(child, dict):
+                raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
+            node = child
+        if last == "name" and node.get("name", "local" if parents == ["engine"] else None) not in (value, None):
+            dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
+            if dropped:
+                notes.append(
+                    f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {node['name']!r}"
+                )
+            node.clear()
+        node[last] = value
+    return notes
+
+
+def _interpolate(node: Any, *, where: str) -> Any:
+    if isinstance(node, dict):
+        return {key: _interpolate(value, where=f"{where}: {key}") for key, value in node.items()}
+    if isinstance(node, list):
+        return [_interpolate(value, where=where) for value in node]
+    if not isinstance(node, str):
+        return node
+
+    def value_of(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        value = os.environ.get(name, default)
+        if value is None:
+            raise ConfigError(
+                f"{where}: the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
+            )
+        return value
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, node)
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    """All that is wrong, a line each: the key, the rule, the value, the nearest name."""
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        path = [part for part in problem["loc"] if part not in ("local", "scripted")]
+        key = ".".join(str(part) for part in path)
+        if problem["type"] == "extra_forbidden":
+            lines.append(_unknown(path, key, problem["loc"]))
+        elif problem["type"] == "missing":
+            lines.append(f"{key} is missing")
+        elif problem["type"] == "union_tag_invalid":
+            lines.append(f"{key}.name: there is no engine {problem['ctx']['tag']!r}; there are: local, scripted")
+        else:
+            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r}")
+    return f"{source}: " + "\n".join(lines)
+
+
+def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
+    part = _part_at(location[:-1])
+    names = list(part.model_fields) if part is not None else []
+    name = str(path[-1])
+    if part in (LocalEngine, ScriptedEngine):
+        other = ScriptedEngine if part is LocalEngine else LocalEngine
+        if name in other.model_fields:
+            mine = part.model_fields["name"].annotation
+            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it belongs to another engine"
+    hint = nearest(name, names)
+    return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
+
+
+def _part_at(location: Sequence[Any]) -> type[Part] | None:
+    """The part of the schema that a place in the recipe belongs to."""
+    part: type[Part] | None = Config
+    for step in location:
+        if part is None or isinstance(step, int):
+            continue
+        if step in ("local", "scripted"):
+            part = LocalEngine if step == "local" else ScriptedEngine
+            continue
+        field = part.model_fields.get(str(step))
+        part = next(_parts(field.annotation), None) if field is not None else None
+    return part
+
+
+def _parts(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)

@@ -1,0 +1,178 @@
+"""Rows: reading them, mapping their columns, and the order in which they are used.
+
+Knows jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). A bad row is refused at start-up with its
+number, not met in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import DataError, nearest
+from turnwise.types import Message, Row
+
+__all__ = ["FILES", "Order", "read_rows"]
+
+FILES = (".jsonl", ".json", ".ndjson", ".parquet")
+"""Endings of single files; `.json` and `.ndjson` hold one object a line, as `.jsonl` does."""
+
+
+def read_rows(
+    source: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    system: str | None = None,
+    limit: int | None = None,
+) -> list[Row]:
+    """Read a data set.
+
+    `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id. `columns` maps
+    our names to the data's: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
+    messages; `id` is optional. `system` is put before prompts that have no system message of their own.
+
+    Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
+    """
+    mapping = {"prompt": "prompt", **(columns or {})}
+    rows: list[Row] = []
+    where: dict[str, str] = {}
+    for found in islice(_records(source, split=split, subset=subset), limit):
+        row = _row(found, mapping, system)
+        if row.id in where:
+            raise DataError(
+                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
+                f"and rows are numbered"
+            )
+        where[row.id] = found.place
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{source} has no rows; at least one is needed")
+    return rows
+
+
+class Order:
+    """In which order rows are used: shuffled anew for each epoch, and found again after a restart by one number.
+
+    `take(position, count)` depends on nothing but the seed, so a checkpoint needs only the number of rows used so far.
+    """
+
+    def __init__(self, length: int, *, seed: int, shuffle: bool = True) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch: tuple[int, Sequence[int]] = (-1, ())
+
+    def take(self, position: int, count: int) -> list[tuple[int, int]]:
+        """`(epoch, index)` of the `count` rows that come after `position` rows."""
+        return [self._at(place) for place in range(position, position + count)]
+
+    def _at(self, place: int) -> tuple[int, int]:
+        epoch, offset = divmod(place, self._length)
+        if epoch != self._epoch[0]:
+            indices = list(range(self._length))
+            if self._shuffle:
+                random.Random(f"{self._seed}:{epoch}").shuffle(indices)
+            self._epoch = (epoch, indices)
+        return epoch, self._epoch[1][offset]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A record as it was read, its number and a name for messages: `data.jsonl:3`."""
+
+    record: Mapping[str, Any]
+    number: int
+    place: str
+
+
+def _records(source: str, *, split: str, subset: str | None) -> Iterator[_Found]:
+    path = Path(source).expanduser()
+    if path.suffix in FILES:
+        if not path.is_file():
+            raise DataError(f"there is no file {path.absolute()}; paths are relative to the directory you run from")
+        if path.suffix != ".parquet":
+            return _lines(path)
+    elif source.startswith((".", "/", "~")) and not path.is_dir():
+        raise DataError(
+            f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
+            f"`datasets`, or a hub id"
+        )
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"reading {source} needs the `datasets` package: pip install 'turnwise[data]'") from None
+    datasets.disable_progress_bars()
+    try:
+        table = _load(datasets, path, source, split, subset)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(
+            f"{source!r} could not be loaded: {type(error).__name__}: {error}. It must be a .jsonl or .parquet file, a "
+            f"directory saved by `datasets`, or a hub id that can be reached"
+        ) from error
+    return (_Found(record, number, f"{source}, row {number}") for number, record in enumerate(table, 1))
+
+
+def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None) -> Any:
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path))
+    if not ((path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()):
+        return datasets.load_dataset(source, subset, split=split)
+    loaded = datasets.load_from_disk(str(path))
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise ValueError(f"it has no split {split!r}{nearest(split, loaded)}; its splits are: {', '.join(loaded)}")
+    return loaded[split]
+
+
+def _lines(path: Path) -> Iterator[_Found]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                problem = f"{error.msg} at column {error.colno}"
+                raise DataError(f"{place}: this line is not JSON ({problem}): {line.strip()[:80]!r}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{place}: a row must be a JSON object; this is a {type(record).__name__}")
+            yield _Found(record, number, place)
+
+
+def _row(found: _Found, mapping: Mapping[str, str], system: str | None) -> Row:
+    record, place = found.record, found.place
+    for ours, theirs in mapping.items():
+        if theirs not in record:
+            have = ", ".join(record) or "none"
+            raise DataError(
+                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {have}. "
+                f"Name the right one: data.columns.{ours}=<column>"
+            )
+    fields = {name: value for name, value in record.items() if name not in mapping.values()}
+    fields.update((ours, record[theirs]) for ours, theirs in mapping.items())
+    messages = _messages(fields.pop("prompt"), place)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    name = str(fields.pop("id")) if "id" in mapping else str(found.number)
+    return Row(id=name, messages=messages, fields=fields)
+
+
+def _messages(prompt: Any, place: str) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{place}: the prompt must be a text or a list of messages; it is {prompt!r:.80}")
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{place}: a message needs `role` and `content`; this one is {message!r:.80}")
+    # parquet gives every message the keys of all of them
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]

@@ -1,0 +1,77 @@
+"""Numbers about what happened: from groups of finished trajectories to one flat object a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from turnwise.types import Group, LogprobKind, Stop, Trajectory
+
+__all__ = ["conversation_metrics", "failures"]
+
+
+def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
+    """What the conversations of a step were like. Broken ones count in `failed` and `stop/*`, and in nothing else.
+
+    `entropy` is estimated from the sampled tokens: the mean of -log p under the distribution they were drawn from.
+    """
+    every = [one for group in groups for one in group.trajectories]
+    whole = [one for one in every if one.reward is not None and not one.failed]
+    rewards = [one.reward or 0.0 for one in whole]
+    outcomes = [[outcome for turn in one.turns for outcome in turn.outcomes] for one in whole]
+    metrics: dict[str, float | int | None] = {
+        "reward/mean": _mean(rewards),
+        "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "turns/mean": _mean([len(one.turns) for one in whole]),
+        "tool_calls/mean": _mean([sum(len(turn.calls) for turn in one.turns) for one in whole]),
+        "tool_errors/mean": _mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
+        "tokens/sampled": sum(one.sampled_tokens for one in every),
+        "tokens/all": sum(len(segment) for one in every for segment in one.segments),
+        "entropy": _entropy(whole),
+        "groups/all_equal": _share(_all_equal(group) for group in groups),
+        "drift": _share(one.drift is not None for one in every),
+        "failed": _share(one.failed for one in every),
+    }
+    for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
+        metrics[f"reward/{name}"] = _mean([one.rewards.get(name, 0.0) for one in whole])
+    for stop in Stop:
+        metrics[f"stop/{stop}"] = _share(one.stop is stop for one in every)
+    return metrics
+
+
+def failures(groups: Sequence[Group]) -> list[str]:
+    """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`."""
+    errors = Counter(
+        (one.error.kind, one.error.message) for group in groups for one in group.trajectories if one.error is not None
+    )
+    return [
+        f"{kind}{f' ({count} times)' if count > 1 else ''}: {message}"
+        for (kind, message), count in errors.most_common()
+    ]
+
+
+def _entropy(whole: Sequence[Trajectory]) -> float | None:
+    logprobs = [
+        logprob
+        for one in whole
+        if one.logprob_kind is not LogprobKind.NONE
+        for turn in one.turns
+        if turn.completion is not None
+        for logprob in turn.completion.logprobs
+    ]
+    return -statistics.fmean(logprobs) if logprobs else None
+
+
+def _all_equal(group: Group) -> bool:
+    rewards = {one.reward for one in group.trajectories if not one.failed}
+    return len(rewards) <= 1
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _share(flags: Iterable[bool]) -> float:
+    values = list(flags)
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,154 @@
+"""The mechanism of a conversation: the only code that appends a token.
+
+A session knows one trajectory, its engine and its renderer. It does not know who answers the model, nor when enough is
+enough. What is heard waits as messages until the model is to speak; only then does it become tokens, cue included, in one
+piece: so two messages in a row, or an opening without a question, never leave a stray header behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from turnwise.engines.engine import Engine
+from turnwise.errors import Failed, boundary
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
+from turnwise.types import Failure, Message, Opening, Reply, Request, Sampling, Segment, Stop, Trajectory, Turn
+
+__all__ = ["Session"]
+
+
+class Session:
+    """One conversation in the making. `begin`, then `reached`, `generate` and `hear` by turns, then `finish`."""
+
+    def __init__(
+        self, trajectory: Trajectory, *, engine: Engine, renderer: Renderer, sampling: Sampling, limits: Limits
+    ) -> None:
+        self.trajectory = trajectory
+        self._engine = engine
+        self._renderer = renderer
+        self._sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *renderer.stop_token_ids))
+        self._limits = limits
+        self._heard: list[Message] = []
+        self._bridge: Sequence[int] | None = None
+        self._spoken: list[Message] = []  # the conversation with the model's turns as they were sampled, for the check
+        self._segment: Segment | None = None
+        self._calls = 0
+        self.cut = Stop.LENGTH
+        """Why the last turn had no more room, if it was cut."""
+
+    def begin(self, opening: Opening) -> None:
+        """Lay the opening on the table."""
+        with boundary("environment"):
+            if not opening.messages:
+                raise ValueError("the environment's Opening has no messages; there is nothing to answer")
+        self.trajectory.messages.extend(opening.messages)
+        self.trajectory.tools = tuple(opening.tools)
+        self._heard = list(opening.messages)
+
+    def reached(self) -> Stop | None:
+        """Why the model is not to speak again, or None."""
+        limits, trajectory = self._limits, self.trajectory
+        if (stop := limits.reached(trajectory, 0)) is not None:
+            return stop  # before anything is encoded that nobody would read
+        length = len(self._segment or ()) + len(self._encoded())
+        stop = limits.reached(trajectory, length)
+        if stop is Stop.CONTEXT and not trajectory.turns:
+            raise Failed(
+                Failure(
+                    "row",
+                    f"the prompt has {length} tokens and limits.context is {limits.context}, so there is no room for an "
+                    f"answer: raise limits.context, or leave the row out",
+                )
+            )
+        return stop
+
+    async def generate(self) -> Turn:
+        """Let the model speak; what was heard before becomes tokens now."""
+        encoded = self._encoded()
+        if self._segment is None:
+            self._segment = Segment()
+            self.trajectory.segments.append(self._segment)
+        segment, trajectory = self._segment, self.trajectory
+        segment.context(encoded)
+        self._spoken.extend(self._heard)
+        self._heard, self._bridge = [], None
+
+        room, self.cut = self._limits.room(trajectory, len(segment))
+        index = len(trajectory.turns)
+        request = Request(
+            conversation=trajectory.id,
+            token_ids=segment.token_ids,
+            sampling=replace(self._sampling, max_tokens=room),
+            seed=_mix(trajectory.seed, index),
+        )
+        started = time.perf_counter()
+        with boundary("engine"):
+            completion = await self._engine.generate(request)
+            segment.sampled(index, completion)
+        seconds = time.perf_counter() - started
+        with boundary("tokens"):
+            text, message, calls = self._renderer.parse(
+                completion.token_ids, tools=bool(trajectory.tools), first_call=self._calls
+            )
+        self._calls += len(calls)
+        turn = Turn(
+            index=index,
+            message=message,
+            text=text,
+            calls=calls,
+            finish_reason=completion.finish_reason,
+            completion=completion,
+            seconds_engine=seconds,
+        )
+        trajectory.turns.append(turn)
+        trajectory.messages.append(message)
+        trajectory.logprob_kind = completion.logprob_kind
+        self._spoken.append({"role": "assistant", "content": text})
+        return turn
+
+    def hear(self, turn: Turn, reply: Reply) -> None:
+        """Take in the environment's answer to a turn."""
+        trajectory = self.trajectory
+        turn.reward += reply.reward
+        turn.info.update(reply.info)
+        turn.outcomes = reply.outcomes
+        if reply.rewrite is not None:
+            self._check()  # the segment ends here, so this is its last chance
+            trajectory.messages[:] = reply.rewrite
+            self._segment, self._spoken, self._heard = None, [], list(reply.rewrite)
+        trajectory.messages.extend(reply.messages)
+        if not reply.done:
+            self._heard.extend(reply.messages)
+
+    def finish(self, stop: Stop) -> None:
+        """The conversation is over; compare its tokens with the template's."""
+        self.trajectory.stop = stop
+        self._check()
+
+    def _check(self) -> None:
+        if self._segment is not None and self.trajectory.drift is None:
+            with boundary("tokens"):
+                self.trajectory.drift = self._renderer.drift(self._segment, self._spoken, self.trajectory.tools)
+
+    def _encoded(self) -> Sequence[int]:
+        """The tokens of what was heard, and the cue. Encoded once, appended when the model speaks."""
+        if self._bridge is None:
+            with boundary("tokens"):
+                if self._segment is None:
+                    if self.trajectory.tools:
+                        _ = self._renderer.tool_format  # refuse before a token is spent
+                    self._bridge = self._renderer.opening(self._heard, self.trajectory.tools)
+                else:
+                    self._bridge = self._renderer.bridge(self._segment.token_ids[-1], self._heard)
+        return self._bridge
+
+
+def _mix(seed: int, index: int) -> int:
+    """A seed of its own for each turn (the finaliser of splitmix64)."""
+    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF

@@ -1,0 +1,114 @@
+"""How models write tool calls, and how their text is read back.
+
+A format takes the text of one turn apart into what was said and what was called. A call that cannot be read becomes a
+`ToolCall` with an error, which goes back to the model: nothing is lost, and a good call is not lost because its neighbour is
+bad. Calls inside a thinking block are not calls. There is one format so far, `hermes` (Qwen, Hermes and many others);
+which one a template writes is found out by `detect`, from the template itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from turnwise.types import ToolCall
+
+__all__ = ["FORMATS", "Hermes", "ToolFormat", "detect"]
+
+
+class ToolFormat(Protocol):
+    """Reads the tool calls out of a turn's text."""
+
+    name: str
+
+    def parse(self, text: str, *, first_id: int = 0) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text without the calls, and the calls in order; their ids are `call_<n>`, counted from `first_id`."""
+        ...
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text before and between allowed."""
+
+    name = "hermes"
+    _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+    def parse(self, text: str, *, first_id: int = 0) -> tuple[str, tuple[ToolCall, ...]]:
+        if self._OPEN not in text:
+            return text.strip("\n"), ()
+        calls: list[ToolCall] = []
+        said: list[str] = []
+        at = 0
+        for opening in re.finditer(re.escape(self._OPEN), text):
+            if opening.start() < at or _inside_thinking(text, opening.start()):
+                continue  # inside the arguments of the call before, or only thought of
+            said.append(text[at : opening.start()])
+            call, at = self._one(text, opening.end(), f"call_{first_id + len(calls)}")
+            calls.append(call)
+        said.append(text[at:])
+        return "".join(said).strip("\n"), tuple(calls)
+
+    def _one(self, text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
+        """The call whose JSON begins at `start`, and where the text goes on after it."""
+        begin = start + len(text[start:]) - len(text[start:].lstrip())
+        try:
+            # the JSON decides where the call ends, so that a closing tag inside a string does not
+            value, end = _DECODER.raw_decode(text, begin)
+            after = text[end:].lstrip()
+            if after and not after.startswith(self._CLOSE):
+                raise ValueError(f"{after[:20]!r} follows the JSON object where {self._CLOSE} should")
+            end = len(text) - len(after) + (len(self._CLOSE) if after else 0)
+            name, arguments = _named(value)
+            return ToolCall(id=call_id, name=name, arguments=arguments, text=text[begin:end]), end
+        except ValueError as problem:
+            close = text.find(self._CLOSE, begin)
+            end = len(text) if close < 0 else close + len(self._CLOSE)
+            written = text[begin : end if close < 0 else close].strip()
+            error = (
+                f"this tool call cannot be read: {problem}. Write it as "
+                f'{self._OPEN}{{"name": "<tool>", "arguments": {{...}}}}{self._CLOSE}'
+            )
+            return ToolCall(id=call_id, name="", arguments={}, text=written, error=error), end
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, strict=False)
+
+
+def _named(value: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a decoded call; arguments may be missing, or JSON in a string as OpenAI has them."""
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        raise ValueError('its "name" is missing')
+    if isinstance(arguments, str):
+        arguments = _DECODER.decode(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError(f'its "arguments" are a {type(arguments).__name__}, not an object')
+    return name, arguments
+
+
+def _inside_thinking(text: str, position: int) -> bool:
+    return text.rfind("<think>", 0, position) > text.rfind("</think>", 0, position)
+
+
+FORMATS: tuple[ToolFormat, ...] = (Hermes(),)
+
+
+def detect(write: Callable[[str, dict[str, Any]], str]) -> ToolFormat | None:
+    """The format in which a template writes calls: the one that reads a probe back.
+
+    `write(name, arguments)` renders an assistant message with that call through the template.
+    """
+    name, arguments = "probe_tool", {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
+    written = write(name, arguments)
+    for candidate in FORMATS:
+        _, calls = candidate.parse(written)
+        if len(calls) == 1 and calls[0].name == name and dict(calls[0].arguments) == arguments:
+            return candidate
+    return None

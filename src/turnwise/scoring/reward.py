@@ -1,0 +1,95 @@
+"""What a conversation was worth: the environment's turn rewards, and the recipe's functions on top.
+
+A reward function is handed a finished trajectory and gives a number. One that raises, or gives no finite number, breaks the
+trajectory it was asked about and no other: it is no zero, and does not enter the group's statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.errors import Failed, boundary
+from turnwise.types import Failure, Group, Trajectory, Turn
+
+__all__ = ["Scorer", "TrajectoryReward", "TurnReward"]
+
+Number = float | Awaitable[float]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryReward:
+    """A function of a finished trajectory, sync or async."""
+
+    name: str
+    function: Callable[[Trajectory], Number]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """A function of a finished trajectory and one of its turns; the number is added to the turn's reward."""
+
+    name: str
+    function: Callable[[Trajectory, Turn], Number]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Turns what happened into `Turn.reward`, `Trajectory.rewards` and `Trajectory.reward`."""
+
+    trajectory: Sequence[TrajectoryReward] = ()
+    turns: Sequence[TurnReward] = ()
+
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Score every trajectory that did not break."""
+        await asyncio.gather(
+            *(
+                self._score(one)
+                for group in groups
+                for one in group.trajectories
+                if not one.failed and one.reward is None
+            )
+        )
+
+    async def _score(self, trajectory: Trajectory) -> None:
+        try:
+            parts = {"turns": sum(_finite("the environment", turn.reward) for turn in trajectory.turns)}
+            for reward in self.turns:
+                values = [
+                    reward.weight * await _ask(reward.name, reward.function, trajectory, turn)
+                    for turn in trajectory.turns
+                ]
+                for turn, value in zip(trajectory.turns, values, strict=True):
+                    turn.reward += value
+                parts[reward.name] = parts.get(reward.name, 0.0) + sum(values)
+            for reward in self.trajectory:
+                value = reward.weight * await _ask(reward.name, reward.function, trajectory)
+                parts[reward.name] = parts.get(reward.name, 0.0) + value
+        except Failed as failed:
+            trajectory.fail(failed.failure)
+            return
+        trajectory.rewards = parts
+        trajectory.reward = sum(parts.values())
+
+
+async def _ask(name: str, function: Callable[..., Number], *arguments: Any) -> float:
+    with boundary("reward"):
+        value = function(*arguments)
+        if inspect.isawaitable(value):
+            value = await value
+    return _finite(f"the reward function {name!r}", value)
+
+
+def _finite(who: str, value: Any) -> float:
+    """A reward as a float; tensors and numpy numbers of one element are numbers too."""
+    with boundary("reward"):
+        number = float(value)
+    if not math.isfinite(number):
+        raise Failed(Failure("reward", f"{who} gave {number}; a reward must be a finite number"))
+    return number

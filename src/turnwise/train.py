@@ -1,0 +1,280 @@
+"""The algorithm: take rows, hold conversations, score, assign credit, pack, learn, publish, write down.
+
+`Run` is everything that it needs, assembled from a recipe; `train` is the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from turnwise import build
+from turnwise.config import Config, LocalEngine, refuse_without_effect
+from turnwise.data.rows import Order
+from turnwise.engines.engine import Engine
+from turnwise.engines.local import LocalEngine as Local
+from turnwise.errors import RolloutError
+from turnwise.evaluate import evaluate
+from turnwise.metrics import conversation_metrics, failures
+from turnwise.record import RunDirectory
+from turnwise.report import Report
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.scoring.credit import Credit
+from turnwise.scoring.reward import Scorer
+from turnwise.training.batch import Batch, pack
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
+from turnwise.types import Group, Row
+
+__all__ = ["Run", "assemble", "local_engine", "train"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A training run, ready to go on after `step` steps."""
+
+    config: Config
+    directory: RunDirectory
+    rows: Sequence[Row]
+    held_out: Sequence[Row]
+    order: Order
+    table: Table
+    scorer: Scorer
+    credit: Credit
+    policy: Policy
+    checkpoints: Checkpoints
+    step: int = 0
+    """Steps that are finished."""
+    position: int = 0
+    """Rows that those steps have used."""
+    saved: int = 0
+    """Steps that the newest checkpoint holds."""
+    whole: bool = True
+    """Whether the weights are those after `step` steps, and not on the way to the next."""
+    notes: list[str] = field(default_factory=list)
+
+
+async def train(run: Run, show: Report) -> None:
+    """Train until `train.steps` steps are finished.
+
+    Raises RolloutError if all conversations of a step broke, RunError if the run directory cannot be written.
+    """
+    config, options = run.config, run.config.train
+    show.begin(run.config, done=run.step, notes=run.notes)
+    with _going_on_later(run):
+        waiting: asyncio.Task[_Rollouts] | None = None
+        while run.step < options.steps:
+            if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
+                await _evaluate(run, show)
+            await run.table.engine.load_weights(run.step)
+            rollouts = await (waiting or _hold(run, run.step))
+            if options.overlap and run.step + 1 < options.steps:
+                waiting = asyncio.create_task(_hold(run, run.step + 1))
+            await run.scorer.score(rollouts.groups)
+            for group in rollouts.groups:
+                run.credit(group)
+            started = time.perf_counter()
+            batches = _pack(run, rollouts.groups)
+            run.whole = False
+            update = await run.policy.learn(batches, lr=_rate(run), epochs=options.epochs, beside=options.overlap)
+            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
+            _finish_step(run, show, rollouts.groups, update, seconds)
+        await run.table.engine.load_weights(run.step)
+        await _evaluate(run, show)
+    show.end(run.directory, run.checkpoints.newest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rollouts:
+    groups: Sequence[Group]
+    seconds: float
+
+
+async def _hold(run: Run, step: int) -> _Rollouts:
+    """The conversations of one step."""
+    started = time.perf_counter()
+    options = run.config.train
+    places = run.order.take(run.position + (step - run.step) * options.rows, options.rows)
+    groups = [
+        new_group(run.rows[index], size=options.group, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
+        for place, (_, index) in enumerate(places)
+    ]
+    await rollout_groups(groups, run.table)
+    return _Rollouts(groups, time.perf_counter() - started)
+
+
+def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
+    """One batch for each optimizer step. All trajectories of a group stay together as far as the numbers allow."""
+    options = run.config.train
+    trajectories = [one for group in groups for one in group.trajectories if one.advantages]
+    if not trajectories:
+        problems = "\n  ".join(failures(groups)[:5])
+        raise RolloutError(
+            f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
+        )
+    size = -(-len(trajectories) // options.minibatches)
+    return [
+        pack(
+            trajectories[start : start + size],
+            average=options.loss_average,
+            micro_batch_tokens=options.micro_batch_tokens,
+            share_prompts=run.policy.shares_prompts,
+            keep_zero=run.policy.keeps_zero,
+        )
+        for start in range(0, len(trajectories), size)
+    ]
+
+
+def _rate(run: Run) -> float:
+    options = run.config.train
+    return rate(
+        run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps
+    )
+
+
+def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update, seconds: dict[str, float]) -> None:
+    """Write down what the step did."""
+    lr = _rate(run)
+    run.whole = True
+    run.step += 1
+    run.position += run.config.train.rows
+    metrics: dict[str, Any] = {
+        "step": run.step,
+        **conversation_metrics(groups),
+        "loss": update.loss,
+        "kl": update.kl,
+        "grad_norm": update.grad_norm,
+        "ratio/max_deviation": update.max_deviation,
+        "ratio/clipped": update.clipped,
+        "tokens/trained": update.tokens,
+        "lr": lr,
+        "version": run.table.engine.version,
+        **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
+        "seconds/step": round(sum(seconds.values()), 4),
+    }
+    run.directory.write_step(metrics, (one for group in groups for one in group.trajectories))
+    show.step(metrics, failures(groups))
+    if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
+        _save(run)
+
+
+def _save(run: Run) -> None:
+    state = {
+        "step": run.step,
+        "position": run.position,
+        "lengths": run.directory.lengths(),
+        "policy": run.policy.state(),
+    }
+    run.checkpoints.save(run.step, model=run.policy.model, tokenizer=run.table.renderer.tokenizer, state=state)
+    run.saved = run.step
+
+
+@contextlib.contextmanager
+def _going_on_later(run: Run) -> Iterator[None]:
+    """On Ctrl-C, leave a checkpoint of the last finished step behind."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if run.whole and run.step > run.saved:
+            _save(run)
+        raise
+
+
+async def _evaluate(run: Run, show: Report) -> None:
+    if not run.held_out:
+        return
+    options = run.config.eval
+    summary, groups = await evaluate(
+        run.held_out, run.table, run.scorer, samples=options.samples, seed=run.config.seed, step=run.step
+    )
+    run.directory.write_evaluation(summary, (one for group in groups for one in group.trajectories))
+    show.evaluated(summary, groups)
+
+
+def assemble(config: Config) -> Run:
+    """Everything that a recipe names, checked and loaded; a former run is gone on with where the recipe says so.
+
+    Raises TurnwiseError with what is wrong before anything is computed.
+    """
+    refuse_without_effect(config)
+    directory = RunDirectory(config.output)
+    checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
+    rows = build.rows(config)
+    held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
+    make_environment, scorer, credit = build.environment_factory(config), build.scorer(config), build.credit(config)
+    state = checkpoints.load() if config.resume == "auto" else None
+    source = config.model.path if state is None else checkpoints.newest
+    renderer = Renderer.from_pretrained(source, sanity=config.sanity)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)
+    model = load_model(source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device)
+    sampling = build.sampling(config)
+    policy = Policy(model, sampling=sampling, options=_optimization(config), share_prompts=config.train.share_prompts)
+    limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
+    step = state["step"] if state is not None else 0
+    table = Table(
+        engine=local_engine(config, model, renderer, version=step),
+        renderer=renderer,
+        make_environment=make_environment,
+        sampling=sampling,
+        limits=limits,
+        concurrent=config.concurrent,
+        lockstep=config.deterministic,
+    )
+    notes = directory.prepare(config, resuming=state is not None)
+    if state is not None:
+        policy.load_state(state["policy"])
+        notes.append(f"going on after step {step}")
+    directory.cut_back(state["lengths"] if state is not None else {})
+    return Run(
+        config=config,
+        directory=directory,
+        rows=rows,
+        held_out=held_out,
+        order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
+        table=table,
+        scorer=scorer,
+        credit=credit,
+        policy=policy,
+        checkpoints=checkpoints,
+        step=step,
+        position=state["position"] if state is not None else 0,
+        saved=step,
+        notes=notes,
+    )
+
+
+def local_engine(config: Config, model: Any, renderer: Renderer, *, version: int = 0) -> Engine:
+    """The embedded engine on a model that is loaded already."""
+    options = config.engine
+    assert isinstance(options, LocalEngine)
+    return Local(
+        model,
+        slots=options.slots,
+        memory_gb=options.memory_gb,
+        threads=1 if config.deterministic else options.threads,
+        decode=renderer.decode,
+        version=version,
+    )
+
+
+def _optimization(config: Config) -> Optimization:
+    options = config.train
+    return Optimization(
+        lr=options.lr,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        kl_coef=options.kl_coef,
+        entropy_coef=options.entropy_coef,
+    )

@@ -1,0 +1,119 @@
+"""Log-probabilities of a packed batch under a transformers model: the trainer's one forward pass."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from turnwise.distribution import sampling_logits
+from turnwise.training.batch import PADDING, TRUNK, MicroBatch
+from turnwise.types import Sampling
+
+__all__ = ["Forward", "can_share_prompts"]
+
+
+class Forward:
+    """Computes log-probabilities of the targets of a micro-batch, of the distribution that `sampling` draws from."""
+
+    def __init__(self, model: Any, sampling: Sampling) -> None:
+        self._model = model
+        self._sampling = sampling
+        self._body, self._head = _body_and_head(model)
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities [N] of the targets, and, if asked for, the entropies [N] of their distributions."""
+        sampling = self._sampling
+        logits_NV = sampling_logits(
+            self._logits(micro),
+            temperature_N=sampling.temperature,
+            top_k_N=sampling.top_k,
+            top_p_N=sampling.top_p,
+            min_p_N=sampling.min_p,
+            keep_N=micro.target_N,
+        )
+        if not entropy:
+            return -F.cross_entropy(logits_NV, micro.target_N, reduction="none"), None
+        all_NV = logits_NV.log_softmax(dim=-1)
+        logprob_N = all_NV.gather(-1, micro.target_N.unsqueeze(-1)).squeeze(-1)
+        # tokens that a filter left out have probability zero, and zero times minus infinity is zero here
+        entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1)
+        return logprob_N, entropy_N
+
+    def _logits(self, micro: MicroBatch) -> torch.Tensor:
+        """Logits [N, V] that predict the targets."""
+        inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
+        if micro.is_tree:
+            inputs["position_ids"] = micro.position_BL
+            inputs["attention_mask"] = tree_mask(micro.branch_BL, self._model.dtype)
+        # otherwise rows are plain sequences: padding on the right is behind everything that is asked for
+        if self._body is not None:
+            hidden_BLD = self._body(**inputs)[0]
+            return self._head(hidden_BLD[micro.row_N, micro.column_N])
+        if not self._keeps:
+            return self._model(**inputs).logits[micro.row_N, micro.column_N]
+        kept, place_N = torch.unique(micro.column_N, return_inverse=True)
+        return self._model(**inputs, logits_to_keep=kept).logits[micro.row_N, place_N]
+
+
+def tree_mask(branch_BL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Additive attention mask [B, 1, L, L]: a token sees, before it, the trunk and its own branch."""
+    length = branch_BL.shape[1]
+    seen_LL = torch.ones(length, length, dtype=torch.bool, device=branch_BL.device).tril()
+    key_B1L, query_BL1 = branch_BL[:, None, :], branch_BL[:, :, None]
+    allowed_BLL = seen_LL & ((key_B1L == TRUNK) | (key_B1L == query_BL1)) & (key_B1L != PADDING)
+    allowed_BLL |= torch.eye(length, dtype=torch.bool, device=branch_BL.device)  # padding sees itself: no empty softmax
+    mask_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=branch_BL.device)
+    return mask_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min).unsqueeze(1)
+
+
+def can_share_prompts(model: Any) -> bool:
+    """Whether trees give the model's own log-probabilities: tried out on a small one, where the kinds of layers allow it."""
+    kinds = getattr(model.config, "layer_types", None) or []
+    window = getattr(model.config, "sliding_window", None)
+    if any(kind != "full_attention" for kind in kinds) or (window is not None and not kinds):
+        return False  # one mask for all layers is not enough
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = [token % vocabulary for token in (11, 7, 5, 3, 2, 13, 17)]
+    tree = _plain(ids, position=[0, 1, 2, 3, 4, 2, 3], branch=[0, 0, 1, 1, 1, 2, 2])
+    alone = _plain([*ids[:2], *ids[5:]], position=[0, 1, 2, 3], branch=[0, 0, 1, 1])
+    mask = tree_mask(tree["branch"], model.dtype).to(model.device)
+    with torch.no_grad():
+        try:
+            shared = model(
+                tree["ids"].to(model.device), position_ids=tree["position"].to(model.device), attention_mask=mask
+            )
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            return False  # the model takes no such mask
+        single = model(alone["ids"].to(model.device))
+    tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
+    return torch.allclose(
+        shared.logits[0, [5, 6]].float(), single.logits[0, [2, 3]].float(), atol=tolerance, rtol=tolerance
+    )
+
+
+def _plain(ids: list[int], *, position: list[int], branch: list[int]) -> dict[str, torch.Tensor]:
+    return {"ids": torch.tensor([ids]), "position": torch.tensor([position]), "branch": torch.tensor([branch])}
+
+
+def _body_and_head(model: Any) -> tuple[Any, Any]:
+    """The model without its head, and the head, if one after the other they are the model; else `(None, None)`.
+
+    It saves the logits of tokens that nobody asks for. Models that scale or cap their logits do not qualify.
+    """
+    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    if body is None or head is None or not isinstance(body, torch.nn.Module):
+        return None, None
+    ids = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        try:
+            split = head(body(input_ids=ids, use_cache=False)[0])
+        except (TypeError, RuntimeError):
+            return None, None
+    if split.shape != whole.shape or not torch.equal(split, whole):
+        return None, None
+    return body, head

@@ -1,0 +1,224 @@
+"""The policy: a transformers model and the optimizer that changes it.
+
+Knows how to turn packed batches into an optimizer step. It knows nothing of conversations, and nothing of where batches
+come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from turnwise.errors import ConfigError
+from turnwise.training.batch import Batch, MicroBatch
+from turnwise.training.forward import Forward, can_share_prompts
+from turnwise.training.loss import kl_k3, ppo_clip
+from turnwise.types import Sampling
+
+__all__ = ["Optimization", "Policy", "Update", "load_model", "rate"]
+
+_log = logging.getLogger(__name__)
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """How the weights are changed."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+
+
+@dataclass(slots=True)
+class Update:
+    """What one or several optimizer steps did."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    """From the reference where there is one, else from the policy that sampled; averaged as the loss is."""
+    grad_norm: float = 0.0
+    max_deviation: float = 0.0
+    """Largest `|ratio - 1|` of trainer to engine before the first step."""
+    clipped: float = 0.0
+    """Share of the trained tokens whose ratio is outside the clip bounds."""
+    tokens: int = 0
+    """Tokens that were in a forward pass as targets."""
+    steps: int = 0
+    """Optimizer steps."""
+
+
+def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
+    """Load a causal language model to be trained.
+
+    Raises ConfigError if there is none at `path`, or the device is not there.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"no model could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
+        ) from error
+    try:
+        model = model.to(name)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device={device} cannot be used: {error}") from error
+    return model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
+
+
+class Policy:
+    """A model, an optional frozen reference, and AdamW."""
+
+    def __init__(self, model: Any, *, sampling: Sampling, options: Optimization, share_prompts: str = "auto") -> None:
+        self.model = model
+        self._options = options
+        self._forward = Forward(model, sampling)
+        self._reference = Forward(_frozen(model), sampling) if options.kl_coef > 0 else None
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._masters = _masters(self._parameters)
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
+        )
+        able = share_prompts != "never" and can_share_prompts(model)
+        if share_prompts == "always" and not able:
+            raise ConfigError(
+                f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with a "
+                f"tree mask (sliding windows and recurrent layers do not); use auto or never"
+            )
+        self.shares_prompts = able
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether tokens without advantage matter to the loss."""
+        return self._reference is not None or self._options.entropy_coef != 0.0
+
+    async def learn(self, batches: Sequence[Batch], *, lr: float, epochs: int = 1, beside: bool = False) -> Update:
+        """One optimizer step for each batch, `epochs` times over.
+
+        With `beside`, gradients are computed in a thread, so that the event loop can hold conversations meanwhile. The
+        weights themselves change in the event loop's own thread, and so never in the middle of an engine's step.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        update = Update()
+        for _ in range(epochs):
+            for batch in batches:
+                if beside:
+                    loss, kl = await asyncio.to_thread(self._accumulate, batch, update)
+                else:
+                    loss, kl = self._accumulate(batch, update)
+                norm = self._apply()
+                update.steps += 1
+                update.loss, update.kl, update.grad_norm = update.loss + loss, update.kl + kl, update.grad_norm + norm
+        steps = max(update.steps, 1)
+        update.loss, update.kl, update.grad_norm = update.loss / steps, update.kl / steps, update.grad_norm / steps
+        update.clipped /= max(update.tokens, 1)
+        return update
+
+    def _accumulate(self, batch: Batch, update: Update) -> tuple[float, float]:
+        """Gradients of a batch, micro-batch by micro-batch. Returns its loss and its divergence."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
+        parts = [self._backward(micro.to(self.model.device), update) for micro in batch.micro_batches]
+        return sum(loss for loss, _ in parts), sum(kl for _, kl in parts)
+
+    def _backward(self, micro: MicroBatch, update: Update) -> tuple[float, float]:
+        options = self._options
+        logprob_N, entropy_N = self._forward.logprobs(micro, entropy=options.entropy_coef != 0.0)
+        loss_N = ppo_clip(
+            logprob_N, micro.old_logprob_N, micro.advantage_N, clip_low=options.clip_low, clip_high=options.clip_high
+        )
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_N, _ = self._reference.logprobs(micro)
+            kl_N = kl_k3(logprob_N, reference_N)
+            loss_N = loss_N + options.kl_coef * kl_N
+        else:
+            kl_N = kl_k3(logprob_N, micro.old_logprob_N)
+        if entropy_N is not None:
+            loss_N = loss_N - options.entropy_coef * entropy_N
+        loss = (loss_N * micro.weight_N).sum()
+        loss.backward()
+        with torch.no_grad():
+            ratio_N = (logprob_N - micro.old_logprob_N).exp()
+            if update.steps == 0:
+                update.max_deviation = max(update.max_deviation, float((ratio_N - 1.0).abs().max()))
+            outside_N = (ratio_N < 1.0 - options.clip_low) | (ratio_N > 1.0 + options.clip_high)
+            update.clipped += float(outside_N.sum())
+            update.tokens += len(ratio_N)
+            return float(loss), float((kl_N * micro.weight_N).sum())
+
+    def _apply(self) -> float:
+        """Clip, step, and hand the result from the master weights to the model. Returns the norm before clipping."""
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            # without a gradient AdamW would skip the parameter, although its momentum moves it: a zero is not a nothing
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            master.grad = gradient if master is parameter else gradient.float()
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._options.max_grad_norm))
+        if math.isfinite(norm):
+            self._optimizer.step()
+        else:
+            _log.warning(
+                "the gradient's norm is %s: this optimizer step is left out, the weights stay as they are", norm
+            )
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved besides the model to go on exactly."""
+        masters = [master.detach() for master in self._masters] if self._masters[0] is not self._parameters[0] else []
+        return {"optimizer": self._optimizer.state_dict(), "masters": masters}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave. The model's own weights are loaded with the model."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for master, saved in zip(self._masters, state["masters"] or self._masters, strict=True):
+                if master is not saved:
+                    master.copy_(saved)
+
+
+def rate(step: int, *, lr: float, schedule: Schedule, warmup_steps: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0: linear warm-up, then constant, or to zero linearly or as a cosine."""
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(steps - warmup_steps, 1)
+    if schedule == "linear":
+        return lr * (1.0 - done)
+    if schedule == "cosine":
+        return lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    return lr
+
+
+def _frozen(model: Any) -> Any:
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def _masters(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """float32 copies of parameters of lower precision, which would lose small steps; others are their own masters."""
+    if all(parameter.dtype == torch.float32 for parameter in parameters):
+        return list(parameters)
+    return [parameter.detach().float().clone() for parameter in parameters]
