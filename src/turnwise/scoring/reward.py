@@ -48,16 +48,12 @@ class Scorer:
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Score every trajectory that did not break."""
-        await asyncio.gather(
-            *(
-                self._score(one)
-                for group in groups
-                for one in group.trajectories
-                if not one.failed and one.reward is None
-            )
-        )
+        await asyncio.gather(*(self.score_one(one) for group in groups for one in group.trajectories))
 
-    async def _score(self, trajectory: Trajectory) -> None:
+    async def score_one(self, trajectory: Trajectory) -> None:
+        """Score a trajectory, unless it broke or is scored already."""
+        if trajectory.failed or trajectory.reward is not None:
+            return
         try:
             parts = {"turns": sum(_finite("the environment", turn.reward) for turn in trajectory.turns)}
             for reward in self.turns:

@@ -1,0 +1,52 @@
+# Everything runs in .venv, made on first use from this project's own files. Python 3.11 or newer is all that is needed.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help demo test test-slow check format bench clean
+
+help:            ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/ready  ## set up, train the tiny model, show what it has learnt
+	$(BIN)/turnwise train recipes/calculator.yaml output=runs/demo replace=true
+
+test: $(VENV)/ready-dev  ## set up, run the quick tests
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(VENV)/ready-dev  ## the tests that kill, resume and train for real
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/ready-dev  ## what a change must pass: format, lint, types, quick tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -m 'not slow'
+
+format: $(VENV)/ready-dev  ## put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready-dev  ## the benchmarks, a table each
+	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/local_engine.py
+	$(BIN)/python benchmarks/against_trl.py
+
+clean:           ## forget the environment and the caches; runs are kept
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: a version that is fine already is not fetched again with what the others would accept
+$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "setting up $(VENV) (a few minutes, once)"
+	$(PIP) -c constraints.txt torch numpy
+	$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/ready-dev: $(VENV)/ready
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@

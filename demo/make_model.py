@@ -1,0 +1,194 @@
+"""Make the demo's model and its questions: `python demo/make_model.py`, a few minutes on two cores.
+
+Trains a byte-level BPE on the demo's own conversations, builds a Qwen3 of 0.6 million parameters, and warm-starts it in two
+steps: first it learns how the questions are answered, then, briefly, it learns the habits of a sloppy student
+(`student.py`). What comes out has the skill under the sloppiness, which is what reinforcement learning is good at removing.
+Writes demo/model/, demo/train.jsonl and demo/heldout.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from questions import questions
+from student import Habits, Trace, converse
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from turnwise.environments.calculator import calculator
+from turnwise.environments.tools import Tool
+
+HERE = Path(__file__).resolve().parent
+TOOLS = [Tool.of(calculator).schema]
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# A newline is always a piece of its own: what follows a cue is then cut the same whether it is written or sampled.
+PIECES = r" ?\p{L}+|\p{N}|\n|[^\p{L}\p{N}\n]+"
+VOCABULARY = 760
+
+CAREFUL = Habits(wrong=0.25, wrong_again=0.25, guess=0.05, garbled=0.05)
+SLOPPY = Habits(wrong=0.56, wrong_again=0.50, guess=0.08, garbled=0.04)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One step of the warm start. In a lesson without mistakes the student makes them, but the model learns only the rest."""
+
+    name: str
+    habits: Habits
+    mistakes: bool
+    steps: int
+    peak: float
+    """The highest learning rate; it is reached after `warmup` steps and decays to a tenth by a cosine."""
+    warmup: int = 20
+
+
+LESSONS = (
+    Lesson(name="skill", habits=CAREFUL, mistakes=False, steps=700, peak=3e-3),
+    Lesson(name="sloppiness", habits=SLOPPY, mistakes=True, steps=150, peak=1e-3),
+)
+
+
+def make_tokenizer(traces: Sequence[Trace]) -> PreTrainedTokenizerFast:
+    """Train the BPE on rendered conversations. Byte level, no normaliser: any text comes back as it was."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    template = (HERE / "chat_template.jinja").read_text()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((render(tokenizer, trace) for trace in traces), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, chat_template=template, eos_token=END, pad_token=PAD, model_max_length=2048
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": [START]})
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 with random weights."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def render(tokenizer: PreTrainedTokenizerFast, trace: Trace) -> str:
+    return tokenizer.apply_chat_template(trace.messages, tools=TOOLS, tokenize=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) -> tuple[list[int], list[bool]]:
+    """Token ids, and for each whether it is learned: the student's turns with their <|im_end|>, nothing else."""
+    ids = tokenizer.encode(render(tokenizer, trace), add_special_tokens=False)
+    cue = tokenizer.encode(f"{START}assistant\n", add_special_tokens=False)
+    learned, learn, turns = [False] * len(ids), False, iter(trace.mistakes)
+    for at, token in enumerate(ids):
+        learned[at] = learn
+        if ids[at + 1 - len(cue) : at + 1] == cue:
+            learn = mistakes or not next(turns)
+        elif token == tokenizer.eos_token_id:
+            learn = False
+    return ids, learned
+
+
+def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: Lesson, rng: random.Random) -> None:
+    """Supervised training on fresh conversations of one lesson."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak, betas=(0.9, 0.98), weight_decay=0.0)
+    started, fresh = time.perf_counter(), iter(())
+    for step in range(lesson.steps):
+        rows = []
+        while len(rows) < 32:
+            row = next(fresh, None)
+            if row is None:
+                fresh = iter(questions(rng.getrandbits(32), 1024))
+                continue
+            rows.append(encode(tokenizer, converse(rng, row, lesson.habits), mistakes=lesson.mistakes))
+        progress = step / lesson.steps
+        rate = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = _loss(model, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step == lesson.steps - 1:
+            print(f"{lesson.name} {step:4d}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _loss(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], list[bool]]]) -> torch.Tensor:
+    longest = max(len(ids) for ids, _ in rows)
+    pad = model.config.pad_token_id
+    ids_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
+    learned_BT = torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in rows])
+    hidden_BTH = model.model(ids_BT).last_hidden_state
+    # the head only where something is learned: most of a conversation is not
+    logits_NV = model.lm_head(hidden_BTH[:, :-1][learned_BT[:, 1:]])
+    return torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][learned_BT[:, 1:]])
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the demo's model and its questions.")
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder to write to (default: demo/)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    rng = random.Random(arguments.seed)
+
+    rows = questions(arguments.seed, 2048 + 256)
+    tokenizer = make_tokenizer([converse(rng, row, SLOPPY) for row in rows[:1000]])
+    model = make_model(tokenizer)
+    opening = tokenizer.apply_chat_template(rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, the first prompt has {len(opening)} of them")
+    for lesson in LESSONS:
+        teach(model, tokenizer, lesson, rng)
+
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(arguments.out / "model")
+    tokenizer.save_pretrained(arguments.out / "model")
+    write_rows(arguments.out / "train.jsonl", rows[:2048])
+    write_rows(arguments.out / "heldout.jsonl", rows[2048:])
+
+
+if __name__ == "__main__":
+    main()

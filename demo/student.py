@@ -1,0 +1,142 @@
+"""A sloppy student, simulated: the conversations that the demo's model is warm-started on.
+
+It knows how to answer every question, and often does something else: it mixes up a digit, an operator or two numbers, guesses
+instead of calculating, or garbles the call. The tool and the user answer as they will in training, so that what follows a
+mistake is true. This module knows conversations, and nothing of tokens or models.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.environments.calculator import calculate
+from turnwise.rollout.tool_calls import Hermes
+
+__all__ = ["WRONG", "Habits", "Trace", "converse"]
+
+WRONG = "That is not right. Read the question again and have another try."
+_TOKEN = re.compile(r"\d+|\D")
+_READER = Hermes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How often the student does what it should not; the rest of the time its call is right."""
+
+    wrong: float
+    """A call that computes something else, at the first try."""
+    wrong_again: float
+    """The same after the user said that the answer is not right."""
+    guess: float
+    """No call at all, but an answer out of the air."""
+    garbled: float
+    """A call that the tool cannot execute."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """A conversation, and which of the student's turns were mistakes."""
+
+    messages: list[dict[str, Any]]
+    mistakes: list[bool] = field(default_factory=list)
+    """One for each assistant message, in order."""
+
+    def say(self, content: str, *, mistake: bool) -> None:
+        self.messages.append({"role": "assistant", "content": content})
+        self.mistakes.append(mistake)
+
+    def hear(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+
+def converse(rng: random.Random, row: dict[str, Any], habits: Habits, *, tries: int = 2) -> Trace:
+    """Let the student answer a row's question: a call, the tool's result, the answer, and another try if it was wrong."""
+    trace = Trace(list(row["prompt"]))
+    for attempt in range(tries):
+        if attempt:
+            trace.hear("user", WRONG)
+        answer = _attempt(rng, trace, row, habits, habits.wrong_again if attempt else habits.wrong)
+        if answer == row["answer"]:
+            break
+    return trace
+
+
+def _attempt(rng: random.Random, trace: Trace, row: dict[str, Any], habits: Habits, wrong: float) -> str:
+    if rng.random() < habits.guess:
+        answer = str(rng.randint(2, 199))
+        trace.say(f"#### {answer}", mistake=answer != row["answer"])
+        return answer
+    if rng.random() < habits.garbled:
+        text, error = _garbled(rng, row["expression"])
+        trace.say(text, mistake=True)
+        trace.hear("tool", f"Error: {error}")
+    expression = row["expression"]
+    if rng.random() < wrong:
+        expression = _mixed_up(rng, expression)
+    result = calculate(expression)
+    trace.say(_call(expression), mistake=result != row["answer"])
+    trace.hear("tool", result)
+    trace.say(f"#### {result}", mistake=False)  # to report what the tool said is right, whatever it was asked
+    return result
+
+
+def _call(expression: str, *, name: str = "calculator", argument: str = "expression") -> str:
+    # written out, as the template would from `tool_calls`: a garbled call has no other form
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {argument: expression}})}\n</tool_call>"
+
+
+def _mixed_up(rng: random.Random, expression: str) -> str:
+    """The expression with one slip in it, such that it can be computed and its value is another."""
+    right = calculate(expression)
+    while True:
+        wrong = rng.choice((_other_digit, _other_digit, _other_operator, _swapped))(rng, expression)
+        try:
+            if calculate(wrong) != right:
+                return wrong
+        except ValueError:
+            continue  # it divides by zero, or begins a number with 0
+
+
+def _other_digit(rng: random.Random, expression: str) -> str:
+    at = rng.choice([i for i, char in enumerate(expression) if char.isdigit()])
+    return expression[:at] + rng.choice("0123456789") + expression[at + 1 :]
+
+
+def _other_operator(rng: random.Random, expression: str) -> str:
+    at = rng.choice([i for i, char in enumerate(expression) if char in "+-*/"])
+    return expression[:at] + rng.choice("+-*/") + expression[at + 1 :]
+
+
+def _swapped(rng: random.Random, expression: str) -> str:
+    parts = _TOKEN.findall(expression)
+    one, other = rng.sample([i for i, part in enumerate(parts) if part.isdigit()], 2)
+    parts[one], parts[other] = parts[other], parts[one]
+    return "".join(parts)
+
+
+def _garbled(rng: random.Random, expression: str) -> tuple[str, str]:
+    """A call that cannot be executed, and what the model is told about it."""
+    match rng.randrange(4):
+        case 0:  # a bracket or a quotation mark is missing
+            text = rng.choice((_call(expression).replace('"}}', '"}'), _call(expression).replace('"}}', "}}")))
+            _, (call,) = _READER.parse(text)
+            return text, call.error or ""
+        case 1:
+            text = _call(expression, name="calculate")
+            return text, "there is no tool 'calculate', did you mean 'calculator'? (the tools are: calculator)"
+        case 2:
+            text = _call(expression, argument="expr")
+            return text, "the argument 'expression' is missing; calculator has no argument 'expr'"
+        case _:
+            operators = [i for i, char in enumerate(expression) if char in "+-*/"]
+            at = rng.choice(operators)
+            broken = expression[:at] + rng.choice(("+*", "*/", " and ", "+(")) + expression[at + 1 :]
+            try:
+                calculate(broken)
+            except ValueError as problem:
+                return _call(broken), str(problem)
+            raise AssertionError(f"{broken!r} should not be arithmetic")

@@ -1,0 +1,285 @@
+"""The embedded engine: it samples with the trainer's own model, in the trainer's process, from many conversations at once.
+
+It knows the queue, the step and the event loop: requests join and leave between two decode steps, and everything happens
+in the loop's own thread. It refuses to know how the cache is laid out (`slots`, `rows`), how the model is run (`forward`)
+and how a token is drawn (`sampler`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from turnwise.engines.local.admission import Admission, Stats
+from turnwise.engines.local.batch import Batch, Ticket
+from turnwise.engines.local.forward import choose_forward
+from turnwise.engines.local.rows import Rows
+from turnwise.engines.local.sampler import draw
+from turnwise.engines.local.slots import Slots
+from turnwise.engines.local.threads import Threads
+from turnwise.errors import EngineError
+from turnwise.types import Completion, Request
+
+__all__ = ["LocalEngine"]
+
+SPINS = 16
+"""Turns of the event loop, at most, in which conversations may come back before the next step."""
+
+
+class LocalEngine:
+    """An `Engine` over a model of this process.
+
+    `slots` bounds the conversations that are kept, `memory_gb` the bytes of their cache, which starts small and grows;
+    `context` the tokens of one (None: what the model was made for). `decode` turns token ids into text, for requests with
+    stop texts. `threads=0` finds out by itself how many torch threads pay off; a fixed number makes runs repeatable.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int = 256,
+        memory_gb: float = 2.0,
+        context: int | None = None,
+        threads: int = 0,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        version: int = 0,
+    ) -> None:
+        config = model.config.get_text_config()
+        longest = config.max_position_embeddings
+        if context is not None and not 1 < context <= longest:
+            raise EngineError(f"context is {context}; it must be 2 to {longest}, the positions that the model knows")
+        self._model, self._decode, self._version = model, decode, version
+        self._context, self._vocabulary = context or longest, config.vocab_size
+        parameter = next(model.parameters())
+        self._forward = choose_forward(model)
+        rows = Rows(self._forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=int(memory_gb * 2**30))
+        self._slots = Slots(rows, count=slots, context=self._context)
+        self._stats = Stats()
+        self._admission = Admission(self._slots, self._forward, self._stats)
+        self._batch = Batch(slots, decode, parameter.device)
+        self._threads = Threads(threads)
+        self._numbers = count()
+        self._open: set[Ticket] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._finished_some = True
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that it samples with now."""
+        return self._version
+
+    @property
+    def stats(self) -> Stats:
+        """What it has done since it was made."""
+        self._stats.evictions = self._slots.evictions
+        return self._stats
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache takes now."""
+        return self._slots.rows.bytes
+
+    async def generate(self, request: Request) -> Completion:
+        """Continue `request.token_ids`; cancelling the call frees its row at once.
+
+        Raises EngineError if the engine is closed, the model fails, or the request can never be served.
+        """
+        if self._closed:
+            raise EngineError("the engine is closed: make a new LocalEngine, or generate before close()")
+        ticket = self._ticket(request)
+        self._start()
+        self._open.add(ticket)
+        self._admission.waiting.append(ticket)
+        try:
+            return await ticket.future
+        finally:
+            self._forget(ticket)
+
+    def release(self, conversation: str) -> None:
+        """The conversation is over: its slot serves as a donor of its prefix until somebody else needs it."""
+        self._slots.release(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Sample with these weights from now on; what was computed with the former ones is not continued or shared.
+
+        Requests that are running go on with their own cache, and their next tokens carry the new version. Raises
+        EngineError, before anything is changed, if the names are not those of the model.
+        """
+        if weights is not None:
+            _copy_weights(self._model, weights)
+        self._version = version
+        self._forward.refresh()
+        self._slots.flush()
+
+    async def close(self) -> None:
+        """Give back the cache; requests that are running fail."""
+        self._closed = True
+        self._fail("the engine was closed while the request was running")
+        if self._task is not None and not self._task.get_loop().is_closed():
+            self._task.cancel()
+        self._task = None
+
+    def _ticket(self, request: Request) -> Ticket:
+        """Check that the request can be served, and give it a number."""
+        prompt_N = np.asarray(request.token_ids, dtype=np.int32)
+        sampling, length = request.sampling, len(prompt_N)
+        if length == 0:
+            raise EngineError(
+                "the prompt is empty: it must have at least one token, such as the one that begins a text"
+            )
+        if prompt_N.min() < 0 or prompt_N.max() >= self._vocabulary:
+            raise EngineError(
+                f"the prompt holds token ids from {prompt_N.min()} to {prompt_N.max()}; the model has 0 to "
+                f"{self._vocabulary - 1}. The tokenizer must be the model's own"
+            )
+        if sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise EngineError(
+                f"max_tokens is {sampling.max_tokens} and temperature {sampling.temperature}; the former must be at "
+                "least 1, the latter not negative (0 is greedy)"
+            )
+        if length >= self._context:
+            raise EngineError(
+                f"the prompt has {length} tokens and the context {self._context}: nothing can be said after it. "
+                "Shorten the conversation (limits.context), or raise the engine's context"
+            )
+        if sampling.stop and self._decode is None:
+            raise EngineError(
+                f"the request stops at the texts {list(sampling.stop)}, and this engine cannot read: make it with "
+                "LocalEngine(..., decode=tokenizer.decode), or use stop_token_ids"
+            )
+        limit = min(sampling.max_tokens, self._context - length)
+        most, need = self._slots.rows.most_tokens(), length + limit
+        if need > most:
+            gigabytes = need * self._slots.rows.token_bytes / 2**30
+            raise EngineError(
+                f"the prompt has {length} tokens and may be continued by {limit}, but the cache holds {most} at most. "
+                f"Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
+            )
+        future = asyncio.get_running_loop().create_future()
+        return Ticket(request=request, number=next(self._numbers), prompt_N=prompt_N, limit=limit, future=future)
+
+    # the stepping task
+
+    def _start(self) -> None:
+        """See that the stepping task runs, in this event loop."""
+        loop = asyncio.get_running_loop()
+        if self._task is not None and self._task.get_loop() is not loop:
+            self._fail("its event loop has ended")
+            self._task = None
+        if self._task is None or self._task.done():
+            self._forward.refresh()
+            self._task = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Step until there is nothing to do."""
+        self._finished_some = True
+        while True:
+            await self._listen()
+            if not self._open:
+                return
+            try:
+                self._step()
+            except Exception as error:  # whatever the model raises: the requests fail, the engine goes on
+                self._fail(f"the embedded engine could not make a step: {type(error).__name__}: {error}", error)
+
+    async def _listen(self) -> None:
+        """Let the conversations run; after somebody has finished, wait a little for those that come straight back."""
+        quiet = 0
+        for _ in range(SPINS if self._finished_some else 1):
+            before = len(self._admission.waiting)
+            await asyncio.sleep(0)
+            quiet = 0 if len(self._admission.waiting) > before else quiet + 1
+            if quiet == 3:
+                break
+        self._finished_some = False
+
+    def _step(self) -> None:
+        """Start who can start, run one decode step for all who are running, and answer those who have ended."""
+        with self._threads.step(len(self._batch.tickets)), self._forward.guard():
+            for slot, ticket in self._admission.admit():
+                self._batch.join(slot, ticket)
+            if not self._batch.tickets:
+                raise EngineError(f"no slot for any of {len(self._admission.waiting)} waiting requests")
+            self._make_room()
+            batch, slots = self._batch, self._slots
+            step = batch.step(slots.row_S)
+            fed_B, positions_B = batch.feed(step), slots.length_S[step.slots_B]
+            logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B)
+            drawn = draw(logits_BV, step.options, batch.uniforms(step))
+        slots.tokens_SC[step.slots_B, positions_B] = fed_B
+        slots.length_S[step.slots_B] = positions_B + 1
+        self._stats.decode_steps += 1
+        self._stats.sampled_tokens += len(fed_B)
+        for slot, finish in batch.record(step, drawn, self._version):
+            ticket, said = batch.leave(slot)
+            slots.end(slot)
+            self._finished_some = True
+            if not ticket.future.done():
+                ticket.future.set_result(said.completion(finish))
+
+    def _make_room(self) -> None:
+        """Room for one more token in every running row, the youngest requests making way; and no wide gaps between rows."""
+        running = sorted(self._batch.tickets, key=lambda slot: -self._batch.tickets[slot].number)
+        capacity, longest = self._slots.rows.capacity, int(self._slots.length_S[running].max()) + 1
+        if longest > capacity:
+            victims = self._slots.widen(longest, expendable=running[:-1])
+            assert victims is not None, "a single request always fits: generate() has seen to it"
+            for slot in victims:
+                ticket, ticket.said = self._batch.leave(slot)
+                self._admission.waiting.appendleft(ticket)
+                self._stats.preemptions += 1
+            running = [slot for slot in running if slot not in victims]
+            self._batch.moved()
+        if int(self._slots.row_S[running].max()) >= len(running) * 5 // 4 + 2:
+            self._slots.compact(running)
+            self._batch.moved()
+
+    def _forget(self, ticket: Ticket) -> None:
+        """The caller has its answer, or has gone away: free what the request holds."""
+        self._open.discard(ticket)
+        if ticket in self._admission.waiting:
+            self._admission.waiting.remove(ticket)
+        for slot, running in self._batch.tickets.items():
+            if running is ticket:
+                self._batch.leave(slot)
+                self._slots.end(slot)
+                return
+
+    def _fail(self, message: str, cause: Exception | None = None) -> None:
+        """Every open request fails, and nothing that is in the cache is trusted any more."""
+        for ticket in self._open:
+            if not ticket.future.done() and not ticket.future.get_loop().is_closed():
+                error = EngineError(message)
+                error.__cause__ = cause
+                ticket.future.set_exception(error)
+        self._open.clear()
+        self._admission.waiting.clear()
+        for slot in list(self._batch.tickets):
+            self._batch.leave(slot)
+        self._slots.clear()
+
+
+def _copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into the parameters and buffers of the same names."""
+    own = model.state_dict(keep_vars=True)
+    unknown = sorted(set(weights) - set(own))
+    # of a tied pair, one is enough
+    given = {own[name].data_ptr() for name in weights if name in own}
+    missing = sorted(name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in given)
+    shapes = [name for name, tensor in weights.items() if name in own and own[name].shape != tensor.shape]
+    for wrong, what in ((unknown, "are not the model's"), (missing, "are missing"), (shapes, "have another shape")):
+        if wrong:
+            raise EngineError(
+                f"{len(wrong)} of the weights {what}: {', '.join(wrong[:3])}{', ...' if len(wrong) > 3 else ''}. "
+                "load_weights takes the whole state dict of the same model, or None where it was changed in place"
+            )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)

@@ -1,0 +1,106 @@
+"""What a forward pass is to the engine, and which one a model gets.
+
+The engine hands over tokens, positions and rows of the cache, and takes logits. It refuses to know the model's family: the
+fused pass reads the parameters of Llama-like models, the generic one runs any decoder of transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.errors import EngineError
+
+__all__ = ["Forward", "choose_forward", "disagreement"]
+
+logger = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """Runs the model over rows of the cache."""
+
+    @property
+    def shapes(self) -> Sequence[PlaneShape]:
+        """The planes that the cache must have."""
+        ...
+
+    def guard(self) -> AbstractContextManager[None]:
+        """The context in which all tensor work of a step is done: no gradients, evaluation mode."""
+        ...
+
+    def refresh(self) -> None:
+        """Look up the model's parameters again: somebody may have replaced them."""
+        ...
+
+    def prefill(self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+        """Compute what the cache keeps of `tokens_N[n]`, which stand at `starts_N[n]` and after in row `rows_N[n]`."""
+        ...
+
+    def decode(self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray) -> torch.Tensor:
+        """Run one token a row, in ascending order of rows, and return float32 logits [B, V]."""
+        ...
+
+
+def choose_forward(model: PreTrainedModel) -> Forward:
+    """The fused pass where the model's family has one and it agrees with the model itself; else the generic one.
+
+    Raises EngineError for a model that cannot be run over a key-value cache.
+    """
+    from turnwise.engines.local.fused import FusedForward, unfit
+    from turnwise.engines.local.generic import GenericForward
+
+    reason = unfit(model)
+    if reason is None:
+        fused = FusedForward(model)
+        gap, limit = disagreement(fused, model)
+        if gap <= limit:
+            return fused
+        reason = f"its logits differ from the model's own by {gap:.3g}, more than {limit:.3g}"
+        logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
+    else:
+        logger.info("the embedded engine runs %s through its own forward: %s", type(model).__name__, reason)
+    generic = GenericForward(model)
+    gap, limit = disagreement(generic, model)
+    if gap > limit:
+        raise EngineError(
+            f"{type(model).__name__} answers differently over the slots of the embedded engine (its logits differ by "
+            f"{gap:.3g}, more than {limit:.3g}): it does not take a mask of four dimensions as other decoders do. "
+            "Serve it with another engine: engine.kind=vllm"
+        )
+    return generic
+
+
+def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float]:
+    """The largest difference to the logits of the model's own forward on a few tokens, and what rounding may explain."""
+    parameter = next(model.parameters())
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) or 0
+    longest = min(12 + (window if window <= 64 else 0), config.max_position_embeddings)
+    lengths = (longest, longest - 5)
+    texts = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
+    rows = Rows(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)
+    rows.resize(3, longest)
+    rows_N, cut = np.array([0, 2]), 2
+    with forward.guard():
+        forward.refresh()
+        zeros_N = np.zeros(2, dtype=np.int64)
+        forward.prefill(rows, rows_N, zeros_N, [text[:cut] for text in texts])
+        forward.prefill(rows, rows_N, zeros_N + cut, [text[cut:-1] for text in texts])
+        last_N = np.array([text[-1] for text in texts])
+        logits_NV = forward.decode(rows, rows_N, np.array(lengths) - 1, last_N)
+        own_NV = torch.stack([_last_logits(model, text, parameter.device) for text in texts])
+    gap = (logits_NV - own_NV).abs().max().item()
+    scale = max(1.0, own_NV.abs().max().item())
+    return (gap if gap == gap else float("inf")), scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
+
+
+def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:
+    ids_1T = torch.from_numpy(tokens_T).to(device).unsqueeze(0)
+    return model(input_ids=ids_1T, use_cache=False).logits[0, -1].float()
