@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.config import load
+    from turnwise.recipe import load
     from turnwise.report import Report
     from turnwise.train import assemble, train
 
@@ -115,7 +115,7 @@ def _train(options: argparse.Namespace, console: Console) -> int:
 
 def _rollout(options: argparse.Namespace, console: Console) -> int:
     from turnwise.collect import collect
-    from turnwise.config import load
+    from turnwise.recipe import load
 
     config, notes = load(options.recipe, options.overrides)
     for note in notes:

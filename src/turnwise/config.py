@@ -1,24 +1,19 @@
-"""Recipes: the one schema, how a recipe is read, and everything that is refused before a run begins.
+"""The schema of a recipe: every option, its default and its meaning; and which combinations make no sense.
 
-A recipe is one YAML file. `load` reads it, puts environment variables in (`${NAME}`, `${NAME:-default}`), applies the
-dotted overrides of the command line, and checks the whole: an unknown key is answered with the nearest name, and an option
-that has no effect in the chosen combination is refused. This module makes none of the things that a recipe names.
+There is one schema, and it is the documentation of the options too. How a recipe file is read is the affair of `recipe`.
 """
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from turnwise.errors import ConfigError, nearest
+from turnwise.data.rows import FILES
+from turnwise.errors import ConfigError
 
-__all__ = ["Config", "Use", "load"]
+__all__ = ["Config", "LocalEngine", "Part", "ScriptedEngine", "Use", "refuse_without_effect"]
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -250,31 +245,6 @@ class Config(Part):
     """Move a former run in `output` out of the way instead of refusing."""
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """Read a recipe, apply overrides (`train.lr=1e-4`), and check it. Returns the recipe and notes to show.
-
-    Raises ConfigError.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
-        )
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
-    notes = _override(tree, overrides)
-    tree = _interpolate(tree, where=str(path))
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_explain(error, str(path))) from None
-    return config, notes
-
-
 def refuse_without_effect(config: Config) -> None:
     """Refuse options of a training run that would do nothing, or that contradict each other.
 
@@ -351,8 +321,6 @@ def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
 
 
 def _file_problems(data: Data) -> list[tuple[bool, str]]:
-    from turnwise.data.rows import FILES
-
     def is_file(source: str | None) -> bool:
         return source is not None and source.endswith(FILES)
 
@@ -370,105 +338,3 @@ def _file_problems(data: Data) -> list[tuple[bool, str]]:
 def _changed(part: Part) -> set[str]:
     """Options that differ from their defaults: a resolved recipe, which names them all, must stay valid."""
     return {name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default}
-
-
-def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `a.b=value` into the tree; values are YAML. A new `name` of a part leaves out what belonged to the old one."""
-    notes: list[str] = []
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        *parents, last = key.split(".")
-        node = tree
-        for depth, parent in enumerate(parents):
-            child = node.setdefault(parent, {})
-            if isinstance(child, str) and parents[: depth + 1] == ["environment"]:
-                child = node[parent] = {"use": child}
-            if not isinstance(child, dict):
-                raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
-            node = child
-        if last == "name" and node.get("name", "local" if parents == ["engine"] else None) not in (value, None):
-            dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
-            if dropped:
-                notes.append(
-                    f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {node['name']!r}"
-                )
-            node.clear()
-        node[last] = value
-    return notes
-
-
-def _interpolate(node: Any, *, where: str) -> Any:
-    if isinstance(node, dict):
-        return {key: _interpolate(value, where=f"{where}: {key}") for key, value in node.items()}
-    if isinstance(node, list):
-        return [_interpolate(value, where=where) for value in node]
-    if not isinstance(node, str):
-        return node
-
-    def value_of(match: re.Match[str]) -> str:
-        name, default = match.group(1), match.group(2)
-        value = os.environ.get(name, default)
-        if value is None:
-            raise ConfigError(
-                f"{where}: the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
-        return value
-
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, node)
-
-
-def _explain(error: ValidationError, source: str) -> str:
-    """All that is wrong, a line each: the key, the rule, the value, the nearest name."""
-    lines: list[str] = []
-    for problem in error.errors(include_url=False):
-        path = [part for part in problem["loc"] if part not in ("local", "scripted")]
-        key = ".".join(str(part) for part in path)
-        if problem["type"] == "extra_forbidden":
-            lines.append(_unknown(path, key, problem["loc"]))
-        elif problem["type"] == "missing":
-            lines.append(f"{key} is missing")
-        elif problem["type"] == "union_tag_invalid":
-            lines.append(f"{key}.name: there is no engine {problem['ctx']['tag']!r}; there are: local, scripted")
-        else:
-            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r}")
-    return f"{source}: " + "\n".join(lines)
-
-
-def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
-    part = _part_at(location[:-1])
-    names = list(part.model_fields) if part is not None else []
-    name = str(path[-1])
-    if part in (LocalEngine, ScriptedEngine):
-        other = ScriptedEngine if part is LocalEngine else LocalEngine
-        if name in other.model_fields:
-            mine = part.model_fields["name"].annotation
-            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it belongs to another engine"
-    hint = nearest(name, names)
-    return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
-
-
-def _part_at(location: Sequence[Any]) -> type[Part] | None:
-    """The part of the schema that a place in the recipe belongs to."""
-    part: type[Part] | None = Config
-    for step in location:
-        if part is None or isinstance(step, int):
-            continue
-        if step in ("local", "scripted"):
-            part = LocalEngine if step == "local" else ScriptedEngine
-            continue
-        field = part.model_fields.get(str(step))
-        part = next(_parts(field.annotation), None) if field is not None else None
-    return part
-
-
-def _parts(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, Part):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _parts(argument)

@@ -115,5 +115,6 @@ def environment(
 
     signature = inspect.signature(function)
     _, *parameters = signature.parameters.values()
-    factory.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    # for those who check arguments beforehand: the row comes later, from the loop
+    setattr(factory, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
     return factory

@@ -84,11 +84,10 @@ class Tool:
             return _failed(call, "arguments", self._explain(problem), started)
         arguments = {field.alias or name: getattr(checked, name) for name, field in type(checked).model_fields.items()}
         try:
-            async with asyncio.timeout(self.timeout) as deadline:
+            async with asyncio.timeout(self.timeout):
                 with boundary("tool"):
                     content = _text(await self._call(arguments))
-        except TimeoutError:
-            assert deadline.expired()  # the function's own TimeoutError became a Failed at the boundary
+        except TimeoutError:  # ours: the function's own became a Failed at the boundary
             return _failed(call, "timeout", f"{self.name} took longer than {self.timeout:g} s", started)
         except Failed as failure:
             return _failed(call, "raised", _message(failure), started)

@@ -79,7 +79,7 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
             f"no model could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
         ) from error
     try:
-        model = model.to(name)
+        model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={device} cannot be used: {error}") from error
     return model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
