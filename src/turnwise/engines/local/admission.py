@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from turnwise.engines.local.batch import Ticket
 from turnwise.engines.local.forward import Forward
 from turnwise.engines.local.slots import BLOCK, FREE, Slots
+from turnwise.engines.local.threads import Threads
 
 __all__ = ["Admission", "Stats"]
 
@@ -56,8 +57,8 @@ class _Round:
 class Admission:
     """The queue in front of the slots."""
 
-    def __init__(self, slots: Slots, forward: Forward, stats: Stats) -> None:
-        self._slots, self._forward, self._stats = slots, forward, stats
+    def __init__(self, slots: Slots, forward: Forward, threads: Threads, stats: Stats) -> None:
+        self._slots, self._forward, self._threads, self._stats = slots, forward, threads, stats
         self.waiting: deque[Ticket] = deque()
 
     def admit(self) -> Iterator[tuple[int, Ticket]]:
@@ -144,12 +145,11 @@ class Admission:
                 batch.append(slot)
             starts_N = slots.length_S[batch]
             stops_N = [min(ends[slot], int(slots.length_S[slot]) + BATCH_TOKENS) for slot in batch]
-            self._forward.prefill(
-                slots.rows,
-                slots.row_S[batch],
-                starts_N,
-                [slots.tokens_SC[slot, start:stop] for slot, start, stop in zip(batch, starts_N, stops_N, strict=True)],
-            )
+            tokens_N = [
+                slots.tokens_SC[slot, start:stop] for slot, start, stop in zip(batch, starts_N, stops_N, strict=True)
+            ]
+            with self._threads.during("prefill", sum(map(len, tokens_N))):
+                self._forward.prefill(slots.rows, slots.row_S[batch], starts_N, tokens_N)
             for slot, stop in zip(batch, stops_N, strict=True):
                 slots.length_S[slot] = stop
             todo = [slot for slot in todo if ends[slot] > slots.length_S[slot]]

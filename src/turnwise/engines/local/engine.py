@@ -61,9 +61,9 @@ class LocalEngine:
         rows = Rows(self._forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=int(memory_gb * 2**30))
         self._slots = Slots(rows, count=slots, context=self._context)
         self._stats = Stats()
-        self._admission = Admission(self._slots, self._forward, self._stats)
-        self._batch = Batch(slots, decode, parameter.device)
         self._threads = Threads(threads)
+        self._admission = Admission(self._slots, self._forward, self._threads, self._stats)
+        self._batch = Batch(slots, decode, parameter.device)
         self._numbers = count()
         self._open: set[Ticket] = set()
         self._task: asyncio.Task[None] | None = None
@@ -202,17 +202,18 @@ class LocalEngine:
 
     def _step(self) -> None:
         """Start who can start, run one decode step for all who are running, and answer those who have ended."""
-        with self._threads.step(len(self._batch.tickets)), self._forward.guard():
+        batch, slots = self._batch, self._slots
+        with self._forward.guard():
             for slot, ticket in self._admission.admit():
-                self._batch.join(slot, ticket)
-            if not self._batch.tickets:
+                batch.join(slot, ticket)
+            if not batch.tickets:
                 raise EngineError(f"no slot for any of {len(self._admission.waiting)} waiting requests")
             self._make_room()
-            batch, slots = self._batch, self._slots
             step = batch.step(slots.row_S)
             fed_B, positions_B = batch.feed(step), slots.length_S[step.slots_B]
-            logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B)
-            drawn = draw(logits_BV, step.options, batch.uniforms(step))
+            with self._threads.during("decode", len(fed_B)):
+                logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B)
+                drawn = draw(logits_BV, step.options, batch.uniforms(step))
         slots.tokens_SC[step.slots_B, positions_B] = fed_B
         slots.length_S[step.slots_B] = positions_B + 1
         self._stats.decode_steps += 1

@@ -137,7 +137,7 @@ class _SlotLayer(CacheLayerMixin):
         assert plane is not None
         cache = self._cache
         rows_M, positions_M = cache.places
-        plane[0].index_put_((rows_M, slice(None), positions_M), states_NKTD.transpose(1, 2)[cache.valid])
+        plane[0].transpose(1, 2)[rows_M, positions_M] = states_NKTD.transpose(1, 2)[cache.valid]
         window = plane[0, :, :, : cache.length]
         if cache.range_end is not None:
             return window[cache.range_end - len(cache.rows_N) : cache.range_end]
@@ -194,8 +194,10 @@ def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
         raise _refusal(model, "it gives back no key-value cache (a recurrent model?)")
     shapes = []
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or layer.keys is None or layer.values is None:
+        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise _refusal(model, f"one of its layers caches a {type(layer).__name__}, not keys and values")
+        assert layer.keys is not None
+        assert layer.values is not None
         for states in (layer.keys, layer.values):
             shapes.append(PlaneShape(1, states.shape[1], states.shape[3]))
     return tuple(shapes)

@@ -9,67 +9,67 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 __all__ = ["Threads"]
 
-TRIAL = 4
-"""Steps with each number of threads in a trial."""
-PAUSE = 400
-"""Steps between two trials: a trial with the wrong number costs a few steps out of so many."""
+TRIAL = 3
+"""Steps in a row with the other number of threads, and how many before it are compared with them."""
+PAUSE, LONGEST_PAUSE = 32, 2048
+"""Steps between two trials: doubled whenever the other number is slower, because a lost trial is expensive."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """One size of batch: what is being tried, and what won."""
+    """Work of about one size: which number of threads has won, and how the trial of the other one goes."""
 
-    best: int
+    best: int = 1
     steps: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)
+    pause: int = PAUSE
+    quickest: float = float("inf")
+    """The quickest of the last few steps with the best number."""
+    quickest_other: float = float("inf")
 
 
 class Threads:
-    """Sets torch's number of threads for a step. A fixed `number` is never changed; 0 tries one and all now and then."""
+    """Sets torch's number of threads for a piece of work. A fixed `number` is never changed; 0 starts with one, and now
+    and then tries all."""
 
     def __init__(self, number: int) -> None:
         self._most = torch.get_num_threads()
         self._number = number
-        self._trials: dict[int, _Trial] = {}
+        self._trials: dict[tuple[str, int], _Trial] = {}
 
     @contextmanager
-    def step(self, size: int) -> Iterator[None]:
-        """A step over `size` rows."""
+    def during(self, work: str, size: int) -> Iterator[None]:
+        """A piece of `work` over `size` rows or tokens; only work of about the same size is compared."""
         before = torch.get_num_threads()
-        trial = self._trial(size)
-        number = self._number or self._next(trial)
-        torch.set_num_threads(number)
+        trial = self._trials.setdefault((work, size.bit_length()), _Trial())
+        trying = not self._number and self._most > 1 and trial.steps >= trial.pause
+        torch.set_num_threads(self._number or (self._other(trial) if trying else trial.best))
         start = time.perf_counter()
         try:
             yield
         finally:
             torch.set_num_threads(before)
-            if not self._number:
-                self._note(trial, number, time.perf_counter() - start)
+            self._note(trial, trying, (time.perf_counter() - start) / max(size, 1))
 
-    def _trial(self, size: int) -> _Trial:
-        """Batches of about the same size share a trial."""
-        return self._trials.setdefault(size.bit_length(), _Trial(best=self._most))
+    def _other(self, trial: _Trial) -> int:
+        return self._most if trial.best == 1 else 1
 
-    def _next(self, trial: _Trial) -> int:
-        at = trial.steps % PAUSE
-        if self._most == 1 or at >= 2 * TRIAL:
-            return trial.best
-        return 1 if at < TRIAL else self._most
-
-    def _note(self, trial: _Trial, number: int, seconds: float) -> None:
-        at = trial.steps % PAUSE
+    def _note(self, trial: _Trial, trying: bool, seconds: float) -> None:
+        """Seconds for each row or token."""
         trial.steps += 1
-        if at == 0:
-            trial.seconds = {}
-        if at < 2 * TRIAL:
-            trial.seconds.setdefault(number, []).append(seconds)
-        if at == 2 * TRIAL - 1:
-            # the quickest of each: a neighbour or a page fault makes some steps slow
-            trial.best = min(trial.seconds, key=lambda each: sorted(trial.seconds[each])[1])
+        if not trying:
+            # an older step may have been alone where the newer ones are not
+            trial.quickest = seconds if trial.steps <= trial.pause - TRIAL else min(trial.quickest, seconds)
+            return
+        trial.quickest_other = min(trial.quickest_other, seconds)
+        lost = trial.quickest_other > 1.5 * trial.quickest
+        if lost or trial.steps >= trial.pause + TRIAL:
+            won = trial.quickest_other < 0.95 * trial.quickest
+            trial.best = self._other(trial) if won else trial.best
+            trial.pause = PAUSE if won else min(2 * trial.pause, LONGEST_PAUSE)
+            trial.steps, trial.quickest, trial.quickest_other = 0, float("inf"), float("inf")
