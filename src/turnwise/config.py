@@ -22,7 +22,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 class Part(BaseModel):
     """A part of the recipe: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
 
 
 def _short(value: Any) -> Any:

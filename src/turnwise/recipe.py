@@ -49,7 +49,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Put `a.b=value` into the tree; values are YAML. A new `name` of a part leaves out what belonged to the old one."""
     notes: list[str] = []
-    for override in overrides:
+    # names first: whatever stands beside them on the command line belongs to the new one
+    for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
@@ -66,12 +67,11 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             if not isinstance(child, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child
-        if last == "name" and node.get("name", "local" if parents == ["engine"] else None) not in (value, None):
+        former = node.get("name", "local" if parents == ["engine"] else None)
+        if last == "name" and former not in (value, None):
             dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
             if dropped:
-                notes.append(
-                    f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {node['name']!r}"
-                )
+                notes.append(f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {former!r}")
             node.clear()
         node[last] = value
     return notes

@@ -1,0 +1,59 @@
+"""Environments, rewards and tools that recipes of the tests refer to, as `tests/support/places.py:name`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator
+
+from turnwise.environments.environment import environment, say
+from turnwise.types import Opening, Reply, Row, Trajectory, Turn
+
+
+@environment
+async def low_bytes(row: Row, turns: int = 2) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Likes turns of capital letters and digits: something that even random weights can learn."""
+    turn = yield Opening(messages=row.messages)
+    for _ in range(turns - 1):
+        turn = yield say("And?", reward=_liking(turn))
+    yield Reply(reward=_liking(turn), done=True)
+
+
+@environment
+async def raises_now_and_then(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Breaks for odd rows."""
+    turn = yield Opening(messages=row.messages)
+    if int(row.id) % 2:
+        raise RuntimeError(f"row {row.id} does not suit me")
+    yield Reply(reward=_liking(turn), done=True)
+
+
+@environment
+async def always_raises(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Breaks."""
+    yield Opening(messages=row.messages)
+    raise RuntimeError("no luck today")
+
+
+@environment
+async def slow(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Takes its time, so that a test can interrupt it."""
+    turn = yield Opening(messages=row.messages)
+    time.sleep(0.05)
+    yield Reply(reward=_liking(turn), done=True)
+
+
+def not_a_number(trajectory: Trajectory) -> float:
+    """A reward that is none for every second row."""
+    return math.nan if int(trajectory.row.id) % 2 else 0.0
+
+
+def length(trajectory: Trajectory) -> float:
+    """Fewer tokens, more reward."""
+    return -float(trajectory.sampled_tokens)
+
+
+def _liking(turn: Turn) -> float:
+    assert turn.completion is not None
+    ids = turn.completion.token_ids
+    return sum(id_ < 64 for id_ in ids) / len(ids)

@@ -1,0 +1,284 @@
+"""Training as a whole: it learns, it writes down what it did, it can be killed, and it says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.tiny import save_model, save_rows
+
+from turnwise.config import Config
+from turnwise.errors import ConfigError, RolloutError, RunError
+from turnwise.recipe import load
+from turnwise.report import Report
+from turnwise.train import Run, assemble, train
+
+PLACES = Path(__file__).parent / "support" / "places.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    options = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
+        "environment": f"{PLACES}:low_bytes",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 3, "rows": 3, "group": 4, "lr": 0.01},
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def run(recipe: Path, *overrides: str) -> Run:
+    """Train in this process."""
+    from rich.console import Console
+
+    config, _ = load(recipe, overrides)
+    made = assemble(config)
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(made, Report(Console(file=nowhere))))
+    return made
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if not key.startswith("seconds/")} for one in metrics]
+
+
+def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: Path) -> None:
+    run(recipe)
+    out = tmp_path / "run"
+    metrics, trajectories = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2, 3]
+    names = (
+        "reward/mean reward/std turns/mean tool_calls/mean tool_errors/mean tokens/sampled seconds/rollout seconds/train "
+        "seconds/step loss kl entropy grad_norm ratio/max_deviation stop/done stop/length stop/error"
+    )
+    assert set(names.split()) <= set(metrics[0])
+    assert len(trajectories) == 3 * 3 * 4
+    assert {one["step"] for one in trajectories} == {1, 2, 3}
+    assert metrics[0]["tokens/sampled"] == sum(
+        sum(turn >= 0 for turn in segment["turn"])
+        for one in trajectories
+        if one["step"] == 1
+        for segment in one["segments"]
+    )
+    versions = {version for one in trajectories for segment in one["segments"] for version in segment["version"]}
+    assert versions == {-1, 0, 1, 2}
+    assert Config.model_validate(yaml.safe_load((out / "config.yaml").read_text())).train.steps == 3
+    assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(out / "checkpoint").config.model_type == "qwen3"
+    assert AutoTokenizer.from_pretrained(out / "checkpoint").chat_template
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["sampling.temperature=0.7", "sampling.top_p=0.9", "sampling.top_k=40", "sampling.min_p=0.001"],
+        ["train.share_prompts=never", "train.micro_batch_tokens=100"],
+        ["engine.slots=5"],
+    ],
+)
+def test_trainer_and_engine_agree_on_every_token(recipe: Path, tmp_path: Path, options: list[str]) -> None:
+    run(recipe, *options)
+    for metrics in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["tokens/trained"] > 0
+        assert metrics["ratio/max_deviation"] < 1e-4
+        assert metrics["kl"] < 1e-6
+
+
+def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=12", "train.rows=6", "train.group=8", "train.lr=0.02")
+    rewards = [one["reward/mean"] for one in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert rewards[0] < 1.0
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.minibatches=3", "train.epochs=2", "train.clip_high=0.28"],
+        ["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.loss_average=sequence"],
+        ["train.overlap=true", "train.minibatches=2"],
+        ["model.dtype=bfloat16", "train.schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
+    ],
+)
+def test_options_of_the_optimization_run(recipe: Path, tmp_path: Path, options: list[str]) -> None:
+    made = run(recipe, *options)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 3
+    assert all(one["grad_norm"] > 0 and one["failed"] == 0 for one in metrics)
+    assert made.step == 3
+
+
+def test_overlapping_marks_which_weights_sampled_what(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.overlap=true", "train.steps=4")
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0]["ratio/max_deviation"] < 1e-4
+    assert metrics[2]["ratio/max_deviation"] > 1e-3
+
+
+def test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "deterministic=true", "train.steps=4", f"output={tmp_path / 'straight'}")
+    run(recipe, "deterministic=true", "train.steps=2", f"output={tmp_path / 'parts'}")
+    run(recipe, "deterministic=true", "train.steps=4", f"output={tmp_path / 'parts'}", "resume=auto")
+    straight, parts = (lines(tmp_path / name / "metrics.jsonl") for name in ("straight", "parts"))
+    assert len(straight) == 4
+    assert timeless(parts) == timeless(straight)
+
+
+def test_resuming_takes_back_what_no_checkpoint_holds(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=2")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 3, "half a li')
+    run(recipe, "train.steps=3", "resume=auto")
+    assert [one["step"] for one in lines(metrics)] == [1, 2, 3]
+    assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 36
+
+
+def test_a_former_run_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=1")
+    with pytest.raises(RunError, match=r"holds a run already.*resume=auto.*replace=true"):
+        run(recipe, "train.steps=1")
+    run(recipe, "train.steps=2", "replace=true")
+    (former,) = tmp_path.glob("run-until-*")
+    assert len(lines(former / "metrics.jsonl")) == 1
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+def test_broken_conversations_are_left_out_and_told(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, f"environment={PLACES}:raises_now_and_then", "train.rows=8", "train.steps=1")
+    (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
+    broken = [one for one in lines(tmp_path / "run" / "trajectories.jsonl") if one["error"]]
+    # four of the eight rows, except for conversations whose only turn was cut and never reached the environment
+    assert 12 <= len(broken) <= 16
+    assert metrics["failed"] == metrics["stop/error"] == len(broken) / 32
+    assert {int(one["row"]["id"]) % 2 for one in broken} == {1}
+    assert broken[0]["error"]["kind"] == "environment"
+    assert "does not suit me" in broken[0]["error"]["message"]
+    assert broken[0]["reward"] is None
+    assert broken[0]["turns"][0]["advantage"] is None
+
+
+def test_a_reward_that_is_no_number_breaks_its_trajectory_only(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, f"reward.trajectory=['{PLACES}:not_a_number']", "train.rows=8", "train.steps=1")
+    (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics["failed"] == 0.5
+    kinds = {one["error"]["kind"] for one in lines(tmp_path / "run" / "trajectories.jsonl") if one["error"]}
+    assert kinds == {"reward"}
+
+
+def test_a_step_in_which_everything_breaks_ends_the_run_with_the_reason(recipe: Path) -> None:
+    with pytest.raises(
+        RolloutError, match=r"all conversations of step 1 broke.*\n.*environment \(12 times\).*no luck today"
+    ):
+        run(recipe, f"environment={PLACES}:always_raises")
+
+
+def test_a_context_longer_than_the_models_is_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"limits\.context=5000 is more than the 1024"):
+        run(recipe, "limits.context=5000")
+
+
+def test_a_prompt_that_leaves_no_room_breaks_its_row(recipe: Path, tmp_path: Path) -> None:
+    data = tmp_path / "mixed.jsonl"
+    rows = [{"prompt": "x" * 200, "answer": "1"}, *({"prompt": "short", "answer": "1"} for _ in range(2))]
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    run(recipe, f"data.train={data}", "limits.context=100", "train.steps=1")
+    broken = [one for one in lines(tmp_path / "run" / "trajectories.jsonl") if one["error"]]
+    assert [one["error"]["kind"] for one in broken] == ["row"] * 4
+    assert "limits.context is 100" in broken[0]["error"]["message"]
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """A file where the next checkpoint's folder should be stands for a disk that takes nothing more."""
+    run(recipe, "train.steps=1")
+    before = (tmp_path / "run" / "checkpoint").resolve()
+    blocked = tmp_path / "run" / "checkpoints" / "writing-000002"
+    blocked.write_text("in the way")
+    with pytest.raises(RunError, match=r"the checkpoint of step 2 could not be written.*the one before is whole"):
+        run(recipe, "train.steps=2", "resume=auto")
+    assert (tmp_path / "run" / "checkpoint").resolve() == before
+    blocked.unlink()
+    run(recipe, "train.steps=2", "resume=auto")
+    assert [one["step"] for one in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+class Started:
+    """The command line in a process of its own; what it prints goes to a file."""
+
+    def __init__(self, recipe: Path, *overrides: str) -> None:
+        self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
+        command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=300)
+
+    def wait_for_steps(self, path: Path, count: int) -> None:
+        deadline = time.monotonic() + 120
+        while not path.exists() or path.read_text().count("\n") < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_at_odd_moments_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
+    options = ["deterministic=true", "train.steps=8", "resume=auto"]
+    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}")
+    assert straight.wait() == 0, straight.log.read_text()
+    killed = tmp_path / "killed"
+    for count, delay in ((1, 0.0), (3, 0.05), (4, 0.11), (6, 0.02)):
+        started = Started(recipe, *options, f"output={killed}")
+        started.wait_for_steps(killed / "metrics.jsonl", count)
+        time.sleep(delay)
+        started.process.kill()
+        started.wait()
+    last = Started(recipe, *options, f"output={killed}")
+    assert last.wait() == 0, last.log.read_text()
+    expected = timeless(lines(tmp_path / "straight" / "metrics.jsonl"))
+    assert len(expected) == 8
+    assert timeless(lines(killed / "metrics.jsonl")) == expected
+    conversations = [lines(tmp_path / name / "trajectories.jsonl") for name in ("straight", "killed")]
+    tokens = [[segment["token_ids"] for one in run_ for segment in one["segments"]] for run_ in conversations]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_and_can_be_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    options = ["train.steps=400", "checkpoint.every=400", f"environment={PLACES}:slow"]
+    started = Started(recipe, *options)
+    started.wait_for_steps(tmp_path / "run" / "metrics.jsonl", 2)
+    started.process.send_signal(signal.SIGINT)
+    assert started.wait() == 130, started.log.read_text()
+    assert "Traceback" not in started.log.read_text()
+    assert "resume=auto" in started.log.read_text()
+    done = len(lines(tmp_path / "run" / "metrics.jsonl"))
+    run(recipe, f"train.steps={done + 1}", "resume=auto", "train.rows=2")
+    assert [one["step"] for one in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, done + 2))

@@ -1,0 +1,121 @@
+"""An optimizer step does what it says, whatever the precision and the number of micro-batches."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from support.tiny import tiny_model
+
+from training.test_batch import group
+from turnwise.errors import ConfigError
+from turnwise.training.batch import pack
+from turnwise.training.policy import Optimization, Policy, load_model, rate
+from turnwise.types import Sampling
+
+
+def policy(**options: float) -> Policy:
+    return Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2, **options))
+
+
+def learn(one: Policy, **options: object) -> None:
+    asyncio.run(one.learn([pack(group(), **options)], lr=1e-2))  # type: ignore[arg-type]
+
+
+def flat(one: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in one.model.parameters()])
+
+
+def test_micro_batches_and_shared_prompts_give_the_same_step() -> None:
+    whole, parts = policy(), policy()
+    learn(whole)
+    learn(parts, micro_batch_tokens=1, share_prompts=False)
+    assert (flat(whole) - flat(policy())).abs().max() > 1e-3
+    # Adam divides by the gradient's size, so rounding shows most where the gradient is almost nothing
+    torch.testing.assert_close(flat(parts), flat(whole), atol=2e-3, rtol=0)
+
+
+def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
+    one = policy()
+    (micro,) = pack(group()).micro_batches
+    before = one._forward.logprobs(micro)[0].detach()
+    learn(one)
+    change = one._forward.logprobs(micro)[0].detach() - before
+    assert float((change * micro.advantage_N).sum()) > 0.5
+
+
+def test_update_reports_loss_norm_and_deviation() -> None:
+    one = policy()
+    update = asyncio.run(one.learn([pack(group())], lr=0.0, epochs=2))
+    (micro,) = pack(group()).micro_batches
+    ratio = (one._forward.logprobs(micro)[0].detach() - micro.old_logprob_N).exp()
+    assert update.steps == 2
+    assert update.tokens == 26
+    assert update.grad_norm > 0
+    assert update.max_deviation == pytest.approx(float((ratio - 1).abs().max()), rel=1e-4)
+
+
+def test_bfloat16_keeps_masters_that_small_steps_are_not_lost_in() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    one = Policy(model, sampling=Sampling(), options=Optimization(lr=1e-5))
+    start = torch.cat([master.flatten().clone() for master in one._masters])
+    for _ in range(3):
+        asyncio.run(one.learn([pack(group())], lr=1e-5))
+    moved = torch.cat([master.flatten() for master in one._masters]) - start
+    assert moved.abs().max() == pytest.approx(3e-5, rel=0.2)
+    for parameter, master in zip(one._parameters, one._masters, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16))
+
+
+def test_a_reference_holds_the_policy_back() -> None:
+    free, held = policy(), policy(kl_coef=5.0)
+    for _ in range(5):
+        learn(free, keep_zero=True)
+        learn(held, keep_zero=True)
+    start = flat(policy())
+    assert (flat(held) - start).norm() < 0.9 * (flat(free) - start).norm()
+    update = asyncio.run(held.learn([pack(group(), keep_zero=True)], lr=0.0))
+    assert update.kl > 1e-5
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    one = policy()
+    before = flat(one)
+    trajectories = group()
+    trajectories[0].advantages = [float("inf"), 1.0]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(one.learn([pack(trajectories)], lr=1e-2))
+    assert torch.equal(flat(one), before)
+    assert "left out" in caplog.text
+
+
+def test_state_goes_on_exactly() -> None:
+    straight, interrupted = policy(), policy()
+    learn(straight)
+    learn(interrupted)
+    state, weights = interrupted.state(), {name: w.clone() for name, w in interrupted.model.state_dict().items()}
+    resumed = policy()
+    resumed.model.load_state_dict(weights)
+    resumed.load_state(state)
+    learn(straight)
+    learn(resumed)
+    assert torch.equal(flat(straight), flat(resumed))
+
+
+def test_rates() -> None:
+    common = {"lr": 1.0, "warmup_steps": 2, "steps": 12}
+    assert [rate(step, schedule="constant", **common) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
+    assert [rate(step, schedule="linear", **common) for step in (2, 7)] == [1.0, 0.5]
+    assert rate(7, schedule="cosine", **common) == pytest.approx(0.5)
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match=r"no model could be loaded from .*model\.path must be"):
+        load_model(f"{tmp_path}/nothing", dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match="train.share_prompts=always"):
+        windowed = tiny_model(
+            use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
+        )
+        Policy(windowed, sampling=Sampling(), options=Optimization(lr=0.1), share_prompts="always")
