@@ -54,17 +54,19 @@ class Hermes:
         begin = start + len(text[start:]) - len(text[start:].lstrip())
         try:
             # the JSON decides where the call ends, so that a closing tag inside a string does not
-            value, end = _DECODER.raw_decode(text, begin)
-            after = text[end:].lstrip()
+            value, json_end = _DECODER.raw_decode(text, begin)
+            after = text[json_end:].lstrip()
             if after and not after.startswith(self._CLOSE):
                 raise ValueError(f"{after[:20]!r} follows the JSON object where {self._CLOSE} should")
             end = len(text) - len(after) + (len(self._CLOSE) if after else 0)
             name, arguments = _named(value)
-            return ToolCall(id=call_id, name=name, arguments=arguments, text=text[begin:end]), end
-        except ValueError as problem:
-            close = text.find(self._CLOSE, begin)
-            end = len(text) if close < 0 else close + len(self._CLOSE)
-            written = text[begin : end if close < 0 else close].strip()
+            return ToolCall(id=call_id, name=name, arguments=arguments, text=text[begin:json_end]), end
+        except (ValueError, RecursionError) as problem:  # the latter from a thousand opening brackets
+            written, close, _ = text[begin:].partition(self._CLOSE)
+            if self._OPEN in written:  # it was not closed: the next call is not its own
+                written, close = written.partition(self._OPEN)[0], ""
+            end = begin + len(written) + len(close)
+            written = written.strip()
             error = (
                 f"this tool call cannot be read: {problem}. Write it as "
                 f'{self._OPEN}{{"name": "<tool>", "arguments": {{...}}}}{self._CLOSE}'
@@ -94,7 +96,11 @@ def _named(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _inside_thinking(text: str, position: int) -> bool:
-    return text.rfind("<think>", 0, position) > text.rfind("</think>", 0, position)
+    opened, closed = text.rfind("<think>", 0, position), text.rfind("</think>", 0, position)
+    if opened < 0 and closed < 0:  # where the template's cue ends in <think>, the model only closes it
+        closing = text.find("</think>", position)
+        return closing >= 0 and "<think>" not in text[position:closing]
+    return opened > closed
 
 
 FORMATS: tuple[ToolFormat, ...] = (Hermes(),)
