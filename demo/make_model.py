@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A newline is always a piece of its own: what follows a cue is then cut the same whether it is written or sampled.
 PIECES = r" ?\p{L}+|\p{N}|\n|[^\p{L}\p{N}\n]+"
 VOCABULARY = 760
+
+Encoded = tuple[list[int], list[bool]]
+"""Token ids of a conversation, and for each whether it is learned."""
 
 CAREFUL = Habits(wrong=0.25, wrong_again=0.25, guess=0.05, garbled=0.05)
 SLOPPY = Habits(wrong=0.56, wrong_again=0.50, guess=0.08, garbled=0.04)
@@ -111,7 +114,7 @@ def render(tokenizer: PreTrainedTokenizerFast, trace: Trace) -> str:
     return tokenizer.apply_chat_template(trace.messages, tools=TOOLS, tokenize=False)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) -> tuple[list[int], list[bool]]:
+def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) -> Encoded:
     """Token ids, and for each whether it is learned: the student's turns with their <|im_end|>, nothing else."""
     ids = tokenizer.encode(render(tokenizer, trace), add_special_tokens=False)
     cue = tokenizer.encode(f"{START}assistant\n", add_special_tokens=False)
@@ -128,20 +131,13 @@ def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) 
 def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: Lesson, rng: random.Random) -> None:
     """Supervised training on fresh conversations of one lesson."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak, betas=(0.9, 0.98), weight_decay=0.0)
-    started, fresh = time.perf_counter(), iter(())
-    for step in range(lesson.steps):
-        rows = []
-        while len(rows) < 32:
-            row = next(fresh, None)
-            if row is None:
-                fresh = iter(questions(rng.getrandbits(32), 1024))
-                continue
-            rows.append(encode(tokenizer, converse(rng, row, lesson.habits), mistakes=lesson.mistakes))
+    started = time.perf_counter()
+    for step, batch in zip(range(lesson.steps), _batches(tokenizer, lesson, rng), strict=False):
         progress = step / lesson.steps
         rate = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = _loss(model, rows)
+        loss = _loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -150,11 +146,26 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: L
             print(f"{lesson.name} {step:4d}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _loss(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], list[bool]]]) -> torch.Tensor:
-    longest = max(len(ids) for ids, _ in rows)
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, lesson: Lesson, rng: random.Random, size: int = 32
+) -> Iterator[list[Encoded]]:
+    """Fresh conversations for ever, those of about the same length together: little is computed for padding."""
+    while True:
+        rows = questions(rng.getrandbits(32), 16 * size)
+        traces = (converse(rng, row, lesson.habits) for row in rows)
+        encoded = sorted(
+            (encode(tokenizer, trace, mistakes=lesson.mistakes) for trace in traces), key=lambda e: len(e[0])
+        )
+        batches = [encoded[at : at + size] for at in range(0, len(encoded), size)]
+        rng.shuffle(batches)
+        yield from batches
+
+
+def _loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
+    longest = max(len(ids) for ids, _ in batch)
     pad = model.config.pad_token_id
-    ids_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
-    learned_BT = torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in rows])
+    ids_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in batch])
+    learned_BT = torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in batch])
     hidden_BTH = model.model(ids_BT).last_hidden_state
     # the head only where something is learned: most of a conversation is not
     logits_NV = model.lm_head(hidden_BTH[:, :-1][learned_BT[:, 1:]])
@@ -178,8 +189,12 @@ def main() -> None:
     rows = questions(arguments.seed, 2048 + 256)
     tokenizer = make_tokenizer([converse(rng, row, SLOPPY) for row in rows[:1000]])
     model = make_model(tokenizer)
-    opening = tokenizer.apply_chat_template(rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=False)
-    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, the first prompt has {len(opening)} of them")
+    opening = tokenizer.apply_chat_template(
+        rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
+    print(
+        f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, the first prompt has {len(opening)} of them"
+    )
     for lesson in LESSONS:
         teach(model, tokenizer, lesson, rng)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 __all__ = ["KINDS", "Kind", "questions"]
 
-NAMES = ("Tom", "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ines", "Jonas", "Kate", "Leo", "Mia")
+NAMES = ("Tom", "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Ines", "Kate", "Leo", "Mia")
 THINGS = ("apples", "pears", "marbles", "stickers", "cards", "shells", "beads", "coins", "pencils", "cookies")
 
 
