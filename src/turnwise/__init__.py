@@ -1,1 +1,49 @@
-"""Reinforcement learning over conversations of many turns."""
+"""Reinforcement learning over conversations of many turns.
+
+What most users need to write an environment, a tool or a reward is here; it imports neither torch nor transformers.
+"""
+
+from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.users import ScriptedUser, checked_answer
+from turnwise.types import (
+    Completion,
+    Group,
+    Message,
+    Opening,
+    Reply,
+    Request,
+    Row,
+    Sampling,
+    Segment,
+    Stop,
+    ToolCall,
+    ToolOutcome,
+    Trajectory,
+    Turn,
+)
+
+__all__ = [
+    "Completion",
+    "Environment",
+    "Group",
+    "Message",
+    "Once",
+    "Opening",
+    "Reply",
+    "Request",
+    "Row",
+    "Sampling",
+    "ScriptedUser",
+    "Segment",
+    "Stop",
+    "Tool",
+    "ToolCall",
+    "ToolOutcome",
+    "Tools",
+    "Trajectory",
+    "Turn",
+    "checked_answer",
+    "environment",
+    "say",
+]

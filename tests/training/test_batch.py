@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny import tiny_model
 
+from support.tiny import tiny_model
 from turnwise.training.batch import Batch, pack
 from turnwise.training.forward import Forward, can_share_prompts
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn

@@ -1,0 +1,85 @@
+"""Write docs/recipes.md's table of options from the schema, which is where they are documented.
+
+    python scripts/option_table.py            # rewrite the file
+    python scripts/option_table.py --check    # exit 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+from turnwise.config import Config, LocalEngine, Part, ScriptedEngine
+
+PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
+BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
+
+
+def table() -> str:
+    """The options as Markdown: a section for each part of the recipe."""
+    top = [(name, field) for name, field in Config.model_fields.items() if _part(field) is None and name != "engine"]
+    sections = ["### At the top", "", *_rows(top, "")]
+    for name, field in Config.model_fields.items():
+        part = _part(field)
+        if name == "engine":
+            for engine in (LocalEngine, ScriptedEngine):
+                fields = [(key, value) for key, value in engine.model_fields.items() if key != "name"]
+                kind = engine.model_fields["name"].annotation
+                sections += ["", f"### engine, `engine.name: {get_args(kind)[0]}`", "", engine.__doc__ or "", ""]
+                sections += _rows(fields, "engine.")
+        elif part is not None and name not in ("environment", "tools"):
+            sections += ["", f"### {name}", "", part.__doc__ or "", "", *_rows(part.model_fields.items(), f"{name}.")]
+    return "\n".join(sections)
+
+
+def _rows(fields: Any, prefix: str) -> Iterator[str]:
+    yield "| option | default | what |"
+    yield "|---|---|---|"
+    for name, field in fields:
+        what = " ".join((field.description or "").split()).replace("|", "\\|")
+        choices = _choices(field.annotation)
+        what = f"{what} One of: {choices}." if choices else what
+        yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} |"
+
+
+def _choices(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    return ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, Part):
+        value = value.model_dump()
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=1000).replace('...', '').strip()}`"
+
+
+def _part(field: FieldInfo) -> type[Part] | None:
+    annotation = field.annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Part) else None
+
+
+def main() -> int:
+    """Rewrite or check the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    fresh = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    if "--check" in sys.argv:
+        return int(fresh != page)
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
