@@ -67,7 +67,9 @@ class GeneratorEnvironment:
 
     async def begin(self, row: Row) -> Opening:
         self._generator = self._start(row)
-        opening = await anext(self._generator)
+        opening = await anext(self._generator, None)
+        if opening is None:
+            raise TypeError(f"the environment {self._name!r} ended before its first yield; it must yield an Opening")
         if not isinstance(opening, Opening):
             raise TypeError(
                 f"the environment {self._name!r} yielded {type(opening).__name__} first; the first yield must be an "
@@ -108,6 +110,9 @@ def environment(
 
         make_environment = sure        # parameters after `row` become those of the factory
     """
+
+    if not inspect.isasyncgenfunction(function):
+        raise TypeError(f"{function.__name__!r} is no async generator function; it must be `async def` and yield")
 
     @functools.wraps(function)
     def factory(*args: P.args, **kwargs: P.kwargs) -> GeneratorEnvironment:

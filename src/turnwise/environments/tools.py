@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from turnwise.environments.environment import Environment, Once
 from turnwise.errors import ConfigError, Failed, boundary, nearest
@@ -37,6 +37,8 @@ class Tool:
     arguments: type[BaseModel]
     """Checks the arguments of a call; made from the signature."""
     function: Callable[..., Any]
+    schema: ToolSchema
+    """The tool in the OpenAI format, as the chat template is given it."""
     timeout: float = 30.0
     """Seconds."""
 
@@ -50,7 +52,14 @@ class Tool:
         summary, described = _docstring(function)
         if not summary:
             raise ConfigError(f"the tool {name!r} has no docstring; its first paragraph is what the model is told")
-        hints = get_type_hints(function, include_extras=True)
+        try:
+            hints = get_type_hints(
+                function if inspect.isroutine(function) else type(function).__call__, include_extras=True
+            )
+        except NameError as error:
+            raise ConfigError(
+                f"a type of the tool {name!r} cannot be found: {error}; import it in the tool's module"
+            ) from None
         fields: dict[str, Any] = {}
         for number, parameter in enumerate(inspect.signature(function).parameters.values()):
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -63,17 +72,19 @@ class Tool:
                 hints[parameter.name],
                 Field(default, alias=parameter.name, description=described.get(parameter.name)),
             )
-        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        return cls(name=name, description=summary, arguments=model, function=function, timeout=timeout)
-
-    @property
-    def schema(self) -> ToolSchema:
-        """The tool in the OpenAI format, as the chat template is given it."""
-        parameters = _tidy(self.arguments.model_json_schema())
+        try:
+            model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+            model.model_json_schema()  # now, and not in the first conversation
+        except PydanticUserError as error:
+            raise ConfigError(
+                f"a parameter of the tool {name!r} has a type that a model cannot give: {error.message.splitlines()[0]} "
+                f"Use numbers, texts, lists, Literal or pydantic models"
+            ) from None
+        parameters = _tidy(model.model_json_schema())
         parameters.pop("additionalProperties", None)  # it says what is refused; to the model it is noise
         parameters.setdefault("properties", {})
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        schema = {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+        return cls(name=name, description=summary, arguments=model, function=function, schema=schema, timeout=timeout)
 
     async def run(self, call: ToolCall) -> ToolOutcome:
         """Check the arguments, run the function, and tell what came of it. Never raises."""
@@ -100,10 +111,13 @@ class Tool:
         )
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        result = await _in_thread(self.function, arguments)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            result = await _in_thread(self.function, arguments)
+            return await result if inspect.isawaitable(result) else result
+        except SystemExit as leaving:  # a tool that exits ends its own call, not the run
+            raise RuntimeError(f"the tool tried to exit the process (status {leaving.code})") from None
 
     def _explain(self, problem: ValidationError) -> str:
         names = [field.alias or name for name, field in self.arguments.model_fields.items()]
@@ -212,10 +226,10 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         try:
             with boundary("tool"):
                 result = function(**arguments)
-        except Failed as failure:
-            error = failure
-        except SystemExit as leaving:  # a tool that exits ends its own call, not the run
-            error = RuntimeError(f"the tool tried to exit the process (status {leaving.code})")
+        except (Failed, SystemExit) as problem:
+            error = problem
+        except BaseException as problem:  # on the loop it would end the run, and in a thread nobody would hear of it
+            error = RuntimeError(f"{type(problem).__name__}: {problem}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
@@ -226,7 +240,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The first paragraph of a docstring, and what its `Args:` section says of each parameter."""
     text = inspect.getdoc(function) or ""
-    summary = " ".join(text.split("\n\n")[0].split())
+    summary = " ".join(re.split(r"\n\n|\n(?=Args:\n)", text)[0].split())
     section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     described: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", section.group(1)) if section else []:
@@ -248,6 +262,9 @@ def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
         if names:  # the keys are somebody's names, and one of them may be `title` or `type`
             return {key: clean(value) for key, value in node.items()}
         keys = [*(key for key in first if key in node), *(key for key in node if key not in (*first, "title"))]
-        return {key: clean(node[key], names=key in ("properties", "$defs")) for key in keys}
+        return {
+            key: node[key] if key == "default" else clean(node[key], names=key in ("properties", "$defs"))
+            for key in keys
+        }
 
     return clean(schema)

@@ -1,0 +1,231 @@
+"""Environments: what a generator may yield, and that it is cleaned up on every path out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, a_row, a_table, hold, spoken
+from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.rollout import new_group, rollout
+from turnwise.types import Opening, Reply, Row, Turn
+
+
+@environment
+async def sure(row: Row, question: str = "Are you sure?", *, times: int = 1) -> AsyncGenerator[Opening | Reply, Turn]:
+    """A user who asks back."""
+    turn = yield Opening(messages=row.messages)
+    for n in range(times):
+        turn = yield say(f"{question} {turn.text}?", reward=0.25 * (n + 1))
+    yield Reply(reward=float("yes" in turn.text), done=True, info={"last": turn.text})
+
+
+def test_say_is_a_reply_of_one_user_message() -> None:
+    assert say("No.") == Reply(messages=({"role": "user", "content": "No."},))
+    assert say("No.", reward=0.5, done=True) == Reply(
+        messages=({"role": "user", "content": "No."},), reward=0.5, done=True
+    )
+
+
+def test_a_generator_is_an_environment_with_the_parameters_after_the_row() -> None:
+    assert isinstance(sure(), Environment)
+    assert isinstance(Once(), Environment)
+    trajectory = hold(Says("4", "yes", "yes!"), lambda: sure("Really:", times=2))
+    assert trajectory.stop == "done"
+    assert [message["content"] for message in trajectory.messages] == [
+        "Hi", "4", "Really: 4?", "yes", "Really: yes?", "yes!"
+    ]  # fmt: skip
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 0.5, 1.0]
+    assert [turn.info for turn in trajectory.turns] == [{}, {}, {"last": "yes!"}]
+
+
+def test_each_conversation_has_a_generator_of_its_own() -> None:
+    first, second = sure(), sure()
+    rows = [a_row("A"), a_row("B")]
+
+    async def both() -> list[Opening]:
+        openings = [await first.begin(rows[0]), await second.begin(rows[1])]
+        await first.close()
+        await second.close()
+        return openings
+
+    assert [one.messages[0]["content"] for one in asyncio.run(both())] == ["A", "B"]
+
+
+def test_returning_ends_the_conversation() -> None:
+    @environment
+    async def leaves(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+
+    @environment
+    async def leaves_later(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        turn = yield Opening(messages=row.messages)
+        if turn.text == "a":
+            yield say("b")
+        return
+
+    assert hold(Says("a"), leaves).stop == "done"
+    trajectory = hold(Says("a", "c"), leaves_later)
+    assert (trajectory.stop, trajectory.said) == ("done", ["a", "c"])
+
+
+def test_messages_of_a_last_reply_are_recorded_but_no_tokens() -> None:
+    @environment
+    async def thanks(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        yield say("Thanks.", done=True)
+
+    trajectory = hold(Says("a"), thanks)
+    assert trajectory.messages[-1] == {"role": "user", "content": "Thanks."}
+    assert spoken(trajectory.segments[0])[-1] == (0, "a<|im_end|>")
+
+
+def test_a_first_yield_that_is_no_opening_is_told() -> None:
+    @environment
+    async def wrong(row: Row) -> AsyncGenerator[Any, Turn]:
+        yield say("Hi")
+
+    trajectory = hold(Says("a"), wrong)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    assert trajectory.error.message == (
+        "TypeError: the environment 'wrong' yielded Reply first; the first yield must be an Opening, for example: "
+        "turn = yield Opening(messages=row.messages)"
+    )
+    assert trajectory.turns == []
+
+
+def test_a_later_yield_that_is_no_reply_is_told() -> None:
+    @environment
+    async def wrong(row: Row) -> AsyncGenerator[Any, Turn]:
+        yield Opening(messages=row.messages)
+        yield "Try again."
+
+    trajectory = hold(Says("a"), wrong)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    assert (
+        "the environment 'wrong' yielded str; after the Opening every yield must be a Reply" in trajectory.error.message
+    )
+    assert trajectory.said == ["a"]
+
+
+def test_a_generator_that_never_yields_is_told() -> None:
+    @environment
+    async def silent(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        for _ in ():
+            yield Opening(messages=row.messages)
+
+    trajectory = hold(Says("a"), silent)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    assert "the environment 'silent' ended before its first yield" in trajectory.error.message
+
+
+def test_only_async_generators_can_be_made_environments() -> None:
+    async def no_generator(row: Row) -> Reply:
+        return Reply(done=True)
+
+    with pytest.raises(
+        TypeError, match="'no_generator' is no async generator function; it must be `async def` and yield"
+    ):
+        environment(no_generator)  # type: ignore[arg-type]
+
+
+# the clean-up
+
+
+class House:
+    """What an environment takes and gives back."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def visitor(self, *, at: str = "") -> Any:
+        """An environment that breaks, hangs or just goes on `at` a place."""
+
+        async def trouble(place: str) -> None:
+            if at == f"error in {place}":
+                raise RuntimeError(f"broken in {place}")
+            if at == f"hang in {place}":
+                await asyncio.sleep(60)
+
+        @environment
+        async def visits(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+            self.events.append("in")
+            try:
+                await trouble("begin")
+                turn = yield Opening(messages=row.messages)
+                while turn.text != "bye":
+                    await trouble("step")
+                    turn = yield say("And?")
+                yield Reply(done=True)
+                self.events.append("asked again after done")
+            finally:
+                await asyncio.sleep(0)  # the clean-up may await
+                self.events.append("out")
+
+        return visits
+
+
+SLOW = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=0.05, seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("said", "at", "limits", "stop"),
+    [
+        (["hi", "bye"], "", Limits(), "done"),
+        (["hi", "hi"], "", Limits(turns=2), "max_turns"),
+        (["hi", "h" * 50], "", Limits(tokens_per_turn=20), "length"),
+        (["hi", "hi"], "", Limits(tokens=4), "max_tokens"),
+        (["hi", "hi"], "", Limits(context=50), "context"),
+        (["hi", "hi"], "error in begin", Limits(), "error"),
+        (["hi", "hi"], "error in step", Limits(), "error"),
+        (["hi", "hi"], "hang in step", SLOW, "deadline"),
+        (["hi", "hi"], "hang in begin", Limits(seconds=0.05), "deadline"),
+        (["hi", RuntimeError("dead")], "", Limits(), "error"),
+    ],
+)
+def test_finally_runs_once_on_every_path_out(said: list[Any], at: str, limits: Limits, stop: str) -> None:
+    house = House()
+    trajectory = hold(Says(*said), house.visitor(at=at), limits=limits)
+    assert trajectory.stop == stop
+    assert house.events == ["in", "out"]
+
+
+def test_finally_runs_when_the_conversation_is_cancelled() -> None:
+    house = House()
+    engine = Says("hi", "hi", seconds=0.0)
+    (trajectory,) = new_group(a_row(), size=1, seed=0).trajectories
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(rollout(trajectory, a_table(engine, house.visitor(at="hang in step"))))
+        await asyncio.sleep(0.02)
+        assert house.events == ["in"]
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+
+    asyncio.run(cancelled())
+    assert house.events == ["in", "out"]
+    assert engine.released == [trajectory.id]
+
+
+def test_a_finally_that_raises_is_logged_and_the_conversation_kept(caplog: pytest.LogCaptureFixture) -> None:
+    @environment
+    async def sore(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        try:
+            yield Opening(messages=row.messages)
+            yield Reply(reward=1.0, done=True)
+        finally:
+            raise OSError("the disk is gone")
+
+    trajectory = hold(Says("a"), sore)
+    assert (trajectory.stop, trajectory.error, trajectory.turns[0].reward) == ("done", None, 1.0)
+    assert caplog.messages == [f"the environment of {trajectory.id} could not be closed: OSError: the disk is gone"]
