@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from transformers import (
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.fused import FusedForward, unfit
 from turnwise.engines.local.generic import GenericForward
-from turnwise.types import Request, Sampling
+from turnwise.types import Completion, Request, Sampling
 
 SIZES = {
     "vocab_size": 97,
@@ -43,6 +44,15 @@ SIZES = {
     "pad_token_id": 0,
 }
 PARTS = {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Beside other tests, two threads are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make(name: str) -> PreTrainedModel:
@@ -98,12 +108,16 @@ def ask(engine: LocalEngine, *requests: Request):
     return asyncio.run(all_of_them())
 
 
-def own_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    said = list(prompt)
+def own_greedy(model: PreTrainedModel, prompt: list[int], said: Sequence[int]) -> list[int]:
+    """What the model finds most probable at each of the sampled tokens, in one pass: `said` itself, if it was greedy."""
+    whole = torch.tensor([[*prompt, *said]])
     with torch.no_grad():
-        for _ in range(count):
-            said.append(int(model(input_ids=torch.tensor([said])).logits[0, -1].argmax()))
-    return said[len(prompt) :]
+        return model(input_ids=whole).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def is_greedy(model: PreTrainedModel, prompt: list[int], said: Completion) -> None:
+    assert said.token_ids == own_greedy(model, prompt, said.token_ids)
+    assert len(said.token_ids) == 12
 
 
 def greedy(conversation: str, prompt: list[int], count: int = 12) -> Request:
@@ -116,11 +130,13 @@ def test_greedy_is_what_the_model_says_over_two_turns(name: str) -> None:
     engine = LocalEngine(model, threads=1)
     prompts = [tokens(count) for count in (1, 5, 23, 40)]
     first = ask(engine, *[greedy(str(i), prompt) for i, prompt in enumerate(prompts)])
-    assert [each.token_ids for each in first] == [own_greedy(model, prompt, 12) for prompt in prompts]
+    for prompt, said in zip(prompts, first, strict=True):
+        assert said.token_ids == own_greedy(model, prompt, said.token_ids)
     assert len({tuple(each.token_ids) for each in first}) > 1
     seconds = [prompt + list(said.token_ids) + tokens(7, 3) for prompt, said in zip(prompts, first, strict=True)]
     again = ask(engine, *[greedy(str(i), prompt) for i, prompt in enumerate(seconds)])
-    assert [each.token_ids for each in again] == [own_greedy(model, prompt, 12) for prompt in seconds]
+    for prompt, said in zip(seconds, again, strict=True):
+        assert said.token_ids == own_greedy(model, prompt, said.token_ids)
 
 
 @pytest.mark.parametrize("name", FUSED)

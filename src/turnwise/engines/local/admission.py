@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from turnwise.engines.local.batch import Ticket
 from turnwise.engines.local.forward import Forward
-from turnwise.engines.local.slots import BLOCK, FREE, Slots
+from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
 from turnwise.engines.local.threads import Threads
 
 __all__ = ["Admission", "Stats"]
@@ -97,30 +97,37 @@ class Admission:
             return False
         conversation = ticket.request.conversation
         own = slots.of(conversation)
-        pinned = {source for source, _, _ in chosen.copies} | {donor.slot, own}
-        if len(tokens_N) > slots.rows.capacity and slots.widen(len(tokens_N), pinned=pinned) is None:
+        own_kept = slots.common(own, wanted_N) if own != FREE else 0
+        if donor.slot == own or donor.tokens < own_kept + LEAST_COPY:
+            donor = Match()
+        slot = self._room(len(tokens_N), own, donor, chosen)
+        if slot is None and donor.slot != FREE:
+            # it may be the donor that takes the last of the room
+            donor = Match()
+            slot = self._room(len(tokens_N), own, donor, chosen)
+        if slot is None:
             return None
-        kept = own_kept = slots.common(own, wanted_N) if own != FREE else 0
-        slot = own
-        if donor.slot != own and donor.tokens >= own_kept + LEAST_COPY:
-            kept = donor.tokens
-            if own == FREE and slots.adoptable(donor.slot):
-                slot = donor.slot
-        if slot == FREE:
-            taken = slots.take(len(tokens_N), pinned)
-            if taken is None:
-                return None
-            slot = taken
-        if kept > own_kept:
-            self._stats.copied_tokens += kept - own_kept
-            if slot != donor.slot:
-                chosen.copies.append((donor.slot, slot, kept))
+        kept = max(own_kept, donor.tokens)
         self._stats.reused_tokens += own_kept
+        self._stats.copied_tokens += kept - own_kept
+        self._stats.prefilled_tokens += len(tokens_N) - kept
+        if donor.slot not in (FREE, slot):
+            chosen.copies.append((donor.slot, slot, kept))
         slots.begin(slot, conversation, wanted_N, kept)
         chosen.tokens += len(wanted_N) - kept
-        self._stats.prefilled_tokens += len(tokens_N) - kept
         chosen.started.append((slot, ticket))
         return True
+
+    def _room(self, capacity: int, own: int, donor: Match, chosen: _Round) -> int | None:
+        """A slot whose row is long enough: the conversation's own, the donor itself where nobody needs it, or another."""
+        pinned = {source for source, _, _ in chosen.copies} | {donor.slot, own}
+        if self._slots.widen(capacity, pinned=pinned) is None:
+            return None
+        if own != FREE:
+            return own
+        if donor.slot != FREE and self._slots.adoptable(donor.slot):
+            return donor.slot
+        return self._slots.take(capacity, pinned)
 
     def _copy(self, chosen: _Round) -> None:
         if not chosen.copies:

@@ -50,14 +50,10 @@ class LocalEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         version: int = 0,
     ) -> None:
-        config = model.config.get_text_config()
-        longest = config.max_position_embeddings
-        if context is not None and not 1 < context <= longest:
-            raise EngineError(f"context is {context}; it must be 2 to {longest}, the positions that the model knows")
-        self._model, self._decode, self._version = model, decode, version
-        self._context, self._vocabulary = context or longest, config.vocab_size
         parameter = next(model.parameters())
         self._forward = choose_forward(model)
+        self._model, self._decode, self._version = model, decode, version
+        self._context, self._vocabulary = _context(model, context), model.config.get_text_config().vocab_size
         rows = Rows(self._forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=int(memory_gb * 2**30))
         self._slots = Slots(rows, count=slots, context=self._context)
         self._stats = Stats()
@@ -171,8 +167,9 @@ class LocalEngine:
         """See that the stepping task runs, in this event loop."""
         loop = asyncio.get_running_loop()
         if self._task is not None and self._task.get_loop() is not loop:
-            self._fail("its event loop has ended")
             self._task = None
+            if self._open:
+                self._fail("the event loop of the request has ended")
         if self._task is None or self._task.done():
             self._forward.refresh()
             self._task = loop.create_task(self._run())
@@ -265,6 +262,16 @@ class LocalEngine:
         for slot in list(self._batch.tickets):
             self._batch.leave(slot)
         self._slots.clear()
+
+
+def _context(model: PreTrainedModel, context: int | None) -> int:
+    """The longest conversation: what was asked for, within the positions that the model knows."""
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is None and longest is None:
+        raise EngineError(f"{type(model).__name__} does not say how many positions it knows: give the engine a context")
+    if context is not None and not 1 < context <= (longest or context):
+        raise EngineError(f"context is {context}; it must be 2 to {longest}, the positions that the model knows")
+    return context or longest or 0
 
 
 def _copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:

@@ -72,7 +72,7 @@ def choose_forward(model: PreTrainedModel) -> Forward:
         raise EngineError(
             f"{type(model).__name__} answers differently over the slots of the embedded engine (its logits differ by "
             f"{gap:.3g}, more than {limit:.3g}): it does not take a mask of four dimensions as other decoders do. "
-            "Serve it with another engine: engine.kind=vllm"
+            "Take another model, or serve it with another engine"
         )
     return generic
 
@@ -82,7 +82,7 @@ def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float
     parameter = next(model.parameters())
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) or 0
-    longest = min(12 + (window if window <= 64 else 0), config.max_position_embeddings)
+    longest = 12 + (window if window <= 64 else 0)
     lengths = (longest, longest - 5)
     texts = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
     rows = Rows(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)

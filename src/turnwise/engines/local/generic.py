@@ -205,5 +205,5 @@ def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
 
 def _refusal(model: PreTrainedModel, why: str) -> EngineError:
     return EngineError(
-        f"the embedded engine cannot run {type(model).__name__}: {why}. Serve it with another engine: engine.kind=vllm"
+        f"the embedded engine cannot run {type(model).__name__}: {why}. Take another model, or serve it with another engine"
     )

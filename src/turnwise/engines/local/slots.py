@@ -210,9 +210,9 @@ class Slots:
         residents = int((self.row_S != FREE).sum())
         tight = min(-(-capacity // 64) * 64, self.context, self.rows.most_tokens())
         easy = min(max(2 * self.rows.capacity, FIRST_CAPACITY, tight), self.context)
-        for length in (easy, tight):
+        for length, least in ((easy, min(FIRST_ROWS, self.count)), (tight, 1)):
             most = min(self.count, self.rows.most_rows(length))
-            if most >= max(1, residents):
+            if most >= max(least, residents):
                 self._resize(min(max(self.rows.count, FIRST_ROWS), most), length)
                 return []
         most = self.rows.most_rows(tight)

@@ -1,0 +1,139 @@
+"""The bound of the cache holds, and nobody's tokens change because of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, tokens  # noqa: F401
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.engines.local.slots import FREE, Slots
+from turnwise.errors import EngineError
+from turnwise.types import Completion, Request, Sampling
+
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # of make("qwen3")
+
+
+def gigabytes(count: int) -> float:
+    return count * TOKEN_BYTES / 2**30
+
+
+def speak(conversation: str, prompt: list[int], count: int, seed: int = 0) -> Request:
+    return Request(conversation=conversation, token_ids=prompt, sampling=Sampling(max_tokens=count), seed=seed)
+
+
+def conversations(engine: LocalEngine, count: int) -> list[list[Completion]]:
+    """Three turns each, of lengths that differ, all at once."""
+
+    async def one(index: int) -> list[Completion]:
+        history, turns = tokens(20 + 3 * index), []
+        for turn in range(3):
+            turns.append(await engine.generate(speak(str(index), history, 8 + (index * 5 + turn * 7) % 24, index)))
+            history = history + list(turns[-1].token_ids) + tokens(6, turn)
+            assert engine.cache_bytes <= engine._slots.rows._budget
+            for _ in range(index):
+                await asyncio.sleep(0)
+        return turns
+
+    async def all_of_them() -> list[list[Completion]]:
+        return await asyncio.gather(*[one(index) for index in range(count)])
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_small_cache_says_the_same() -> None:
+    model = make("qwen3")
+    plenty = LocalEngine(model, threads=1)
+    expected = conversations(plenty, 9)
+    assert (plenty.stats.evictions, plenty.stats.preemptions) == (0, 0)
+    little = LocalEngine(model, threads=1, memory_gb=gigabytes(600))
+    answers = conversations(little, 9)
+    assert [[turn.token_ids for turn in turns] for turns in answers] == [
+        [turn.token_ids for turn in turns] for turns in expected
+    ]
+    gap = [
+        np.abs(np.array(one.logprobs) - other.logprobs).max()
+        for turns, others in zip(answers, expected, strict=True)
+        for one, other in zip(turns, others, strict=True)
+    ]
+    assert max(gap) < 1e-3
+    assert little.stats.evictions > 0
+
+
+def test_the_youngest_makes_way_and_loses_nothing() -> None:
+    model = make("qwen3")
+    requests = [speak(str(index), tokens(30, index), 150, seed=index) for index in range(4)]
+    expected = [ask(LocalEngine(model, threads=1), request)[0] for request in requests]
+    engine = LocalEngine(model, threads=1, memory_gb=gigabytes(400))
+    answers = ask(engine, *requests)
+    assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
+    for one, other in zip(answers, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.sampled_tokens == 4 * 150
+
+
+def test_an_evicted_conversation_is_computed_again() -> None:
+    model = make("qwen3")
+    engine = LocalEngine(model, threads=1, slots=2)
+    prompts = [tokens(20 + 9 * index) for index in range(3)]
+    for _ in range(2):
+        for index, prompt in enumerate(prompts):
+            is_greedy(model, prompt, ask(engine, greedy(str(index), prompt))[0])
+    assert engine.stats.evictions >= 3
+
+
+def test_what_can_never_fit_is_refused_with_the_fix() -> None:
+    engine = LocalEngine(make("qwen3"), threads=1, memory_gb=gigabytes(100))
+    with pytest.raises(EngineError, match=r"80 tokens.*by 40.*100 at most.*memory_gb=5\.72e-05"):
+        ask(engine, speak("a", tokens(80), 40))
+    assert len(ask(engine, speak("a", tokens(80), 20))[0].token_ids) == 20
+
+
+def test_rows_keep_their_contents_when_they_grow_move_and_shrink() -> None:
+    rows = Rows(
+        [PlaneShape(2, 3, 4), PlaneShape(1, 1, 2)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20
+    )
+    assert rows.token_bytes == (24 + 2) * 4
+    rows.resize(2, 8)
+    for plane in rows.planes:
+        plane[:, 0], plane[:, 1] = 1.0, 2.0
+    rows.resize(4, 16)
+    assert [plane.shape[1] for plane in rows.planes] == [4, 4]
+    assert all((plane[:, 1, :, :8] == 2).all() and not plane[:, 1, :, 8:].any() for plane in rows.planes)
+    rows.swap([0], [1], 8)
+    rows.copy([0], [3], 4)
+    assert all((plane[:, 0, :, :8] == 2).all() and (plane[:, 1, :, :8] == 1).all() for plane in rows.planes)
+    assert all((plane[:, 3, :, :4] == 2).all() and not plane[:, 3, :, 4:].any() for plane in rows.planes)
+    rows.resize(1, 4)
+    assert rows.bytes == 4 * rows.token_bytes
+    assert all((plane == 2).all() for plane in rows.planes)
+
+
+def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
+    rows = Rows([PlaneShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20)
+    slots = Slots(rows, count=8, context=512)
+    texts = [np.array(tokens(70)), np.array(tokens(70)[:53] + tokens(30, 1)), np.array(tokens(40, 2))]
+    for index, text in enumerate(texts):
+        slot = slots.take(len(text) + 1, ())
+        assert slot == index
+        slots.begin(slot, str(index), text, 0)
+        slots.computed(slot, len(text))
+    for wanted, expected in (
+        (texts[0], (0, 70)),
+        (texts[1][:60], (1, 60)),
+        (np.concatenate([texts[0][:66], texts[2]]), (0, 66)),
+        (np.concatenate([texts[2][:37], texts[0]]), (2, 37)),
+        (texts[2][:11], (2, 11)),
+    ):
+        resident, pending = slots.find(wanted.astype(np.int32))
+        assert (resident.slot, resident.tokens) == expected
+        assert pending.slot == FREE
+    for slot in range(3):
+        slots.end(slot)
+    slots.flush()
+    assert slots.find(texts[0])[0].tokens == 0
