@@ -83,7 +83,7 @@ def boundary(kind: str) -> Iterator[None]:
     except Failed:
         raise
     except Exception as error:  # whatever the other side raises is data here
-        text = str(error).strip("'\"") if isinstance(error, KeyError) else str(error)
+        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)  # str() would quote it
         message = text if isinstance(error, TurnwiseError) else f"{type(error).__name__}: {text}".rstrip(": ")
         raise Failed(Failure(kind, message)) from error
 

@@ -235,10 +235,13 @@ class Segment:
                 f"the engine answered {count} token ids, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions; the three must be of one length"
             )
-        self.token_ids.extend(completion.token_ids)
-        self.logprobs.extend(completion.logprobs)
+        # all of them before any is appended: what is no token id must not leave the columns at different lengths
+        ids, logprobs = array("i", completion.token_ids), array("f", completion.logprobs)
+        versions = array("i", completion.versions)
+        self.token_ids.extend(ids)
+        self.logprobs.extend(logprobs)
         self.turn.extend([turn] * count)
-        self.version.extend(completion.versions)
+        self.version.extend(versions)
 
 
 @dataclass(slots=True, kw_only=True)

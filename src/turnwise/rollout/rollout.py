@@ -77,7 +77,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
     except Failed as failed:
         trajectory.fail(failed.failure)
     except TimeoutError:
-        trajectory.fail(Failure("deadline", _overdue(trajectory, limits, time.perf_counter() - started)))
+        trajectory.fail(Failure("deadline", _overdue(session.answered, limits, time.perf_counter() - started)))
     finally:
         table.engine.release(trajectory.id)
         trajectory.seconds = time.perf_counter() - started
@@ -134,8 +134,7 @@ def _seed(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _overdue(trajectory: Trajectory, limits: Limits, seconds: float) -> str:
-    turn = len(trajectory.turns)
+def _overdue(turn: int, limits: Limits, seconds: float) -> str:
     if limits.seconds is not None and seconds >= limits.seconds:
         return f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
     return f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
@@ -149,5 +148,5 @@ async def _close(environment: Environment, name: str) -> None:
     except (Failed, TimeoutError) as error:
         # the conversation is whole: it is told, and kept
         _log.warning(
-            "the environment of %s could not be closed: %s", name, error or f"no answer in {_CLOSING_SECONDS:g} s"
+            "the environment of %s could not be closed: %s", name, str(error) or f"no answer in {_CLOSING_SECONDS:g} s"
         )

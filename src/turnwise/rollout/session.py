@@ -36,6 +36,8 @@ class Session:
         self._spoken: list[Message] = []  # the conversation with the model's turns as they were sampled, for the check
         self._segment: Segment | None = None
         self._calls = 0
+        self.answered = 0
+        """Turns that the environment has answered: the index of the turn that is going on."""
         self.cut = Stop.LENGTH
         """Why the last turn had no more room, if it was cut."""
 
@@ -44,6 +46,7 @@ class Session:
         with boundary("environment"):
             if not opening.messages:
                 raise ValueError("the environment's Opening has no messages; there is nothing to answer")
+            _refuse_no_messages(opening.messages)
         self.trajectory.messages.extend(opening.messages)
         self.trajectory.tools = tuple(opening.tools)
         self._heard = list(opening.messages)
@@ -112,9 +115,14 @@ class Session:
     def hear(self, turn: Turn, reply: Reply) -> None:
         """Take in the environment's answer to a turn."""
         trajectory = self.trajectory
-        turn.reward += reply.reward
-        turn.info.update(reply.info)
-        turn.outcomes = reply.outcomes
+        with boundary("environment"):
+            if not isinstance(reply, Reply):
+                raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
+            _refuse_no_messages([*(reply.rewrite or ()), *reply.messages])
+            turn.reward += reply.reward
+            turn.info.update(reply.info)
+            turn.outcomes = reply.outcomes
+        self.answered += 1
         if reply.rewrite is not None:
             self._check()  # the segment ends here, so this is its last chance
             trajectory.messages[:] = reply.rewrite
@@ -144,6 +152,14 @@ class Session:
                 else:
                     self._bridge = self._renderer.bridge(self._segment.token_ids[-1], self._heard)
         return self._bridge
+
+
+def _refuse_no_messages(messages: Sequence[Message]) -> None:
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(
+                f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
+            )
 
 
 def _mix(seed: int, index: int) -> int:

@@ -1,0 +1,36 @@
+"""Bounds of a conversation."""
+
+from __future__ import annotations
+
+from support.conversations import a_row, completion
+from turnwise.rollout.limits import Limits
+from turnwise.types import Stop, Trajectory, Turn
+
+
+def after(*lengths: int) -> Trajectory:
+    """A trajectory whose turns have so many tokens."""
+    turns = [
+        Turn(index=n, message={"role": "assistant", "content": ""}, text="", completion=completion([70] * length))
+        for n, length in enumerate(lengths)
+    ]
+    return Trajectory(id="1/0", group="1", row=a_row(), turns=turns)
+
+
+def test_the_first_bound_that_is_met_says_why_there_is_no_further_turn() -> None:
+    limits = Limits(turns=3, tokens=10, context=50)
+    assert limits.reached(after(), 49) is None
+    assert limits.reached(after(4, 5), 49) is None
+    assert limits.reached(after(1, 1, 1), 49) is Stop.MAX_TURNS
+    assert limits.reached(after(4, 6), 49) is Stop.MAX_TOKENS
+    assert limits.reached(after(4, 5), 50) is Stop.CONTEXT
+    assert limits.reached(after(5, 5, 5), 60) is Stop.MAX_TURNS
+    assert Limits(turns=9, context=None, tokens=None).reached(after(4000), 10**6) is None
+
+
+def test_the_room_of_a_turn_is_the_smallest_bound_and_it_names_it() -> None:
+    limits = Limits(tokens_per_turn=8, tokens=20, context=50)
+    assert limits.room(after(), 30) == (8, Stop.LENGTH)
+    assert limits.room(after(8, 6), 30) == (6, Stop.MAX_TOKENS)
+    assert limits.room(after(8), 45) == (5, Stop.CONTEXT)
+    assert limits.room(after(8, 4), 42) == (8, Stop.LENGTH)  # all three: the turn's own comes first
+    assert Limits(tokens_per_turn=8).room(after(9000), 9000) == (8, Stop.LENGTH)
