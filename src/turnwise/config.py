@@ -174,8 +174,8 @@ class Train(Part):
     kl_coef: NotNegative = 0.0
     """Weight of the divergence from the model as it was before training; 0 loads no reference."""
     entropy_coef: float = 0.0
-    micro_batch_tokens: Positive = 8192
-    """Tokens, padding included, of one forward pass: memory against speed, never the result."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens of one forward pass: memory against speed, never the result. Null takes 2048 on a CPU and 16384 elsewhere."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
     """Compute the common prompt of a group once."""
     overlap: bool = False
@@ -217,7 +217,9 @@ class Config(Part):
     model: Model
     data: Data
     environment: Use = Use(use="turnwise.environments.environment:Once")
+    """Who answers the model: a reference."""
     tools: list[ToolUse] = []
+    """Typed functions in front of the environment: references."""
     engine: Annotated[
         Annotated[LocalEngine, Tag("local")] | Annotated[ScriptedEngine, Tag("scripted")],
         Discriminator(lambda value: value.get("name", "local") if isinstance(value, Mapping) else value.name),

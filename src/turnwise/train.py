@@ -124,7 +124,7 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         pack(
             trajectories[start : start + size],
             average=options.loss_average,
-            micro_batch_tokens=options.micro_batch_tokens,
+            micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
             share_prompts=run.policy.shares_prompts,
             keep_zero=run.policy.keeps_zero,
         )

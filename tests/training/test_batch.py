@@ -7,7 +7,7 @@ import torch
 
 from support.tiny import tiny_model
 from turnwise.training.batch import Batch, pack
-from turnwise.training.forward import Forward, can_share_prompts
+from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -65,7 +65,13 @@ def test_a_group_shares_its_prompt_and_branches_keep_their_positions() -> None:
     #                                         P  P  P  a  a  a  E   E   a   a  b   b      (b's trailing context is cut off)
     assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 9, 2, 10, 11, 12, 2, 13, 2]]
     assert micro.position_BL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4]]
-    assert micro.branch_BL.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]]
+    assert micro.tree is not None
+    assert micro.tree.trunk_GP.tolist() == [[0, 1, 2]]
+    assert micro.tree.branch_NR.tolist() == [[3, 4, 5, 6, 7, 8, 9], [10, 11, 0, 0, 0, 0, 0]]
+    assert micro.tree.seen_N1RK[1, 0, :2].int().tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
+    ]
     assert micro.target_N.tolist() == [8, 9, 2, 12, 2, 13, 2]
     assert micro.column_N.tolist() == [2, 3, 4, 7, 8, 2, 10]
     assert micro.advantage_N.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, -0.5, -0.5]
@@ -122,6 +128,7 @@ def test_trajectories_without_advantages_are_not_there() -> None:
 def gradients(batch: Batch, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the weighted log-likelihood, flat, and the log-probabilities sorted by target."""
     model = tiny_model()
+    assert try_tree_attention(model)
     forward = Forward(model, sampling)
     values: list[tuple[int, float]] = []
     for micro in batch.micro_batches:
@@ -157,8 +164,8 @@ def test_log_probabilities_are_those_of_one_plain_forward_pass() -> None:
 
 
 def test_models_whose_layers_do_not_all_see_everything_share_no_prompts() -> None:
-    assert can_share_prompts(tiny_model())
+    assert try_tree_attention(tiny_model())
     windowed = tiny_model(
         use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
     )
-    assert not can_share_prompts(windowed)
+    assert not try_tree_attention(windowed)

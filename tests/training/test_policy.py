@@ -39,7 +39,7 @@ def test_micro_batches_and_shared_prompts_give_the_same_step() -> None:
 
 def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
     one = policy()
-    (micro,) = pack(group()).micro_batches
+    (micro,) = pack(group()[:3]).micro_batches
     before = one._forward.logprobs(micro)[0].detach()
     learn(one)
     change = one._forward.logprobs(micro)[0].detach() - before
@@ -49,7 +49,7 @@ def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
 def test_update_reports_loss_norm_and_deviation() -> None:
     one = policy()
     update = asyncio.run(one.learn([pack(group())], lr=0.0, epochs=2))
-    (micro,) = pack(group()).micro_batches
+    (micro,) = pack(group()[:3]).micro_batches
     ratio = (one._forward.logprobs(micro)[0].detach() - micro.old_logprob_N).exp()
     assert update.steps == 2
     assert update.tokens == 26

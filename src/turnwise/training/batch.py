@@ -1,7 +1,7 @@
 """From trajectories to what a forward pass takes, exactly: every sampled token once, every weight from the whole batch.
 
-A batch row is a *tree*: the tokens that the trajectories of a group have in common, then one branch for each. A token sees
-the trunk and its own branch, at the positions that it had in its own sequence, so a group's prompt is computed once and the
+A group is packed as a *tree*: the tokens that its trajectories have in common, then one branch for each. A token sees the
+trunk and its own branch, at the positions that it had in its own sequence, so a group's prompt is computed once and the
 result is that of separate rows. What is trained on is a flat list of targets: which token, predicted from where, with which
 advantage and which weight. The weights add up to one over the batch, so micro-batches change memory and never the result.
 """
@@ -9,36 +9,37 @@ advantage and which weight. The weights add up to one over the batch, so micro-b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import torch
 
+from turnwise.training.tree import Tree, TreeShape
 from turnwise.types import Segment, Trajectory
 
 __all__ = ["Batch", "MicroBatch", "pack"]
 
-TRUNK, PADDING = 0, -1
-_LONGEST_TREE = 1024
-"""Attention within a row costs its length squared: beyond this, trees are split, down to two sequences long."""
+_PADDED_GLADLY = 32
+"""Tokens of padding in a branch that are not worth a second copy of the trunk."""
+_LONGEST_SHARED = 4096
+"""Tokens. Sharing needs a mask of branches by sequences; beyond this it costs more than the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Trees for one forward pass, padded on the right, and their N targets.
+    """What one forward pass takes, and its N targets: either rows padded on the right, or one flat row of trees.
 
-    Example: prompt `P P`, answers `a b` and `c`, makes one row::
+    Example: prompt `P P`, answers `a b` and `c`, as a tree::
 
         token_ids_BL = P P a b c
         position_BL  = 0 1 2 3 2
-        branch_BL    = 0 0 1 1 2        (0 is the trunk, -1 padding)
         targets: a from column 1, b from column 2, c from column 1
     """
 
     token_ids_BL: torch.Tensor
     position_BL: torch.Tensor
-    branch_BL: torch.Tensor
+    tree: Tree | None
     row_N: torch.Tensor
     """The row of a target."""
     column_N: torch.Tensor
@@ -51,14 +52,10 @@ class MicroBatch:
     weight_N: torch.Tensor
     """Share of the token in the batch's average."""
 
-    @property
-    def is_tree(self) -> bool:
-        """Whether any row has more than one branch, and so needs a mask of its own."""
-        return bool((self.branch_BL > 1).any())
-
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        return MicroBatch(*(getattr(self, name).to(device) for name in MicroBatch.__dataclass_fields__))
+        parts = [getattr(self, name) for name in MicroBatch.__dataclass_fields__]
+        return MicroBatch(*(part if part is None else part.to(device) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +95,17 @@ def pack(
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
                 trunk = branch.token_ids[: branch.trunk].tobytes()
-                key = (one.group, trunk) if share_prompts else (f"{one.id}:{number}", trunk)
+                together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED
+                key = (one.group, trunk) if together else (f"{one.id}:{number}", trunk)
                 branches.setdefault(key, []).append(branch)
     trees = [_Tree.of(part) for bundle in branches.values() for part in _split(bundle, micro_batch_tokens)]
+    flat = [tree for tree in trees if share_prompts and tree.longest <= _LONGEST_SHARED]
+    apart = [tree for tree in trees if not share_prompts or tree.longest > _LONGEST_SHARED]
     return Batch(
-        micro_batches=[_stack(chosen) for chosen in _micro(trees, micro_batch_tokens)],
+        micro_batches=[
+            *(_flat(chosen) for chosen in _micro(flat, micro_batch_tokens, padded=False)),
+            *(_rows(chosen) for chosen in _micro(apart, micro_batch_tokens, padded=True)),
+        ],
         trajectories=len(counted),
         tokens=tokens,
     )
@@ -140,14 +143,14 @@ class _Branch:
 
 
 def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Branch]]:
-    """Share a trunk among as many branches as a row has room for."""
-    longest = max(len(branch.token_ids) for branch in bundle)
-    room = min(micro_batch_tokens, max(_LONGEST_TREE, 2 * longest))
+    """Share a trunk among as many branches as a forward pass has room for."""
     part: list[_Branch] = []
     length = 0
-    for branch in bundle:
+    for branch in sorted(bundle, key=lambda branch: -len(branch.token_ids)):
         own = len(branch.token_ids) - branch.trunk
-        if part and length + own > room:
+        # attention pads branches to the longest: a much shorter one is better off with a trunk of its own kind
+        short = bool(part) and 2 * own + _PADDED_GLADLY < len(part[0].token_ids) - branch.trunk
+        if part and (short or length + own > micro_batch_tokens):
             yield part
             part, length = [], 0
         length += own if part else len(branch.token_ids)
@@ -157,77 +160,101 @@ def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Bra
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """One row: a trunk and its branches, and the targets in them."""
+    """A trunk and its branches, one after the other, and the targets in them."""
 
+    shape: TreeShape
+    """With `start` 0: where it comes to stand is not known yet."""
     token_ids: np.ndarray
     position: np.ndarray
-    branch: np.ndarray
     column: np.ndarray
     target: np.ndarray
     old_logprob: np.ndarray
     advantage: np.ndarray
     weight: np.ndarray
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence in it."""
+        return self.shape.trunk + max(self.shape.branches)
+
     @classmethod
     def of(cls, branches: list[_Branch]) -> _Tree:
         trunk = branches[0].trunk
-        ids, positions, marks = [branches[0].token_ids[:trunk]], [np.arange(trunk)], [np.full(trunk, TRUNK)]
+        ids, positions = [branches[0].token_ids[:trunk]], [np.arange(trunk)]
         columns: list[np.ndarray] = []
         start = trunk
-        for number, branch in enumerate(branches, 1):
+        for branch in branches:
             length = len(branch.token_ids)
             ids.append(branch.token_ids[trunk:])
             positions.append(np.arange(trunk, length))
-            marks.append(np.full(length - trunk, number))
-            # the predecessor of a branch's first token is the trunk's last one, wherever the branch stands in the row
+            # the predecessor of a branch's first token is the trunk's last one, wherever the branch stands
             before = np.arange(start - 1, start + length - trunk - 1)
             before[0] = trunk - 1
             columns.append(before[branch.turn[trunk:] >= 0])
             start += length - trunk
         sampled = [branch.turn >= 0 for branch in branches]
+        pairs = list(zip(branches, sampled, strict=True))
         return cls(
+            shape=TreeShape(0, trunk, [len(branch.token_ids) - trunk for branch in branches]),
             token_ids=np.concatenate(ids),
             position=np.concatenate(positions),
-            branch=np.concatenate(marks),
             column=np.concatenate(columns),
-            target=np.concatenate([b.token_ids[s] for b, s in zip(branches, sampled, strict=True)]),
-            old_logprob=np.concatenate([b.logprobs[s] for b, s in zip(branches, sampled, strict=True)]),
-            advantage=np.concatenate([b.advantages[s] for b, s in zip(branches, sampled, strict=True)]),
-            weight=np.concatenate(
-                [np.full(int(s.sum()), b.weight, dtype=np.float32) for b, s in zip(branches, sampled, strict=True)]
-            ),
+            target=np.concatenate([branch.token_ids[where] for branch, where in pairs]),
+            old_logprob=np.concatenate([branch.logprobs[where] for branch, where in pairs]),
+            advantage=np.concatenate([branch.advantages[where] for branch, where in pairs]),
+            weight=np.concatenate([np.full(int(where.sum()), branch.weight, np.float32) for branch, where in pairs]),
         )
 
 
-def _micro(trees: list[_Tree], micro_batch_tokens: int) -> Iterator[list[_Tree]]:
-    """Rows of like length together, as many as fit."""
+def _micro(trees: list[_Tree], micro_batch_tokens: int, *, padded: bool) -> Iterator[list[_Tree]]:
+    """Trees of like length together, as many as fit; if `padded`, the padding takes room too."""
     chosen: list[_Tree] = []
-    for tree in sorted(trees, key=lambda tree: -len(tree.token_ids)):
-        if chosen and (len(chosen) + 1) * len(chosen[0].token_ids) > micro_batch_tokens:
+    taken = longest = 0
+    for tree in sorted(trees, key=lambda tree: (-max(tree.shape.branches), -len(tree.token_ids))):
+        longest = max(longest, len(tree.token_ids))
+        taken = (len(chosen) + 1) * longest if padded else taken + len(tree.token_ids)
+        if chosen and taken > micro_batch_tokens:
             yield chosen
-            chosen = []
+            chosen, taken, longest = [], len(tree.token_ids), len(tree.token_ids)
         chosen.append(tree)
     if chosen:
         yield chosen
 
 
-def _stack(trees: list[_Tree]) -> MicroBatch:
+def _flat(trees: list[_Tree]) -> MicroBatch:
+    """Trees one after the other in a single row."""
+    starts = np.cumsum([0, *(len(tree.token_ids) for tree in trees)])[:-1]
+    shapes = [replace(tree.shape, start=int(start)) for tree, start in zip(trees, starts, strict=True)]
+    return MicroBatch(
+        torch.from_numpy(np.concatenate([tree.token_ids for tree in trees])[None]),
+        torch.from_numpy(np.concatenate([tree.position for tree in trees])[None]),
+        Tree.of(shapes),
+        torch.zeros(sum(len(tree.column) for tree in trees), dtype=torch.int64),
+        torch.from_numpy(np.concatenate([tree.column + start for tree, start in zip(trees, starts, strict=True)])),
+        *_targets(trees),
+    )
+
+
+def _rows(trees: list[_Tree]) -> MicroBatch:
+    """Sequences in rows of their own, padded on the right."""
     length = max(len(tree.token_ids) for tree in trees)
 
-    def padded(columns: list[np.ndarray], fill: int) -> torch.Tensor:
-        rows = np.full((len(columns), length), fill, dtype=np.int64)
+    def padded(columns: list[np.ndarray]) -> torch.Tensor:
+        rows = np.zeros((len(columns), length), dtype=np.int64)
         for row, column in zip(rows, columns, strict=True):
             row[: len(column)] = column
         return torch.from_numpy(rows)
 
     return MicroBatch(
-        token_ids_BL=padded([tree.token_ids for tree in trees], 0),
-        position_BL=padded([tree.position for tree in trees], 0),
-        branch_BL=padded([tree.branch for tree in trees], PADDING),
-        row_N=torch.from_numpy(np.concatenate([np.full(len(tree.column), row) for row, tree in enumerate(trees)])),
-        column_N=torch.from_numpy(np.concatenate([tree.column for tree in trees])),
-        target_N=torch.from_numpy(np.concatenate([tree.target for tree in trees])),
-        old_logprob_N=torch.from_numpy(np.concatenate([tree.old_logprob for tree in trees])),
-        advantage_N=torch.from_numpy(np.concatenate([tree.advantage for tree in trees])),
-        weight_N=torch.from_numpy(np.concatenate([tree.weight for tree in trees])),
+        padded([tree.token_ids for tree in trees]),
+        torch.arange(length).expand(len(trees), length),
+        None,
+        torch.from_numpy(np.concatenate([np.full(len(tree.column), row) for row, tree in enumerate(trees)])),
+        torch.from_numpy(np.concatenate([tree.column for tree in trees])),
+        *_targets(trees),
     )
+
+
+def _targets(trees: list[_Tree]) -> Iterator[torch.Tensor]:
+    for name in ("target", "old_logprob", "advantage", "weight"):
+        yield torch.from_numpy(np.concatenate([getattr(tree, name) for tree in trees]))

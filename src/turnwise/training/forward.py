@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from turnwise.distribution import sampling_logits
-from turnwise.training.batch import PADDING, TRUNK, MicroBatch
+from turnwise.training.batch import MicroBatch
+from turnwise.training.tree import Tree, TreeShape, growing, use_tree_attention
 from turnwise.types import Sampling
 
-__all__ = ["Forward", "can_share_prompts"]
+__all__ = ["Forward", "try_tree_attention"]
 
 
 class Forward:
@@ -45,11 +46,14 @@ class Forward:
 
     def _logits(self, micro: MicroBatch) -> torch.Tensor:
         """Logits [N, V] that predict the targets."""
+        # rows need neither positions nor a mask: padding on the right is behind everything that is asked for
         inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
-        if micro.is_tree:
-            inputs["position_ids"] = micro.position_BL
-            inputs["attention_mask"] = tree_mask(micro.branch_BL, self._model.dtype)
-        # otherwise rows are plain sequences: padding on the right is behind everything that is asked for
+        if micro.tree is None:
+            return self._predictions(micro, inputs)
+        with growing(micro.tree):
+            return self._predictions(micro, {**inputs, "position_ids": micro.position_BL})
+
+    def _predictions(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
         if self._body is not None:
             hidden_BLD = self._body(**inputs)[0]
             return self._head(hidden_BLD[micro.row_N, micro.column_N])
@@ -59,44 +63,39 @@ class Forward:
         return self._model(**inputs, logits_to_keep=kept).logits[micro.row_N, place_N]
 
 
-def tree_mask(branch_BL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Additive attention mask [B, 1, L, L]: a token sees, before it, the trunk and its own branch."""
-    length = branch_BL.shape[1]
-    seen_LL = torch.ones(length, length, dtype=torch.bool, device=branch_BL.device).tril()
-    key_B1L, query_BL1 = branch_BL[:, None, :], branch_BL[:, :, None]
-    allowed_BLL = seen_LL & ((key_B1L == TRUNK) | (key_B1L == query_BL1)) & (key_B1L != PADDING)
-    allowed_BLL |= torch.eye(length, dtype=torch.bool, device=branch_BL.device)  # padding sees itself: no empty softmax
-    mask_BLL = torch.zeros(allowed_BLL.shape, dtype=dtype, device=branch_BL.device)
-    return mask_BLL.masked_fill_(~allowed_BLL, torch.finfo(dtype).min).unsqueeze(1)
+def try_tree_attention(model: Any) -> bool:
+    """Give a model tree attention, if it then gives its own log-probabilities: tried out on a small tree.
 
-
-def can_share_prompts(model: Any) -> bool:
-    """Whether trees give the model's own log-probabilities: tried out on a small one, where the kinds of layers allow it."""
+    A model that cannot (sliding windows, recurrent layers, an attention of its own) is left as it is.
+    """
     kinds = getattr(model.config, "layer_types", None) or []
     window = getattr(model.config, "sliding_window", None)
     if any(kind != "full_attention" for kind in kinds) or (window is not None and not kinds):
-        return False  # one mask for all layers is not enough
+        return False
+    former = model.config._attn_implementation
+    try:
+        use_tree_attention(model)
+        if _tree_is_right(model):
+            return True
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        pass  # its attention takes other arguments, or cannot be exchanged
+    if model.config._attn_implementation != former:
+        model.set_attn_implementation(former)
+    return False
+
+
+def _tree_is_right(model: Any) -> bool:
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = [token % vocabulary for token in (11, 7, 5, 3, 2, 13, 17)]
-    tree = _plain(ids, position=[0, 1, 2, 3, 4, 2, 3], branch=[0, 0, 1, 1, 1, 2, 2])
-    alone = _plain([*ids[:2], *ids[5:]], position=[0, 1, 2, 3], branch=[0, 0, 1, 1])
-    mask = tree_mask(tree["branch"], model.dtype).to(model.device)
+    tree = Tree.of([TreeShape(0, 2, [3, 2])]).to(model.device)
+    flat, position = torch.tensor([ids]), torch.tensor([[0, 1, 2, 3, 4, 2, 3]])
+    alone = torch.tensor([[*ids[:2], *ids[5:]]])
     with torch.no_grad():
-        try:
-            shared = model(
-                tree["ids"].to(model.device), position_ids=tree["position"].to(model.device), attention_mask=mask
-            )
-        except (TypeError, ValueError, RuntimeError, IndexError):
-            return False  # the model takes no such mask
-        single = model(alone["ids"].to(model.device))
+        with growing(tree):
+            shared = model(flat.to(model.device), position_ids=position.to(model.device), use_cache=False)
+        single = model(alone.to(model.device), use_cache=False)
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
-    return torch.allclose(
-        shared.logits[0, [5, 6]].float(), single.logits[0, [2, 3]].float(), atol=tolerance, rtol=tolerance
-    )
-
-
-def _plain(ids: list[int], *, position: list[int], branch: list[int]) -> dict[str, torch.Tensor]:
-    return {"ids": torch.tensor([ids]), "position": torch.tensor([position]), "branch": torch.tensor([branch])}
+    return torch.allclose(shared.logits[0, 5:].float(), single.logits[0, 2:].float(), atol=tolerance, rtol=tolerance)
 
 
 def _body_and_head(model: Any) -> tuple[Any, Any]:

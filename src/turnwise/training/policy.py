@@ -19,7 +19,7 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.training.batch import Batch, MicroBatch
-from turnwise.training.forward import Forward, can_share_prompts
+from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, ppo_clip
 from turnwise.types import Sampling
 
@@ -89,6 +89,13 @@ class Policy:
     """A model, an optional frozen reference, and AdamW."""
 
     def __init__(self, model: Any, *, sampling: Sampling, options: Optimization, share_prompts: str = "auto") -> None:
+        able = share_prompts != "never" and try_tree_attention(model)
+        if share_prompts == "always" and not able:
+            raise ConfigError(
+                f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with "
+                f"shared prompts (sliding windows and recurrent layers do not); use auto or never"
+            )
+        self.shares_prompts = able
         self.model = model
         self._options = options
         self._forward = Forward(model, sampling)
@@ -98,13 +105,6 @@ class Policy:
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
         )
-        able = share_prompts != "never" and can_share_prompts(model)
-        if share_prompts == "always" and not able:
-            raise ConfigError(
-                f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with a "
-                f"tree mask (sliding windows and recurrent layers do not); use auto or never"
-            )
-        self.shares_prompts = able
 
     @property
     def keeps_zero(self) -> bool:
