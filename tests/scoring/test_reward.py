@@ -1,0 +1,183 @@
+"""What a conversation was worth, and what becomes of a reward that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.conversations import Says, hold, hold_all
+from turnwise.environments.environment import environment, say
+from turnwise.scoring.credit import grpo
+from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
+
+
+@environment
+async def pays(row: Any, *rewards: float):  # type: ignore[no-untyped-def]
+    yield Opening(messages=row.messages)
+    for reward in rewards[:-1]:
+        yield say("And?", reward=reward)
+    yield Reply(done=True, reward=rewards[-1])
+
+
+def a_trajectory(*rewards: float) -> Trajectory:
+    """A conversation whose environment gave these rewards."""
+    return hold(Says(*"abcdefgh"[: len(rewards)]), lambda: pays(*rewards))
+
+
+def score(scorer: Scorer, *trajectories: Trajectory) -> None:
+    group = Group(id="1", row=trajectories[0].row, trajectories=list(trajectories))
+    asyncio.run(scorer.score([group]))
+
+
+def two_turns(trajectory: Trajectory) -> float:
+    return float(len(trajectory.turns) == 2)
+
+
+async def later(trajectory: Trajectory) -> float:
+    await asyncio.sleep(0.001)
+    return 10.0
+
+
+def place(trajectory: Trajectory, turn: Turn) -> float:
+    assert trajectory.turns[turn.index] is turn
+    return float(turn.index)
+
+
+async def place_later(trajectory: Trajectory, turn: Turn) -> float:
+    await asyncio.sleep(0)
+    return float(turn.index)
+
+
+def test_without_functions_the_reward_is_the_sum_of_the_turns() -> None:
+    one = a_trajectory(0.5, 0.25)
+    assert (one.reward, one.rewards) == (None, {})
+    score(Scorer(), one)
+    assert (one.reward, one.rewards, one.error) == (0.75, {"turns": 0.75}, None)
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+
+
+def test_functions_of_the_trajectory_sync_and_async_are_added_with_their_weights() -> None:
+    one = a_trajectory(0.5, 0.25)
+    score(Scorer(trajectory=[TrajectoryReward("two", two_turns, 2.0), TrajectoryReward("later", later, -0.5)]), one)
+    assert one.rewards == {"turns": 0.75, "two": 2.0, "later": -5.0}
+    assert one.reward == -2.25
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+
+
+def test_functions_of_the_turns_are_added_to_the_turns() -> None:
+    one = a_trajectory(0.5, 0.25, 0.0)
+    score(Scorer(turns=[TurnReward("place", place), TurnReward("later", place_later, 0.5)]), one)
+    assert [turn.reward for turn in one.turns] == [0.5, 1.75, 3.0]
+    assert one.rewards == {"turns": 0.75, "place": 3.0, "later": 1.5}
+    assert one.reward == sum(turn.reward for turn in one.turns) == 5.25
+
+
+def test_two_functions_of_one_name_are_added() -> None:
+    one = a_trajectory(0.0, 0.0)
+    score(Scorer(trajectory=[TrajectoryReward("f", two_turns), TrajectoryReward("f", two_turns, 3.0)]), one)
+    assert one.rewards == {"turns": 0.0, "f": 4.0}
+    assert one.reward == 4.0
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1.0), np.array([1.0]).sum(), Fraction(1), "1"])
+def test_numbers_of_every_kind_are_rewards(value: Any) -> None:
+    one = a_trajectory(0.0)
+    score(Scorer(trajectory=[TrajectoryReward("f", lambda _: value)]), one)
+    assert one.reward == 1.0
+    assert type(one.rewards["f"]) is float
+
+
+def raises(trajectory: Trajectory) -> float:
+    raise KeyError("answer")
+
+
+async def raises_later(trajectory: Trajectory) -> float:
+    await asyncio.sleep(0)
+    raise RuntimeError("the judge is gone")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "KeyError: answer"),
+        (raises_later, "RuntimeError: the judge is gone"),
+        (lambda _: math.nan, "the reward function 'f' gave nan; a reward must be a finite number"),
+        (lambda _: -math.inf, "the reward function 'f' gave -inf; a reward must be a finite number"),
+        (lambda _: None, "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
+        (lambda _: "good", "ValueError: could not convert string to float: 'good'"),
+    ],
+)
+def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, message: str) -> None:
+    def only_the_second(trajectory: Trajectory) -> Any:
+        return function(trajectory) if trajectory.id == "1/1" else float(trajectory.id[-1])
+
+    trajectories = hold_all(Says("a"), lambda: pays(1.0), size=4)
+    score(Scorer(trajectory=[TrajectoryReward("f", only_the_second)]), *trajectories)
+    broken = trajectories[1]
+    assert broken.error == Failure("reward", message)
+    assert (broken.stop, broken.reward, broken.failed) == ("error", None, True)
+    assert broken.messages[-1]["content"] == "a"  # what it holds stays
+    assert [one.reward for one in trajectories] == [1.0, None, 3.0, 4.0]
+    group = Group(id="1", row=broken.row, trajectories=trajectories)
+    grpo(group, scale="none")
+    assert [one.advantages for one in trajectories] == [
+        [pytest.approx(-5 / 3)],
+        [],
+        [pytest.approx(1 / 3)],
+        [pytest.approx(4 / 3)],
+    ]
+
+
+def test_a_reward_of_a_turn_that_breaks_leaves_the_turns_as_they_were() -> None:
+    def breaks_late(trajectory: Trajectory, turn: Turn) -> float:
+        return 1.0 if turn.index == 0 else math.nan
+
+    one = a_trajectory(0.5, 0.25)
+    score(Scorer(turns=[TurnReward("late", breaks_late)]), one)
+    assert one.error == Failure("reward", "the reward function 'late' gave nan; a reward must be a finite number")
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+    assert one.rewards == {}
+
+
+def test_a_reward_of_the_environment_that_is_no_number_is_told() -> None:
+    one = a_trajectory(0.5, math.nan)
+    score(Scorer(), one)
+    assert one.error == Failure("reward", "the environment gave nan; a reward must be a finite number")
+    assert one.reward is None
+
+
+def test_what_broke_before_is_not_scored_and_what_is_scored_not_again() -> None:
+    asked: list[str] = []
+
+    def counts(trajectory: Trajectory) -> float:
+        asked.append(trajectory.id)
+        return 1.0
+
+    scorer = Scorer(trajectory=[TrajectoryReward("counts", counts)])
+    broken, good = hold(Says(RuntimeError("dead"))), a_trajectory(0.5)
+    score(scorer, broken, good)
+    score(scorer, broken, good)
+    assert asked == [good.id]
+    assert (broken.reward, broken.error.kind if broken.error else None) == (None, "engine")
+    assert (good.reward, good.turns[0].reward) == (1.5, 0.5)
+
+
+def test_rewards_are_asked_at_the_same_time() -> None:
+    now, most = 0, 0
+
+    async def slow(trajectory: Trajectory) -> float:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return 0.0
+
+    score(Scorer(trajectory=[TrajectoryReward("slow", slow)]), *hold_all(Says("a"), size=5))
+    assert most == 5
