@@ -133,16 +133,20 @@ def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None
 
 
 def _lines(path: Path) -> Iterator[_Found]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
             try:
-                record = json.loads(line)
+                text = line.decode("utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: this line is not UTF-8 ({error.reason} at byte {error.start + 1})") from error
+            try:
+                record = json.loads(text)
             except json.JSONDecodeError as error:
                 problem = f"{error.msg} at column {error.colno}"
-                raise DataError(f"{place}: this line is not JSON ({problem}): {line.strip()[:80]!r}") from error
+                raise DataError(f"{place}: this line is not JSON ({problem}): {text[:80]!r}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: a row must be a JSON object; this is a {type(record).__name__}")
             yield _Found(record, number, place)
