@@ -66,7 +66,8 @@ class Slots:
         hashes_K = self.hashes(tokens_N)[: self._hashes_SK.shape[1]]
         equal_SK = self._hashes_SK[:, : len(hashes_K)] == hashes_K
         shared_S = equal_SK.sum(axis=1) * BLOCK
-        alive_S = (self.row_S != FREE) & ~self._stale_S
+        # what a pending slot keeps may be on its way there, and copies of one round are made all at once
+        alive_S = (self.row_S != FREE) & ~self._stale_S & ~self._pending_S
         resident = self._longest(tokens_N, np.where(alive_S, np.minimum(shared_S, self.length_S), -1), self.length_S)
         if not self._pending_S.any():
             return resident, Match()
