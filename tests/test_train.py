@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support.tiny import save_model, save_rows
 
+from support.tiny import save_model, save_rows
 from turnwise.config import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
 from turnwise.recipe import load
