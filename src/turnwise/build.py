@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import types
-from turnwise.config import Config, Use
+from turnwise.config import Config, ToolUse, Use
 from turnwise.data.rows import read_rows
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.tools import Tool, Tools
@@ -76,9 +76,16 @@ def _callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> Callable[...,
         raise ConfigError(f"{key}: {use.use} is a {type(found).__name__} and cannot be called")
     try:
         inspect.signature(found).bind(*given, **use.arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter from a builtin without a signature
         raise ConfigError(f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}") from None
     return functools.partial(found, **use.arguments)
+
+
+def _tool(use: ToolUse, *, key: str) -> Tool:
+    function = resolve(use.use, key=key)
+    if not callable(function):
+        raise ConfigError(f"{key}: {use.use} is a {type(function).__name__} and cannot be called")
+    return Tool.of(function, timeout=use.timeout)
 
 
 def environment_factory(config: Config) -> EnvironmentFactory:
@@ -87,7 +94,7 @@ def environment_factory(config: Config) -> EnvironmentFactory:
     Raises ConfigError, also if what is made is no environment.
     """
     make = _callable(config.environment, key="environment")
-    tools = [Tool.of(resolve(use.use, key=f"tools.{n}"), timeout=use.timeout) for n, use in enumerate(config.tools)]
+    tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
         with boundary("environment"):
             one = Tools(tools, then=make()) if tools else make()
@@ -148,8 +155,9 @@ def limits(config: Config, *, longest: int | None) -> Limits:
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
-    """The recipe's rows."""
+    """The recipe's rows; `limit` is a further bound beside data.limit."""
     data = config.data
+    bounds = [bound for bound in (limit, data.limit) if bound is not None]
     source = data.eval if held_out and data.eval is not None else data.train
     return read_rows(
         source,
@@ -157,7 +165,7 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         split=data.eval_split if held_out else data.split,
         subset=data.subset,
         system=data.system,
-        limit=limit if limit is not None else data.limit,
+        limit=min(bounds, default=None),
     )
 
 
@@ -170,7 +178,11 @@ def scripts(path: str) -> list[list[str]]:
     if not file.is_file():
         raise DataError(f"engine.script: there is no file {file.absolute()}")
     found: list[list[str]] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # no splitlines: a text may hold U+2028
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -222,7 +222,9 @@ class Config(Part):
     """Typed functions in front of the environment: references."""
     engine: Annotated[
         Annotated[LocalEngine, Tag("local")] | Annotated[ScriptedEngine, Tag("scripted")],
-        Discriminator(lambda value: value.get("name", "local") if isinstance(value, Mapping) else value.name),
+        Discriminator(
+            lambda value: value.get("name", "local") if isinstance(value, Mapping) else getattr(value, "name", None)
+        ),
     ] = LocalEngine()
     sampling: Sampling = Sampling()
     limits: Limits = Limits()

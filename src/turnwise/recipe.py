@@ -33,7 +33,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         )
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
@@ -111,6 +111,8 @@ def _explain(error: ValidationError, source: str) -> str:
             lines.append(
                 f"{key}.name: there is no engine {problem.get('ctx', {}).get('tag')!r}; there are: local, scripted"
             )
+        elif problem["type"] == "union_tag_not_found":
+            lines.append(f"{key} must be a mapping of options, such as {{name: local}}; got {problem['input']!r}")
         else:
             lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r}")
     return f"{source}: " + "\n".join(lines)

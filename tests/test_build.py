@@ -1,0 +1,278 @@
+"""From a recipe to living objects: what its references name, and what is told where they name nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise import build
+from turnwise.config import Config
+from turnwise.environments.environment import Environment, Once
+from turnwise.environments.tools import Tools
+from turnwise.environments.users import ScriptedUser
+from turnwise.errors import ConfigError, DataError
+from turnwise.rollout.limits import Limits
+from turnwise.types import Sampling
+
+USER = '''
+from turnwise.environments.environment import Once, environment, say
+from turnwise.types import Opening, Reply
+
+class Mine(Once):
+    made = 0
+
+    def __init__(self, lines=(), n: int = 1):
+        type(self).made += 1
+        self.lines, self.n = lines, n
+
+@environment
+async def talker(row, text: str):
+    turn = yield Opening(messages=row.messages)
+    yield say(text, done=True)
+
+async def bare(row):
+    yield Opening(messages=row.messages)
+
+class Half:
+    async def begin(self, row): ...
+
+def breaks():
+    raise OSError("no port is free")
+
+def tool(x: int) -> int:
+    """Double."""
+    return 2 * x
+
+def untyped(x):
+    """Double."""
+
+def good(trajectory, scale: float = 1.0) -> float:
+    return scale
+
+async def at_turn(trajectory, turn) -> float:
+    return 1.0
+
+NUMBER = 5
+'''
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> str:
+    """The path of a user's file."""
+    (tmp_path / "mine.py").write_text(USER)
+    return str(tmp_path / "mine.py")
+
+
+def a_config(**parts: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, **parts})
+
+
+def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> None:
+    assert build.resolve("turnwise.environments.environment:Once", key="k") is Once
+    assert build.resolve("json:decoder.JSONDecoder", key="k") is json.JSONDecoder
+    assert build.resolve(f"{user}:NUMBER", key="k") == 5
+    assert build.resolve(f"{user}:Mine", key="k") is build.resolve(f"{user}:Mine", key="other")  # imported once
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("Once", "k: 'Once' names nothing; write package.module:name or path/to/file.py:name"),
+        (":Once", "k: ':Once' names nothing"),
+        ("a.b:", "k: 'a.b:' names nothing"),
+        ("turnwise.nothing:x", "k: turnwise.nothing could not be imported: ModuleNotFoundError: No module named"),
+        ("turnwise.environments.users:ScriptedUsr", "has no 'ScriptedUsr'; did you mean 'ScriptedUser'?"),
+        ("json:decoder.Nope", "k: json has no 'decoder.Nope'"),
+        ("nowhere/mine.py:x", "/nowhere/mine.py; paths are relative to the directory you run from"),
+    ],
+)
+def test_a_reference_to_nothing_is_told(reference: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build.resolve(reference, key="k")
+    assert message in str(error.value)
+
+
+def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    for number, (text, problem) in enumerate(
+        [
+            ("1/0", "ZeroDivisionError: division by zero"),
+            ("def f(:", "SyntaxError: "),
+            ("import nowhere", "No module named"),
+        ]
+    ):
+        path = tmp_path / f"bad{number}.py"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=rf"k: {path} could not be imported: .*{problem}"):
+            build.resolve(f"{path}:x", key="k")
+        path.write_text("x = 1")
+        assert build.resolve(f"{path}:x", key="k") == 1  # and may be put right
+
+
+# environments and tools
+
+
+def test_each_conversation_gets_a_fresh_environment_with_its_arguments(user: str) -> None:
+    make = build.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"n": 3}}))
+    one, other = make(), make()
+    assert one is not other
+    assert (one.n, type(one).__name__) == (3, "Mine")  # type: ignore[attr-defined]
+    talker = build.environment_factory(a_config(environment={"use": f"{user}:talker", "arguments": {"text": "x"}}))
+    assert isinstance(talker(), Environment)
+    default = build.environment_factory(a_config())
+    assert isinstance(default(), Once)
+    lines = {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": ["a"]}}
+    assert isinstance(build.environment_factory(a_config(environment=lines))(), ScriptedUser)
+
+
+def test_tools_are_put_in_front(user: str) -> None:
+    make = build.environment_factory(a_config(tools=[{"use": f"{user}:tool", "timeout": 2}]))
+    environment = make()
+    assert isinstance(environment, Tools)
+    assert make() is not environment
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"environment": "{user}:NUMBER"}, "environment: {user}:NUMBER is a int and cannot be called"),
+        (
+            {"environment": "{user}:talker"},
+            "cannot be called with the arguments {{}}: missing a required argument: 'text'",
+        ),
+        (
+            {"environment": {"use": "{user}:Mine", "arguments": {"m": 1}}},
+            "cannot be called with the arguments {{'m': 1}}: got an unexpected keyword argument 'm'",
+        ),
+        ({"environment": "{user}:bare"}, "missing a required argument: 'row'"),
+        (
+            {"environment": "{user}:Half"},
+            "{user}:Half makes a Half without step, close; an environment has async begin(row)",
+        ),
+        ({"environment": "{user}:Half", "tools": ["{user}:tool"]}, "makes a Half without step, close"),
+        ({"environment": "{user}:breaks"}, "environment: {user}:breaks cannot be made: OSError: no port is free"),
+        ({"environment": "builtins:int"}, "environment: builtins:int cannot be called with the arguments"),
+        (
+            {"environment": {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": "a"}}},
+            "cannot be made: TypeError: lines must be a list of texts",
+        ),
+        ({"tools": ["{user}:untyped"]}, "the parameter 'x' of the tool 'untyped' has no type; annotate it"),
+        ({"tools": ["{user}:tool", "{user}:tool"]}, "two tools have the name 'tool'"),
+        ({"tools": ["{user}:nope"]}, "tools.0: {user} has no 'nope'"),
+        ({"tools": ["{user}:tool", "{user}:NUMBER"]}, "tools.1: {user}:NUMBER is a int and cannot be called"),
+    ],
+)
+def test_what_is_no_environment_or_tool_is_told_before_anything_runs(
+    user: str, parts: dict[str, Any], message: str
+) -> None:
+    parts = json.loads(json.dumps(parts).replace("{user}", user))
+    with pytest.raises(ConfigError) as error:
+        build.environment_factory(a_config(**parts))
+    assert message.format(user=user) in str(error.value)
+
+
+# rewards, limits, sampling
+
+
+def test_rewards_carry_their_names_arguments_and_weights(user: str) -> None:
+    config = a_config(
+        reward={
+            "trajectory": [{"use": f"{user}:good", "arguments": {"scale": 3.0}, "weight": 0.5}],
+            "turns": [f"{user}:at_turn"],
+        }
+    )
+    scorer = build.scorer(config)
+    (trajectory,), (turn,) = scorer.trajectory, scorer.turns
+    assert (trajectory.name, trajectory.weight, trajectory.function(None)) == ("good", 0.5, 3.0)  # type: ignore[arg-type]
+    assert (turn.name, turn.weight) == ("at_turn", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"trajectory": ["{user}:at_turn"]}, "reward.trajectory.0: {user}:at_turn cannot be called with the arguments"),
+        ({"turns": ["{user}:good", "{user}:tool"]}, "reward.turns.1: {user}:tool cannot be called"),
+        ({"trajectory": [{"use": "{user}:good", "arguments": {"skale": 1}}]}, "unexpected keyword argument 'skale'"),
+        ({"trajectory": ["{user}:NUMBER"]}, "reward.trajectory.0: {user}:NUMBER is a int and cannot be called"),
+    ],
+)
+def test_a_reward_that_cannot_be_asked_is_told(user: str, reward: dict[str, Any], message: str) -> None:
+    reward = json.loads(json.dumps(reward).replace("{user}", user))
+    with pytest.raises(ConfigError) as error:
+        build.scorer(a_config(reward=reward))
+    assert message.format(user=user) in str(error.value)
+
+
+def test_limits_are_those_of_the_recipe_and_the_context_that_of_the_model() -> None:
+    options = {"turns": 3, "tokens_per_turn": 7, "tokens": 20, "seconds_per_turn": 1.5, "seconds": None}
+    config = a_config(limits=options)
+    assert build.limits(config, longest=None) == Limits(**options, context=None)
+    assert build.limits(config, longest=512) == Limits(**options, context=512)
+    shorter = a_config(limits={**options, "context": 100})
+    assert build.limits(shorter, longest=512).context == build.limits(shorter, longest=100).context == 100
+    with pytest.raises(ConfigError, match=r"limits\.context=100 is more than the 99 that the model allows"):
+        build.limits(shorter, longest=99)
+
+
+def test_sampling_is_that_of_the_recipe() -> None:
+    config = a_config(sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop": ["a", "b"]})
+    assert build.sampling(config) == Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("a", "b"))
+
+
+def test_the_context_of_a_model_by_whichever_name() -> None:
+    assert build.model_context({"max_position_embeddings": 40}) == 40
+    assert build.model_context({"n_positions": 30, "vocab_size": 9}) == 30
+    assert build.model_context({"text_config": {"max_position_embeddings": 20}}) == 20
+    assert build.model_context({"max_position_embeddings": None}) is None
+
+
+# rows and scripts
+
+
+def test_rows_of_both_sets_and_the_smallest_of_the_limits(tmp_path: Path) -> None:
+    for name, count in (("train", 6), ("held", 5)):
+        lines = [json.dumps({"q": f"{name} {n}"}) for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    data = {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "held.jsonl"), "columns": {"prompt": "q"}}
+    config = a_config(data=data)
+    assert [row.messages[0]["content"] for row in build.rows(config)][:2] == ["train 0", "train 1"]
+    assert [row.messages[0]["content"] for row in build.rows(config, held_out=True, limit=1)] == ["held 0"]
+    limited = a_config(data={**data, "limit": 3, "system": "Be brief."})
+    assert len(build.rows(limited)) == 3
+    assert len(build.rows(limited, limit=2)) == 2
+    assert len(build.rows(limited, limit=5)) == 3  # data.limit is not forgotten
+    assert build.rows(limited)[0].messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_scripts_are_lists_of_texts_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('["a", "b"]\n\n[]\n["c\u2028d\x85"]\n', encoding="utf-8")
+    assert build.scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('["a"]\n\n["b"', ":3: this line is not JSON (Expecting ',' delimiter at column 5)"),
+        ('"a"', ':1: a script is a list of texts, for example ["Hello.", "Bye."]'),
+        ('["a"]\n["b", 5]', ":2: a script is a list of texts"),
+        ('{"a": ["b"]}', ":1: a script is a list of texts"),
+        ("\n \n", " has no scripts; each line is a list of texts"),
+    ],
+)
+def test_a_script_that_is_none_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError) as error:
+        build.scripts(str(path))
+    assert str(error.value).startswith(f"{path}{message}")
+
+
+def test_a_script_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"engine\.script: there is no file {tmp_path / 'no.jsonl'}"):
+        build.scripts(str(tmp_path / "no.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes(b'["caf\xe9"]')
+    with pytest.raises(DataError, match=r"latin\.jsonl is not UTF-8: "):
+        build.scripts(str(tmp_path / "latin.jsonl"))
