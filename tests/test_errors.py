@@ -1,0 +1,66 @@
+"""The one place where somebody else's exception becomes data."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary, nearest
+from turnwise.types import Failure
+
+
+def caught(error: BaseException, kind: str = "environment") -> Failure:
+    with pytest.raises(Failed) as failed, boundary(kind):
+        raise error
+    assert failed.value.__cause__ is error or failed.value is error
+    return failed.value.failure
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (RuntimeError(), "RuntimeError"),
+        (KeyError("x"), "KeyError: x"),
+        (KeyError("the key 'x'"), "KeyError: the key 'x'"),
+        (KeyError(), "KeyError"),
+        (KeyError(5), "KeyError: 5"),
+        (ConfigError("write it otherwise"), "write it otherwise"),
+        (StopIteration(3), "StopIteration: 3"),
+        (TimeoutError(), "TimeoutError"),
+        (OSError(2, "No such file"), "FileNotFoundError: [Errno 2] No such file"),
+    ],
+)
+def test_what_is_raised_becomes_a_failure_of_its_side(error: Exception, message: str) -> None:
+    assert caught(error) == Failure("environment", message)
+
+
+def test_the_innermost_boundary_wins() -> None:
+    with pytest.raises(Failed) as failed, boundary("environment"), boundary("tokens"):
+        raise ValueError("no")
+    assert failed.value.failure == Failure("tokens", "ValueError: no")
+    assert caught(Failed(Failure("row", "too long"))) == Failure("row", "too long")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt(), SystemExit(1)])
+def test_what_ends_the_run_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)), boundary("environment"):
+        raise error
+
+
+def test_nothing_raised_is_nothing_caught() -> None:
+    with boundary("environment"):
+        value = 5
+    assert value == 5
+
+
+def test_a_failed_conversation_is_no_error_of_ours() -> None:
+    assert not issubclass(Failed, TurnwiseError)
+    assert str(Failed(Failure("row", "why"))) == "why"
+
+
+def test_a_hint_names_what_is_near_and_nothing_else() -> None:
+    assert nearest("lrr", ["lr", "steps"]) == "; did you mean 'lr'?"
+    assert nearest("colour", ["lr", "steps"]) == ""
+    assert nearest("x", []) == ""

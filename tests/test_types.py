@@ -1,0 +1,84 @@
+"""The nouns: what a segment refuses, what a trajectory says of itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.conversations import a_row, completion
+from turnwise.types import Completion, Failure, LogprobKind, Sampling, Segment, Stop, Trajectory, Turn
+
+
+def columns(segment: Segment) -> tuple[list[int], list[float], list[int], list[int]]:
+    return list(segment.token_ids), list(segment.logprobs), list(segment.turn), list(segment.version)
+
+
+def test_a_segment_has_four_columns_of_one_length() -> None:
+    segment = Segment()
+    segment.context([11, 12])
+    segment.sampled(0, completion([21, 22], version=3))
+    segment.context([31])
+    segment.sampled(1, completion([41], version=4))
+    assert columns(segment) == (
+        [11, 12, 21, 22, 31, 41],
+        [0.0, 0.0, -0.125, -0.25, 0.0, -0.125],
+        [-1, -1, 0, 0, -1, 1],
+        [-1, -1, 3, 3, -1, 4],
+    )
+    assert len(segment) == 6
+    segment.context([])
+    segment.sampled(2, completion([]))
+    assert len(segment) == 6
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "versions"),
+    [
+        ([1, 2], [0.0], [0, 0]),
+        ([1, 2], [0.0, 0.0], [0]),
+        ([], [0.0], []),
+        ([1], [], []),
+        ([1, 2**40], [0.0] * 2, [0, 0]),
+    ],
+)
+def test_a_segment_refuses_columns_that_do_not_fit_and_stays_as_it_was(
+    ids: list[int], logprobs: list[float], versions: list[int]
+) -> None:
+    segment = Segment()
+    segment.context([11])
+    answer = Completion(
+        token_ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop", logprob_kind=LogprobKind.RAW
+    )
+    with pytest.raises((ValueError, OverflowError)):
+        segment.sampled(0, answer)
+    assert columns(segment) == ([11], [0.0], [-1], [-1])
+
+
+def a_turn(index: int, text: str, ids: list[int]) -> Turn:
+    message = {"role": "assistant", "content": text.upper()}
+    return Turn(index=index, message=message, text=text, completion=completion(ids))
+
+
+def test_a_trajectory_says_what_the_model_said_and_nobody_else() -> None:
+    one = Trajectory(id="1/0", group="1", row=a_row())
+    assert (one.answer, one.said, one.sampled_tokens, one.failed) == ("", [], 0, False)
+    one.messages = [{"role": "user", "content": "not mine"}]
+    one.turns = [a_turn(0, "a", [1, 2]), a_turn(1, "b", [3])]
+    assert (one.answer, one.said, one.sampled_tokens) == ("B", ["a", "b"], 3)
+
+
+def test_failing_keeps_what_was_said_and_takes_what_it_was_worth() -> None:
+    for kind, stop in (("engine", Stop.ERROR), ("deadline", Stop.DEADLINE)):
+        one = Trajectory(id="1/0", group="1", row=a_row(), turns=[a_turn(0, "a", [1])], reward=1.0, advantages=[0.5])
+        one.fail(Failure(kind, "why"))
+        assert (one.stop, one.failed, one.error) == (stop, True, Failure(kind, "why"))
+        assert (one.reward, one.advantages, one.said) == (None, [], ["a"])
+
+
+def test_which_stops_are_failures() -> None:
+    assert [str(stop) for stop in Stop if stop.failed] == ["deadline", "error"]
+    assert [str(stop) for stop in Stop if not stop.failed] == ["done", "max_turns", "length", "max_tokens", "context"]
+
+
+def test_which_sampling_leaves_tokens_out() -> None:
+    assert not Sampling(temperature=0.3).filtered
+    assert [Sampling(top_k=1).filtered, Sampling(top_p=0.99).filtered, Sampling(min_p=0.01).filtered] == [True] * 3
