@@ -1,0 +1,166 @@
+"""How fast the embedded engine is, beside the two simple ways to sample conversations of several turns.
+
+    python benchmarks/local_engine.py                    # about a minute on 2 cores
+    python benchmarks/local_engine.py --conversations 32 --repeats 5
+
+Every conversation has a prompt of about 128 tokens and four turns; after each turn its environment says 16 tokens. Turns
+are of different lengths, 32 tokens on average. The model is a random Qwen3 of 0.92M parameters, made here. Compared, on the
+same tokens to sample:
+
+- embedded: `LocalEngine`, as turnwise uses it;
+- re-prefilling: the same engine, but it forgets a conversation after every turn, and shares nothing;
+- lock-step: `model.generate` of transformers on a left-padded batch: everybody waits for the longest turn, and every turn
+  computes the whole history again. It gives no log-probabilities here, which spares it work that the others do.
+
+Prints sampled tokens a second, and last `local_engine_speedup <embedded / lock-step at 32 conversations>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from turnwise.engines.local import LocalEngine
+from turnwise.types import Request, Sampling
+
+VOCABULARY, TURNS, BRIDGE = 1024, 4, 16
+
+
+@dataclass(frozen=True)
+class Script:
+    """One conversation: what it starts with, how long each turn is, and what is said after it."""
+
+    name: str
+    prompt: list[int]
+    lengths: list[int]
+    bridges: list[list[int]]
+
+
+def make_model() -> Qwen3ForCausalLM:
+    """Hidden 128, 4 layers, 4 heads, 2 of keys and values: 0.92M parameters."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def make_scripts(count: int, seed: int) -> list[Script]:
+    draw = np.random.default_rng(seed)
+    return [
+        Script(
+            name=f"{seed}/{index}",
+            prompt=draw.integers(0, VOCABULARY, draw.integers(112, 145)).tolist(),
+            lengths=draw.integers(16, 49, TURNS).tolist(),
+            bridges=[draw.integers(0, VOCABULARY, BRIDGE).tolist() for _ in range(TURNS)],
+        )
+        for index in range(count)
+    ]
+
+
+async def converse(engine: LocalEngine, scripts: list[Script], *, forget: bool) -> None:
+    """All conversations at once, each at its own pace."""
+
+    async def one(script: Script) -> None:
+        history = list(script.prompt)
+        for turn, length in enumerate(script.lengths):
+            sampling = Sampling(max_tokens=length)
+            said = await engine.generate(
+                Request(conversation=script.name, token_ids=history, sampling=sampling, seed=turn)
+            )
+            history += [*said.token_ids, *script.bridges[turn]]
+            if forget:  # as after a change of the weights, nothing that is resident is continued or shared
+                await engine.load_weights(0)
+        engine.release(script.name)
+
+    await asyncio.gather(*[one(script) for script in scripts])
+
+
+def lock_step(model: Qwen3ForCausalLM, scripts: list[Script]) -> None:
+    """Turn by turn, all conversations in one padded batch, which ends with its longest turn."""
+    histories = [list(script.prompt) for script in scripts]
+    for turn in range(TURNS):
+        longest = max(map(len, histories))
+        ids = torch.tensor([[0] * (longest - len(history)) + history for history in histories])
+        mask = torch.tensor([[0] * (longest - len(history)) + [1] * len(history) for history in histories])
+        count = max(script.lengths[turn] for script in scripts)
+        said = model.generate(
+            ids, attention_mask=mask, do_sample=True, top_k=0, min_new_tokens=count, max_new_tokens=count
+        )
+        for history, script, row in zip(histories, scripts, said[:, longest:].tolist(), strict=True):
+            history += [*row[: script.lengths[turn]], *script.bridges[turn]]
+
+
+def measure(ways: dict[str, Callable[[list[Script]], None]], count: int, repeats: int) -> dict[str, float]:
+    """Median sampled tokens a second of each way, taken in turns."""
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        scripts = make_scripts(count, repeat)
+        tokens = sum(sum(script.lengths) for script in scripts)
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way(scripts)
+            if repeat:  # the first one warms up
+                speeds[name].append(tokens / (time.perf_counter() - start))
+    return {name: median(values) for name, values in speeds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, nargs="+", default=[1, 8, 32, 128], help="how many at once")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each, of which the median counts")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads of all three; more only on an idle machine (0: as by default)",
+    )
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = make_model()
+    embedded, forgetful = (LocalEngine(model, threads=options.threads) for _ in range(2))
+    ways: dict[str, Callable[[list[Script]], None]] = {
+        "embedded": lambda scripts: asyncio.run(converse(embedded, scripts, forget=False)),
+        "re-prefilling": lambda scripts: asyncio.run(converse(forgetful, scripts, forget=True)),
+        "lock-step": lambda scripts: lock_step(model, scripts),
+    }
+    table = Table(title=f"sampled tokens a second, {TURNS} turns, {torch.get_num_threads()} threads at most")
+    for column in ("conversations", *ways, "to re-prefilling", "to lock-step"):
+        table.add_column(column, justify="right")
+    speedup = None
+    for count in options.conversations:
+        speeds = measure(ways, count, options.repeats)
+        ratios = [speeds["embedded"] / speeds[name] for name in ("re-prefilling", "lock-step")]
+        table.add_row(
+            str(count), *[f"{speed:,.0f}" for speed in speeds.values()], *[f"{ratio:.2f}x" for ratio in ratios]
+        )
+        if count == 32 or speedup is None:
+            speedup = ratios[1]
+    Console().print(table)
+    print(f"local_engine_speedup {speedup:.2f}")
+
+
+if __name__ == "__main__":
+    main()
