@@ -141,7 +141,9 @@ def _lines(path: Path) -> Iterator[_Found]:
             try:
                 text = line.decode("utf-8").strip()
             except UnicodeDecodeError as error:
-                raise DataError(f"{place}: this line is not UTF-8 ({error.reason} at byte {error.start + 1})") from error
+                raise DataError(
+                    f"{place}: this line is not UTF-8 ({error.reason} at byte {error.start + 1})"
+                ) from error
             try:
                 record = json.loads(text)
             except json.JSONDecodeError as error:
