@@ -32,7 +32,8 @@ def trajectory_record(trajectory: Trajectory, **extra: Any) -> dict[str, Any]:
         **extra,
         "id": trajectory.id,
         "group": trajectory.group,
-        "row": {"id": trajectory.row.id, **trajectory.row.fields},
+        "row": {"id": trajectory.row.id, **trajectory.row.fields}
+        | {"id": trajectory.row.id},  # a column may be named so
         "stop": trajectory.stop,
         "error": None
         if trajectory.error is None
@@ -86,12 +87,27 @@ def _turn(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
 
 def _line(value: Mapping[str, Any]) -> str:
     # what a user puts into `info` or a row need not be JSON; it must not end a run either
-    return json.dumps(value, ensure_ascii=False, default=str) + "\n"
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    except (TypeError, ValueError):
+        return json.dumps(_plain(value), ensure_ascii=False, default=str) + "\n"
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The same with what JSON has no words for: keys that are no texts, nan, a circle."""
+    if depth > 50:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: Any) -> None:
     """Append trajectories to a jsonl file, each with the keys in `extra` first."""
-    with path.open("a", encoding="utf-8") as file:
+    # half of a surrogate pair, which a model can write, becomes \\udxxx: JSON's own way to say it
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(_line(trajectory_record(one, **extra)) for one in trajectories)
 
 
