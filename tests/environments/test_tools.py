@@ -487,6 +487,20 @@ def test_a_bad_call_is_told_and_the_conversation_goes_on() -> None:
     assert second.message["tool_calls"][0]["id"] == "call_1"
 
 
+def test_half_a_character_that_a_tool_gives_back_is_no_end() -> None:
+    async def echo(text: str) -> str:
+        """Echo."""
+        if text.endswith("!"):
+            raise ValueError(text)
+        return text
+
+    # JSON lets a model write half of a surrogate pair
+    engine = Says(call("echo", '{"text": "a\\ud83d"}') + call("echo", '{"text": "\\ud83d!"}'), "3")
+    trajectory = hold(engine, lambda: Tools([echo]))
+    assert (trajectory.stop, trajectory.error) == ("done", None)
+    assert [one.content for one in trajectory.turns[0].outcomes] == ["a?", "Error: ?!"]
+
+
 def test_the_tools_are_told_to_the_model_before_it_speaks() -> None:
     trajectory = hold(Says("Yo"), lambda: Tools([add]))
     _, prompt = spoken(trajectory.segments[0])[0]

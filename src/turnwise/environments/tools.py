@@ -106,7 +106,7 @@ class Tool:
             id=call.id,
             name=call.name,
             arguments=call.arguments,
-            content=content,
+            content=_whole(content),
             seconds=time.perf_counter() - started,
         )
 
@@ -185,7 +185,7 @@ def _failed(call: ToolCall, kind: str, text: str, started: float) -> ToolOutcome
         id=call.id,
         name=call.name,
         arguments=call.arguments,
-        content=f"Error: {text}",
+        content=_whole(f"Error: {text}"),
         error=kind,
         seconds=time.perf_counter() - started,
     )
@@ -195,6 +195,11 @@ def _message(failure: Failed) -> str:
     # a ValueError is how a tool talks to the model; of anything else the type helps
     text = failure.failure.message.removeprefix("ValueError: ")
     return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
+
+
+def _whole(text: str) -> str:
+    # half of a surrogate pair, which a model can write as JSON, is no text that could be encoded
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _text(result: Any) -> str:
