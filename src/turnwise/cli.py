@@ -35,6 +35,8 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 0, 1 where a person can put it right, 130 after Ctrl-C."""
+    # before torch is loaded: threads that wait by spinning bring a machine that does anything else to a standstill
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _parser().parse_args(arguments)
     console, errors = Console(), Console(stderr=True)
     logging.basicConfig(

@@ -217,7 +217,13 @@ def assemble(config: Config) -> Run:
         torch.set_num_threads(1)
     model = load_model(source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device)
     sampling = build.sampling(config)
-    policy = Policy(model, sampling=sampling, options=_optimization(config), share_prompts=config.train.share_prompts)
+    policy = Policy(
+        model,
+        sampling=sampling,
+        options=_optimization(config),
+        share_prompts=config.train.share_prompts,
+        threads=1 if config.deterministic else 0,
+    )
     limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
     step = state["step"] if state is not None else 0
     table = Table(

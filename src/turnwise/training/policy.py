@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.threads import Threads
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, ppo_clip
@@ -86,9 +87,17 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
 
 
 class Policy:
-    """A model, an optional frozen reference, and AdamW."""
+    """A model, an optional frozen reference, and AdamW. `threads=0` finds out how many torch threads pay off."""
 
-    def __init__(self, model: Any, *, sampling: Sampling, options: Optimization, share_prompts: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sampling: Sampling,
+        options: Optimization,
+        share_prompts: str = "auto",
+        threads: int = 0,
+    ) -> None:
         able = share_prompts != "never" and try_tree_attention(model)
         if share_prompts == "always" and not able:
             raise ConfigError(
@@ -98,6 +107,7 @@ class Policy:
         self.shares_prompts = able
         self.model = model
         self._options = options
+        self._threads = Threads(threads)
         self._forward = Forward(model, sampling)
         self._reference = Forward(_frozen(model), sampling) if options.kl_coef > 0 else None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -139,8 +149,12 @@ class Policy:
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
-        parts = [self._backward(micro.to(self.model.device), update) for micro in batch.micro_batches]
-        return sum(loss for loss, _ in parts), sum(kl for _, kl in parts)
+        loss = kl = 0.0
+        for micro in batch.micro_batches:
+            with self._threads.during("learn", micro.token_ids_BL.numel()):
+                part_loss, part_kl = self._backward(micro.to(self.model.device), update)
+            loss, kl = loss + part_loss, kl + part_kl
+        return loss, kl
 
     def _backward(self, micro: MicroBatch, update: Update) -> tuple[float, float]:
         options = self._options

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from turnwise.engines.local.batch import Ticket
 from turnwise.engines.local.forward import Forward
 from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
-from turnwise.engines.local.threads import Threads
+from turnwise.threads import Threads
 
 __all__ = ["Admission", "Stats"]
 

@@ -21,8 +21,8 @@ from turnwise.engines.local.forward import choose_forward
 from turnwise.engines.local.rows import Rows
 from turnwise.engines.local.sampler import draw
 from turnwise.engines.local.slots import Slots
-from turnwise.engines.local.threads import Threads
 from turnwise.errors import EngineError
+from turnwise.threads import Threads
 from turnwise.types import Completion, Request
 
 __all__ = ["LocalEngine"]

@@ -17,8 +17,9 @@ __all__ = ["Threads"]
 
 TRIAL = 3
 """Steps in a row with the other number of threads, and how many before it are compared with them."""
-PAUSE, LONGEST_PAUSE = 32, 2048
-"""Steps between two trials: doubled whenever the other number is slower, because a lost trial is expensive."""
+FIRST_PAUSE, PAUSE, LONGEST_PAUSE = 2, 32, 2048
+"""Steps between two trials: few before the first, then doubled whenever the other number is slower, because a lost trial
+is expensive."""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class _Trial:
 
     best: int = 1
     steps: int = 0
-    pause: int = PAUSE
+    pause: int = FIRST_PAUSE
     quickest: float = float("inf")
     """The quickest of the last few steps with the best number."""
     quickest_other: float = float("inf")
@@ -71,5 +72,5 @@ class Threads:
         if lost or trial.steps >= trial.pause + TRIAL:
             won = trial.quickest_other < 0.95 * trial.quickest
             trial.best = self._other(trial) if won else trial.best
-            trial.pause = PAUSE if won else min(2 * trial.pause, LONGEST_PAUSE)
+            trial.pause = PAUSE if won else min(max(PAUSE, 2 * trial.pause), LONGEST_PAUSE)
             trial.steps, trial.quickest, trial.quickest_other = 0, float("inf"), float("inf")
