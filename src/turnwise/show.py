@@ -67,10 +67,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def conversation(record: Record, *, tokens: bool = False) -> RenderableType:
     """One conversation: who said what, what the calls came to, what each turn earned."""
     parts: list[RenderableType] = []
-    turns = iter(record["turns"])
-    for message in record["messages"]:
-        role = message["role"]
-        turn = next(turns, None) if role == "assistant" and _is_turn(message, record) else None
+    turns = _turns_of_messages(record)
+    for place, message in enumerate(record["messages"]):
+        role, turn = message["role"], turns.get(place)
         parts.append(Text(_heading(role, turn, message), style=f"bold {_STYLES.get(role, '')}"))
         parts.append(Text(turn["text"] if turn else str(message.get("content") or ""), style=_STYLES.get(role, "")))
     if record["error"]:
@@ -82,11 +81,18 @@ def conversation(record: Record, *, tokens: bool = False) -> RenderableType:
     reward = "none" if record["reward"] is None else f"{record['reward']:.3g}"
     where = f"step {record['step']}, " if "step" in record else ""
     title = f"{record['id']}  ({where}reward {reward}, stop: {record['stop']}, {record['seconds']:.2f} s)"
-    return Panel(Group(*parts), title=title, title_align="left")
+    return Panel(Group(*parts), title=Text(title), title_align="left")  # an id may hold [brackets]
 
 
-def _is_turn(message: Record, record: Record) -> bool:
-    return any(message == turn["message"] for turn in record["turns"])
+def _turns_of_messages(record: Record) -> dict[int, Record]:
+    """The turn behind each message that the model sampled; from the end, because a rewritten history leaves turns out."""
+    waiting, found = list(record["turns"]), {}
+    for place, message in reversed(list(enumerate(record["messages"]))):
+        at = next((n for n in reversed(range(len(waiting))) if waiting[n]["message"] == message), None)
+        if at is not None:
+            found[place] = waiting[at]
+            del waiting[at:]
+    return found
 
 
 def _heading(role: str, turn: Record | None, message: Record) -> str:
