@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow check format bench clean
+.PHONY: help demo test test-slow lint check format bench clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -18,11 +18,13 @@ test: $(VENV)/ready-dev  ## set up, run the quick tests
 test-slow: $(VENV)/ready-dev  ## the tests that kill, resume and train for real
 	$(BIN)/python -m pytest -m slow
 
-check: $(VENV)/ready-dev  ## what a change must pass: format, lint, types, quick tests
+lint: $(VENV)/ready-dev  ## format, lint, types, and that the table of options is up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python scripts/option_table.py --check
+
+check: lint test  ## what a change must pass
 
 format: $(VENV)/ready-dev  ## put the code into shape
 	$(BIN)/ruff format .

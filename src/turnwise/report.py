@@ -183,7 +183,7 @@ def draw_curve(path: Path, metrics: Sequence[Mapping[str, Any]], evaluations: Se
         below.plot(steps, [one[name] for one in known], label=label)
     below.set_xlabel("step")
     below.set_ylabel("per conversation")
-    below.legend(loc="center right", frameon=False)
+    below.legend(loc="lower center", bbox_to_anchor=(0.5, 0.97), ncols=3, frameon=False)
     for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,119 @@
+"""The recipes that come with the repository run as they are, and the demo learns what it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.cli import main
+from turnwise.config import Config
+from turnwise.recipe import load
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes name files relative to where one runs them, as the README does."""
+    monkeypatch.chdir(ROOT)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, notes = load(ROOT / "recipes" / recipe)
+    assert isinstance(config, Config)
+    assert notes == []
+
+
+def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=8"]
+    assert main(["train", "recipes/calculator.yaml", *small, f"output={out}"]) == 0
+    metrics = lines(out / "metrics.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2]
+    assert all(one["failed"] == 0 and one["drift"] == 0 for one in metrics)
+    assert all(0 < one["ratio/max_deviation"] < 1e-3 for one in metrics)
+    assert all(one["tool_calls/mean"] >= 0.8 for one in metrics)
+    assert [one["step"] for one in lines(out / "evaluations.jsonl")] == [0, 2]
+
+
+def gsm8k(folder: Path, source: Path | None) -> Path:
+    """Real rows where there are some, else rows of the same form."""
+    for name in ("train.jsonl", "test.jsonl"):
+        if source is not None:
+            rows = source.joinpath(name).read_text(encoding="utf-8").splitlines()[:64]
+        else:
+            answer = "It is <<1200+34=1234>>1,234 in all.\n#### 1,234"
+            rows = [
+                json.dumps({"question": f"What is {n} plus 1,200 + {34 - n}?", "answer": answer}) for n in range(16)
+            ]
+        (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SHARED / "gsm8k"
+    monkeypatch.setenv("GSM8K", str(gsm8k(tmp_path, real if real.is_dir() else None)))
+    out = tmp_path / "run"
+    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=4", "limits.tokens_per_turn=48"]
+    assert main(["train", "recipes/gsm8k.yaml", *small, f"output={out}"]) == 0
+    metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
+    assert len(metrics) == 2
+    assert len(conversations) == 32
+    assert all(one["failed"] == 0 and one["drift"] == 0 for one in metrics)
+    assert all(one["ratio/max_deviation"] < 1e-3 for one in metrics)
+    for one in conversations:
+        assert one["messages"][0]["role"] == "system"
+        assert "####" in one["row"]["answer"]
+        for segment in one["segments"]:
+            assert (
+                len(segment["token_ids"]) == len(segment["turn"]) == len(segment["logprobs"]) == len(segment["version"])
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.joinpath("gsm8k").is_dir(), reason="the whole data set is not here")
+def test_every_row_of_gsm8k_can_be_answered_right_and_wrong(tmp_path: Path) -> None:
+    """The mechanics on real rows: a scripted model gives the true answer to the even ones, at the second try."""
+    source = SHARED / "gsm8k" / "test.jsonl"
+    rows = lines(source)
+    script = tmp_path / "script.jsonl"
+    calls = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    texts = [
+        [calls, "#### -1", f"So it is {row['answer'].splitlines()[-1]}"] if n % 2 == 0 else ["#### -1", "I give up."]
+        for n, row in enumerate(rows)
+    ]
+    script.write_text("\n".join(json.dumps(text) for text in texts))
+    options = [f"data.train={source}", "engine.name=scripted", f"engine.script={script}"]
+    assert main(["rollout", "recipes/gsm8k.yaml", *options, "--out", str(tmp_path / "out")]) == 0
+    done = lines(tmp_path / "out" / "trajectories.jsonl")
+    assert [one["row"]["answer"] for one in done] == [row["answer"] for row in rows]
+    assert [one["reward"] for one in done] == [0.5 if n % 2 == 0 else 0.0 for n in range(len(rows))]
+    assert {one["error"] for one in done} == {None}
+    assert {one["drift"] for one in done} == {None}
+
+
+@pytest.mark.slow
+def test_the_demo_learns_what_it_promises(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "turnwise.cli", "train", "recipes/calculator.yaml", f"output={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rewards = [one["reward/mean"] for one in lines(out / "metrics.jsonl")]
+    assert rewards[0] <= 0.6
+    assert sum(rewards[-5:]) / 5 >= 0.93
+    before, after = lines(out / "evaluations.jsonl")
+    assert before["reward/mean"] <= 0.6
+    assert after["reward/mean"] >= 0.9
+    assert "held-out questions" in done.stdout
+    assert (out / "curve.png").stat().st_size > 10_000
