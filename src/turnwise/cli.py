@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns its exit status: 0, 1 where a person can put it right, 130 after Ctrl-C."""
     # before torch is loaded: threads that wait by spinning bring a machine that does anything else to a standstill
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     console, errors = Console(), Console(stderr=True)
     logging.basicConfig(
         level=os.environ.get("TURNWISE_LOG", "WARNING").upper(),
@@ -47,11 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.command(options, console)
     except TurnwiseError as error:
-        errors.print(f"turnwise: {error}", style="red", highlight=False, markup=False)
+        # not broken into lines: a path in it must stay whole
+        errors.print(f"turnwise: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         errors.print("turnwise: stopped", style="yellow")
         return 130
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, left = parser.parse_known_args(arguments)
+    # argparse takes overrides in one piece only: those that stand behind an option are left over
+    overrides: list[str] | None = vars(options).get("overrides")
+    unknown = [word for word in left if overrides is None or word.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if overrides is not None:
+        overrides += left
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,13 +135,15 @@ def _rollout(options: argparse.Namespace, console: Console) -> int:
 
     config, notes = load(options.recipe, options.overrides)
     for note in notes:
-        console.print(f"[dim]{note}[/dim]", highlight=False)
+        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     summary = asyncio.run(collect(config, options.out, console))
     console.print(
         f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, "
         f"reward {summary['reward/mean']}; look into them: turnwise show {options.out}",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     return 0
 

@@ -64,7 +64,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
         await rollout_groups(groups, table, done=done)
     await engine.close()
     for problem in failures(groups)[:5]:
-        console.print(problem, style="red", highlight=False, markup=False)
+        console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
     summary = {
         "step": 0,
         "conversations": writer.total,
