@@ -1,0 +1,208 @@
+"""The house: who may know whom. The arrows of docs/architecture.md, read off the imports themselves, nested ones included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
+FILES = sorted(SOURCE.rglob("*.py"))
+HEAVY = {"torch", "transformers", "datasets", "matplotlib", "vllm", "sglang", "ray"}
+
+MAY_KNOW: dict[str, set[str]] = {
+    # our own modules and folders that a part may import; its own folder goes without saying
+    "types": set(),
+    "errors": {"types"},
+    "answers": set(),
+    "distribution": set(),
+    "data": {"types", "errors"},
+    "threads": set(),
+    "engines": {"types", "errors", "distribution", "threads"},
+    "environments": {"types", "errors", "answers"},
+    "rollout": {"types", "errors", "environments.environment", "engines.engine", "engines.batched"},
+    "scoring": {"types", "errors", "answers"},
+    "training": {"types", "errors", "distribution", "threads"},
+    "metrics": {"types"},
+    "config": {"errors", "data"},
+    "recipe": {"config", "errors"},
+    "record": {"types", "errors", "config"},
+    "show": {"errors"},
+    "evaluate": {"types", "metrics", "rollout", "scoring"},
+}
+"""Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
+
+LIGHT = [
+    "types",
+    "errors",
+    "answers",
+    "environments",
+    "scoring",
+    "metrics",
+    "rollout",
+    "config",
+    "recipe",
+    "record",
+    "show",
+]
+"""Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
+
+LAZY = {("rollout", "transformers"), ("data", "datasets")}
+"""Heavy libraries that a part may load inside a function, where it is needed."""
+
+EXCEPT_EXCEPTION = {"errors.py": 1, "engines/local/engine.py": 1}
+"""Where whatever is raised may be caught: the boundary, and the requests of an embedded engine whose model raised."""
+
+
+def part_of(path: Path) -> str:
+    """`data` of data/rows.py, `types` of types.py."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, nested: bool = True) -> set[str]:
+    """The modules that a file imports, `turnwise.x.y` and `torch.nn` alike; `from turnwise import x` is `turnwise.x`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if not nested and node in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole name"
+            assert node.module is not None
+            if node.module == "turnwise":
+                found |= {f"turnwise.{name.name}" for name in node.names}
+            else:
+                found.add(node.module)
+    return found
+
+
+def ours(path: Path) -> set[str]:
+    """Our own modules that a file imports, without `turnwise.`."""
+    return {name.removeprefix("turnwise.") for name in imports(path) if name.startswith("turnwise.")}
+
+
+def heavy(path: Path, *, nested: bool = True) -> set[str]:
+    """The heavy libraries that a file imports."""
+    return {name.partition(".")[0] for name in imports(path, nested=nested)} & HEAVY
+
+
+def test_there_is_something_to_read() -> None:
+    assert {part_of(path) for path in FILES} >= {*MAY_KNOW, "train", "cli", "build", "collect", "report", "__init__"}
+    assert "engines.batched" in ours(SOURCE / "rollout" / "rollout.py")  # the reading works
+    assert "training.policy" in ours(SOURCE / "collect.py")  # nested imports too
+    assert heavy(SOURCE / "rollout" / "renderer.py") == {"transformers"}
+    assert heavy(SOURCE / "rollout" / "renderer.py", nested=False) == set()
+
+
+@pytest.mark.parametrize("part", sorted(MAY_KNOW))
+def test_a_part_knows_only_whom_it_may(part: str) -> None:
+    files = [path for path in FILES if part_of(path) == part]
+    assert files
+    wrong = {
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in files
+        for name in ours(path)
+        if not any(name == known or name.startswith(f"{known}.") for known in {*MAY_KNOW[part], part})
+    }
+    assert wrong == set()
+
+
+def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
+    above = {"training", "train", "evaluate", "collect", "report", "cli", "build"}
+    joins = {*above, "show"}
+    wrong = {
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in FILES
+        if part_of(path) not in joins
+        for name in ours(path)
+        if name.partition(".")[0] in above
+    }
+    assert wrong == set()
+    assert {part_of(path) for path in FILES if "train" in ours(path)} <= {"cli"}
+    assert {part_of(path) for path in FILES if "cli" in ours(path)} == set()
+
+
+def test_there_is_no_circle_between_parts() -> None:
+    knows = {part: set[str]() for part in {part_of(path) for path in FILES}}
+    for path in FILES:
+        knows[part_of(path)] |= {name.partition(".")[0] for name in ours(path)} - {part_of(path)}
+    order: list[str] = []
+    while len(order) < len(knows):
+        ready = sorted(part for part in knows if part not in order and knows[part] <= set(order))
+        assert ready, f"a circle among {sorted(set(knows) - set(order))}"
+        order += ready
+    assert order.index("types") < order.index("rollout") < order.index("train") < order.index("cli")
+
+
+def test_there_is_no_circle_between_files() -> None:
+    names = {".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    waiting = {name: {known for known in ours(path) if known in names} - {name} for name, path in names.items()}
+    # a folder's __init__ re-exports what is in it, and nobody inside imports the folder
+    while waiting:
+        ready = {name for name, known in waiting.items() if not known & waiting.keys()}
+        assert ready, f"a circle among {sorted(waiting)}"
+        waiting = {name: known for name, known in waiting.items() if name not in ready}
+
+
+@pytest.mark.parametrize("part", [*LIGHT, "data", "cli", "build"])
+def test_a_part_loads_no_heavy_library_when_it_is_imported(part: str) -> None:
+    for path in FILES:
+        if part_of(path) == part:
+            assert heavy(path, nested=False) == set(), path
+            if part not in ("cli", "build"):
+                assert heavy(path) <= {library for known, library in LAZY if known == part}, path
+
+
+def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
+    with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
+    alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
+    assert with_torch <= {".", "training", "engines/local"}
+    assert alone <= {"distribution.py", "threads.py", "train.py"}
+    for name in ("engine", "scripted", "batched"):
+        assert heavy(SOURCE / "engines" / f"{name}.py") == set()
+
+
+def test_whatever_is_raised_is_caught_in_the_boundary_and_almost_nowhere_else() -> None:
+    found: dict[str, int] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            assert node.type is not None, f"{path}:{node.lineno}: a bare except"
+            caught = {leaf.id for leaf in ast.walk(node.type) if isinstance(leaf, ast.Name)}
+            if "Exception" in caught:
+                name = path.relative_to(SOURCE).as_posix()
+                found[name] = found.get(name, 0) + 1
+    assert found == EXCEPT_EXCEPTION
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= 450
+    assert ast.get_docstring(ast.parse(text))
+
+
+def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
+    allowed = {
+        ("environments/environment.py", "factory"),  # hands a user's arguments on
+        ("record.py", "trajectory_record"),
+        ("record.py", "write_trajectories"),
+    }
+    found = {
+        (path.relative_to(SOURCE).as_posix(), node.name)
+        for path in FILES
+        if "torch" not in heavy(path)  # hooks of transformers have the signatures that it calls
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.args.kwarg is not None
+    }
+    assert found <= allowed
