@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Report:
         self._recent: list[Mapping[str, Any]] = []
         self._rewards: list[float] = []
         self._told: set[str] = set()
+        self._steps = 0
         self._example: dict[str, Any] | None = None
         self._progress = Progress(
             TextColumn("training"),
@@ -63,6 +65,7 @@ class Report:
             f"into {config.output}",
             highlight=False,
         )
+        self._steps = options.steps
         self._progress.update(self._task, total=options.steps, completed=done)
         if self._console.is_terminal:
             self._live = Live(self._picture(), console=self._console, refresh_per_second=4, transient=True)
@@ -83,9 +86,10 @@ class Report:
             self._live.update(self._picture())
         else:
             figures = "  ".join(f"{label} {_figure(metrics, name)}" for name, label in _COLUMNS)
-            self._console.print(
-                f"{figures}  {_speed(metrics)} tokens/s  {metrics['seconds/step']:.2f} s/step", highlight=False
-            )
+            seconds = sum(one["seconds/step"] for one in self._recent) / len(self._recent)
+            left = timedelta(seconds=round(seconds * (self._steps - metrics["step"])))
+            line = f"{figures}  {_speed(metrics)} tokens/s  {metrics['seconds/step']:.2f} s/step  {left} left"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def evaluated(self, summary: Mapping[str, Any], groups: Sequence[types.Group]) -> None:
         """Keep an evaluation's most telling conversation for the end."""

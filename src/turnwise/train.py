@@ -119,6 +119,11 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         raise RolloutError(
             f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
         )
+    idle = not any(any(one.advantages) for one in trajectories)
+    if (
+        idle
+    ):  # a handful is computed all the same, with a gradient of zero, so that engine and trainer are still compared
+        trajectories = trajectories[: options.group]
     size = -(-len(trajectories) // options.minibatches)
     return [
         pack(
@@ -126,7 +131,7 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
             average=options.loss_average,
             micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
             share_prompts=run.policy.shares_prompts,
-            keep_zero=run.policy.keeps_zero,
+            keep_zero=run.policy.keeps_zero or idle,
         )
         for start in range(0, len(trajectories), size)
     ]
