@@ -20,6 +20,7 @@ CALCULATE = call("calculator", '{"expression": "6*7"}')
 
 USER = '''
 import asyncio
+import signal
 from turnwise.environments.environment import environment, say
 from turnwise.types import Opening, Reply
 
@@ -34,7 +35,8 @@ async def slow_first(row):
 async def stopped(row):
     yield Opening(messages=row.messages)
     if row.id == "2":
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C
+        await asyncio.sleep(5)
 
 @environment
 async def broken(row):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from support.conversations import Says, a_row, a_table
-
 from turnwise.environments.users import ScriptedUser
 from turnwise.evaluate import evaluate
 from turnwise.scoring.reward import Scorer, TrajectoryReward

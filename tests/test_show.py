@@ -70,6 +70,9 @@ def test_the_summary_counts_and_names_one(run: Path) -> None:
     assert [line.split()[:3] for line in lines[2:4]] == [["1", "0.250", "0.100"], ["2", "0.500", "0.100"]]
     assert "4 conversations; done 3, error 1" in lines
     assert "  1 x engine: RuntimeError: dead" in lines
+    evaluations = [{"step": n, "reward/mean": n / 4} for n in (0, 2)]
+    (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, evaluations)) + "\n")
+    assert "held-out questions" in shown(run)
     assert lines[-1] == f"one of them: turnwise show {run} --id middle/0"
 
 

@@ -365,6 +365,20 @@ def test_a_template_that_closes_later_turns_otherwise_is_refused() -> None:
         Renderer(byte_tokenizer(counts))
 
 
+def test_a_template_that_takes_one_question_only_is_refused_where_a_second_one_is_asked() -> None:
+    once = CHATML + (
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length > 1 %}"
+        "{{ raise_exception('one only') }}{% endif %}"
+    )
+    renderer = Renderer(byte_tokenizer(once))
+    assert hold(Says("Yo"), Once, renderer=renderer).stop == "done"
+    trajectory = hold(Says("Yo", "Ya"), lambda: ScriptedUser(["And?"]), renderer=renderer)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "tokens"
+    assert trajectory.error.message.endswith("roles [... user, assistant, user]: one only")
+    assert trajectory.said == ["Yo"]
+
+
 def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used() -> None:
     renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "[call]").replace("</tool_call>", "[/call]")))
     assert RENDERER.tool_format.name == "hermes"
