@@ -32,8 +32,7 @@ def trajectory_record(trajectory: Trajectory, **extra: Any) -> dict[str, Any]:
         **extra,
         "id": trajectory.id,
         "group": trajectory.group,
-        "row": {"id": trajectory.row.id, **trajectory.row.fields}
-        | {"id": trajectory.row.id},  # a column may be named so
+        "row": {**trajectory.row.fields, "id": trajectory.row.id},
         "stop": trajectory.stop,
         "error": None
         if trajectory.error is None

@@ -10,7 +10,6 @@ and never encoded again. This module knows no engine and no environment.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -68,11 +67,7 @@ class Renderer:
             raise TemplateError(
                 f"no tokenizer could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
             ) from error
-        generation = Path(path) / "generation_config.json"
-        eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-        return cls(
-            tokenizer, sanity=sanity, generation_stop_ids=eos if isinstance(eos, list) else [] if eos is None else [eos]
-        )
+        return cls(tokenizer, sanity=sanity, generation_stop_ids=_generation_stops(path))
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat:
@@ -223,3 +218,14 @@ class Renderer:
     def encode(self, text: str) -> Sequence[int]:
         """The token ids of a plain text: of a scripted line, say."""
         return self._encode(text)
+
+
+def _generation_stops(path: str | Path) -> list[int]:
+    """The stop tokens in a model's generation config; none where it has no such file."""
+    from transformers import GenerationConfig
+
+    try:
+        stops = GenerationConfig.from_pretrained(str(path)).eos_token_id
+    except OSError:
+        return []
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
