@@ -74,7 +74,7 @@ def test_an_error_reaches_only_the_one_who_asked() -> None:
 
 
 def test_who_cancels_is_not_answered_and_the_others_are() -> None:
-    engine = Says("x", seconds=0.02)
+    engine = Says("x", seconds=0.2)
     batched = Batched(engine, ["a", "b"])
 
     async def run() -> Completion:

@@ -134,13 +134,13 @@ class Waits:
 
 def test_deadline_of_a_turn_in_the_environment() -> None:
     user = Waits("step 1")
-    trajectory = hold(Says(*"abc"), lambda: user, limits=Limits(seconds_per_turn=0.05))
+    trajectory = hold(Says(*"abc"), lambda: user, limits=Limits(seconds_per_turn=0.15))
     assert (trajectory.stop, trajectory.failed, user.closed) == (Stop.DEADLINE, True, 1)
     assert trajectory.error is not None
     assert trajectory.error.kind == "deadline"
-    assert trajectory.error.message == "turn 1 took longer than limits.seconds_per_turn=0.05"
+    assert trajectory.error.message == "turn 1 took longer than limits.seconds_per_turn=0.15"
     assert trajectory.said == ["a", "b"]
-    assert 0.04 < trajectory.seconds < 1.0
+    assert 0.14 < trajectory.seconds < 5.0
 
 
 def test_deadline_of_a_turn_in_the_engine() -> None:
@@ -153,7 +153,7 @@ def test_deadline_of_a_turn_in_the_engine() -> None:
 
 
 def test_deadline_of_a_conversation() -> None:
-    trajectory = hold(Says(*"abcdefgh"), lambda: Waits("step", 0.04), limits=Limits(seconds=0.1))
+    trajectory = hold(Says(*"abcdefgh"), lambda: Waits("step 2"), limits=Limits(seconds=0.1))
     assert (trajectory.stop, trajectory.failed) == (Stop.DEADLINE, True)
     assert trajectory.error is not None
     assert trajectory.error.message == "the conversation was in turn 2 when limits.seconds=0.1 was over"
@@ -352,18 +352,7 @@ def test_a_bad_sibling_does_not_hurt_the_group(lockstep: bool) -> None:
     assert [one.turns[-1].info for one in trajectories if not one.failed] == [{"said": "b"}] * 2
 
 
-@pytest.mark.parametrize(
-    "lockstep",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.xfail(
-                strict=True, reason="waiting for the slowest counts against seconds_per_turn: to be decided"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("lockstep", [False, True])
 def test_a_hanging_sibling_does_not_hurt_the_group(lockstep: bool) -> None:
     made: list[Waits] = []
 
