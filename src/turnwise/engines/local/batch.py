@@ -69,11 +69,12 @@ class Decode:
 
     slots_B: np.ndarray
     rows_B: np.ndarray
-    streams_B: np.ndarray
     stops_BK: np.ndarray
     """Token ids that end the row's turn, padded with -1."""
     limits_B: np.ndarray
     options: Options
+    shared: int
+    """How many first tokens all rows have in common."""
     listeners: Sequence[tuple[int, int]]
     """(slot, index in the batch) of the requests that end at a text."""
 
@@ -88,14 +89,21 @@ class Batch:
         self._feed_S = np.zeros(slots, dtype=np.int64)
         self._produced_S = np.zeros(slots, dtype=np.int64)
         self._columns = [np.zeros((slots, 64), dtype) for dtype in (np.int64, np.float32, np.float32, np.int64)]
-        self._step: Decode | None = None
+        """What was sampled: token ids, log-probabilities, raw ones, versions, as in `Said`."""
+        self._numbers_SN = np.zeros((slots, 64), dtype=np.float32)
+        self.step: Decode | None = None
+        """The rows of the next step; None if others run now than in the step before."""
 
     def join(self, slot: int, ticket: Ticket) -> None:
         """The request's cache holds all but its last token, which is fed next."""
         self.tickets[slot] = ticket
         done = len(ticket.said.token_ids)
-        while ticket.limit > self._columns[0].shape[1]:
+        while ticket.limit > self._numbers_SN.shape[1]:
             self._columns = [np.concatenate([column, np.zeros_like(column)], axis=1) for column in self._columns]
+            self._numbers_SN = np.concatenate([self._numbers_SN, self._numbers_SN], axis=1)
+        self._numbers_SN[slot, : ticket.limit] = uniforms(
+            np.array([stream(ticket.request.seed)]), np.arange(ticket.limit)
+        )
         said = ticket.said
         for column, past in zip(
             self._columns, (said.token_ids, said.logprobs, said.raw_logprobs, said.versions), strict=True
@@ -103,40 +111,32 @@ class Batch:
             column[slot, :done] = past
         self._produced_S[slot] = done
         self._feed_S[slot] = said.token_ids[-1] if done else ticket.prompt_N[-1]
-        self._step = None
+        self.step = None
 
     def leave(self, slot: int) -> tuple[Ticket, Said]:
         """Take the request out, with what it has sampled."""
-        self._step = None
+        self.step = None
         done = self._produced_S[slot]
         return self.tickets.pop(slot), Said(*(column[slot, :done].copy() for column in self._columns))
 
-    def moved(self) -> None:
-        """Rows have changed their places."""
-        self._step = None
-
-    def step(self, row_S: np.ndarray) -> Decode:
-        """The rows of the next step."""
-        if self._step is None:
-            slots = sorted(self.tickets, key=lambda slot: row_S[slot])
-            tickets = [self.tickets[slot] for slot in slots]
-            samplings = [ticket.request.sampling for ticket in tickets]
-            widest = max(len(sampling.stop_token_ids) for sampling in samplings)
-            self._step = Decode(
-                slots_B=np.array(slots),
-                rows_B=row_S[slots],
-                streams_B=np.array([stream(ticket.request.seed) for ticket in tickets], dtype=np.uint64),
-                stops_BK=np.array(
-                    [[*each.stop_token_ids, *[-1] * (widest - len(each.stop_token_ids))] for each in samplings],
-                    dtype=np.int64,
-                ),
-                limits_B=np.array([ticket.limit for ticket in tickets]),
-                options=Options.of(samplings, self._device),
-                listeners=[
-                    (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
-                ],
-            )
-        return self._step
+    def arrange(self, slots: Sequence[int], rows_B: np.ndarray, shared: int) -> Decode:
+        """Make a step of these slots, which are all that run, in the order of their rows."""
+        tickets = [self.tickets[slot] for slot in slots]
+        samplings = [ticket.request.sampling for ticket in tickets]
+        widest = max(len(sampling.stop_token_ids) for sampling in samplings)
+        stops = [[*each.stop_token_ids, *[-1] * (widest - len(each.stop_token_ids))] for each in samplings]
+        self.step = Decode(
+            slots_B=np.array(slots),
+            rows_B=rows_B,
+            stops_BK=np.array(stops, dtype=np.int64),
+            limits_B=np.array([ticket.limit for ticket in tickets]),
+            options=Options.of(samplings, self._device),
+            shared=shared,
+            listeners=[
+                (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
+            ],
+        )
+        return self.step
 
     def feed(self, step: Decode) -> np.ndarray:
         """The tokens [B] to run the model on."""
@@ -144,7 +144,7 @@ class Batch:
 
     def uniforms(self, step: Decode) -> np.ndarray:
         """The numbers [B] to draw the next tokens with."""
-        return uniforms(step.streams_B, self._produced_S[step.slots_B])
+        return self._numbers_SN[step.slots_B, self._produced_S[step.slots_B]]
 
     def record(self, step: Decode, drawn: Drawn, version: int) -> list[tuple[int, str]]:
         """Write down what was drawn. Returns the slots that have ended, with the reason."""

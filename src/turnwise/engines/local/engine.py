@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.admission import Admission, Stats
-from turnwise.engines.local.batch import Batch, Ticket
+from turnwise.engines.local.batch import Batch, Decode, Ticket
 from turnwise.engines.local.forward import choose_forward
 from turnwise.engines.local.rows import Rows
 from turnwise.engines.local.sampler import draw
@@ -113,6 +113,7 @@ class LocalEngine:
         self._version = version
         self._forward.refresh()
         self._slots.flush()
+        self._batch.step = None
 
     async def close(self) -> None:
         """Give back the cache; requests that are running fail."""
@@ -205,11 +206,13 @@ class LocalEngine:
                 batch.join(slot, ticket)
             if not batch.tickets:
                 raise EngineError(f"no slot for any of {len(self._admission.waiting)} waiting requests")
-            self._make_room()
-            step = batch.step(slots.row_S)
+            step = batch.step or self._arrange()
+            if int(slots.length_S[step.slots_B].max()) >= slots.rows.capacity:
+                self._make_room()
+                step = self._arrange()
             fed_B, positions_B = batch.feed(step), slots.length_S[step.slots_B]
             with self._threads.during("decode", len(fed_B)):
-                logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B)
+                logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B, step.shared)
                 drawn = draw(logits_BV, step.options, batch.uniforms(step))
         slots.tokens_SC[step.slots_B, positions_B] = fed_B
         slots.length_S[step.slots_B] = positions_B + 1
@@ -222,22 +225,23 @@ class LocalEngine:
             if not ticket.future.done():
                 ticket.future.set_result(said.completion(finish))
 
+    def _arrange(self) -> Decode:
+        """The rows that run now, moved together where the gaps between them have become wide."""
+        slots, running = self._slots, list(self._batch.tickets)
+        if int(slots.row_S[running].max()) >= len(running) * 5 // 4 + 2:
+            slots.compact(running)
+        running.sort(key=lambda slot: slots.row_S[slot])
+        return self._batch.arrange(running, slots.row_S[running], slots.shared(np.array(running)))
+
     def _make_room(self) -> None:
-        """Room for one more token in every running row, the youngest requests making way; and no wide gaps between rows."""
+        """Room for one more token in every running row; where there is none, the youngest requests make way."""
         running = sorted(self._batch.tickets, key=lambda slot: -self._batch.tickets[slot].number)
-        capacity, longest = self._slots.rows.capacity, int(self._slots.length_S[running].max()) + 1
-        if longest > capacity:
-            victims = self._slots.widen(longest, expendable=running[:-1])
-            assert victims is not None, "a single request always fits: generate() has seen to it"
-            for slot in victims:
-                ticket, ticket.said = self._batch.leave(slot)
-                self._admission.waiting.appendleft(ticket)
-                self._stats.preemptions += 1
-            running = [slot for slot in running if slot not in victims]
-            self._batch.moved()
-        if int(self._slots.row_S[running].max()) >= len(running) * 5 // 4 + 2:
-            self._slots.compact(running)
-            self._batch.moved()
+        victims = self._slots.widen(int(self._slots.length_S[running].max()) + 1, expendable=running[:-1])
+        assert victims is not None, "a single request always fits: generate() has seen to it"
+        for slot in victims:
+            ticket, ticket.said = self._batch.leave(slot)
+            self._admission.waiting.appendleft(ticket)
+            self._stats.preemptions += 1
 
     def _forget(self, ticket: Ticket) -> None:
         """The caller has its answer, or has gone away: free what the request holds."""

@@ -43,8 +43,13 @@ class Forward(Protocol):
         """Compute what the cache keeps of `tokens_N[n]`, which stand at `starts_N[n]` and after in row `rows_N[n]`."""
         ...
 
-    def decode(self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray) -> torch.Tensor:
-        """Run one token a row, in ascending order of rows, and return float32 logits [B, V]."""
+    def decode(
+        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+    ) -> torch.Tensor:
+        """Run one token a row, in ascending order of rows, and return float32 logits [B, V].
+
+        The first `shared` tokens are the same in all these rows.
+        """
         ...
 
 
@@ -94,7 +99,7 @@ def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float
         forward.prefill(rows, rows_N, zeros_N, [text[:cut] for text in texts])
         forward.prefill(rows, rows_N, zeros_N + cut, [text[cut:-1] for text in texts])
         last_N = np.array([text[-1] for text in texts])
-        logits_NV = forward.decode(rows, rows_N, np.array(lengths) - 1, last_N)
+        logits_NV = forward.decode(rows, rows_N, np.array(lengths) - 1, last_N, 0)
         own_NV = torch.stack([_last_logits(model, text, parameter.device) for text in texts])
     gap = (logits_NV - own_NV).abs().max().item()
     scale = max(1.0, own_NV.abs().max().item())

@@ -21,6 +21,8 @@ from turnwise.engines.local.rows import PlaneShape, Rows
 __all__ = ["FusedForward", "unfit"]
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+SHARED_READS = 2500
+"""Rows times tokens in common from which on reading these once pays for the copies that it takes (measured)."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -71,6 +73,11 @@ class FusedForward:
         self._scale = model.model.layers[0].self_attn.scaling
         self._eps = config.rms_norm_eps
         self._shapes = tuple(PlaneShape(2, self._kv_heads, self._dim) for _ in range(config.num_hidden_layers))
+        self._zero = torch.zeros(1, device=model.device)
+        self._floors = {
+            width: torch.tensor((width * self._eps) ** 0.5, device=model.device)
+            for width in (self._dim, config.hidden_size)
+        }
         self._table = (torch.zeros(0), torch.zeros(0))
         self._places: tuple[np.ndarray, tuple[int, ...], torch.Tensor] | None = None
         self.refresh()
@@ -107,13 +114,13 @@ class FusedForward:
 
     def prefill(self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
-        # linear layers run on the packed tokens M; only attention is padded to [N, T]
+        # linear layers run on all tokens M, one after the other
         sequence_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
         offset_M = np.arange(len(sequence_M)) - np.repeat(lengths_N.cumsum() - lengths_N, lengths_N)
         positions_M = starts_N[sequence_M] + offset_M
         places_MJ = self._place(rows, rows_N[sequence_M], positions_M)
         cos_M1D, sin_M1D = self._rotary(rows.capacity, positions_M)
-        attention = _PromptAttention(self, rows_N, starts_N, lengths_N, (sequence_M, offset_M))
+        attention = _PromptAttention(self, rows_N, starts_N, lengths_N)
         hidden_MD = F.embedding(self._tensor(np.concatenate(tokens_N).astype(np.int64)), self._embedding)
         for index, layer in enumerate(self._layers):
             plane = rows.planes[index]
@@ -123,15 +130,17 @@ class FusedForward:
             plane.view(-1, self._dim).index_copy_(0, places_MJ.view(-1), torch.cat((k_MKD, v_MKD), 1).flatten(0, 1))
             if last:  # nothing is asked of the prompt but its keys and values
                 break
-            said_MD = attention(plane, q_MHD, k_MKD, v_MKD)
-            hidden_MD = self._feed_forward(layer, hidden_MD + F.linear(said_MD, *layer.o))
+            read_MD = attention(plane, q_MHD)
+            hidden_MD = self._feed_forward(layer, hidden_MD + F.linear(read_MD, *layer.o))
 
-    def decode(self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray) -> torch.Tensor:
+    def decode(
+        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+    ) -> torch.Tensor:
         if self._places is None or self._places[0] is not rows_B or self._places[1] != rows.planes[0].shape:
             self._places = (rows_B, tuple(rows.planes[0].shape), self._place(rows, rows_B, np.zeros_like(rows_B)))
         positions_B1 = self._tensor(positions_B).unsqueeze(1)
         places_J = (self._places[2] + positions_B1).view(-1)
-        attention = _StepAttention(self, rows_B, positions_B, positions_B1)
+        attention = _StepAttention(self, rows_B, positions_B, shared)
         cos_B1D, sin_B1D = self._rotary(rows.capacity, positions_B)
         hidden_BD = F.embedding(self._tensor(tokens_B), self._embedding)
         for layer, plane in zip(self._layers, rows.planes, strict=True):
@@ -144,9 +153,9 @@ class FusedForward:
         self, layer: _Layer, normed_MD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [M, H, D], keys and values [M, K, D]; the rotary embedding is in the first two, the scale in none."""
-        q_MHD = F.linear(normed_MD, *layer.q).unflatten(1, (self._heads, self._dim))
-        k_MKD = F.linear(normed_MD, *layer.k).unflatten(1, (self._kv_heads, self._dim))
-        v_MKD = F.linear(normed_MD, *layer.v).unflatten(1, (self._kv_heads, self._dim))
+        q_MHD = F.linear(normed_MD, *layer.q).view(-1, self._heads, self._dim)
+        k_MKD = F.linear(normed_MD, *layer.k).view(-1, self._kv_heads, self._dim)
+        v_MKD = F.linear(normed_MD, *layer.v).view(-1, self._kv_heads, self._dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_MHD, k_MKD = self._normed(q_MHD, layer.q_norm), self._normed(k_MKD, layer.k_norm)
         return _rotated(q_MHD, cos_M1D, sin_M1D), _rotated(k_MKD, cos_M1D, sin_M1D), v_MKD
@@ -157,7 +166,12 @@ class FusedForward:
         return hidden_MD + F.linear(gated_MF, *layer.down)
 
     def _normed(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(values, weight.shape, weight, self._eps)
+        if values.dtype != torch.float32:
+            return F.rms_norm(values, weight.shape, weight, self._eps)
+        # the same in half as many operations: sqrt(sum x^2 + D eps) is a hypotenuse
+        width = values.shape[-1]
+        root = torch.hypot(torch.linalg.vector_norm(values, dim=-1, keepdim=True), self._floors[width])
+        return torch.addcdiv(self._zero, values, root, value=width**0.5).mul_(weight)
 
     def _place(self, rows: Rows, rows_M: np.ndarray, positions_M: np.ndarray) -> torch.Tensor:
         """Where in a plane's flat vectors the keys and values [2K] of each token lie."""
@@ -169,8 +183,10 @@ class FusedForward:
         """The model's own rotary table at these positions."""
         if len(self._table[0]) < capacity:
             everything = torch.arange(capacity, device=self._embedding.device).unsqueeze(0)
-            cos, sin = self._model.model.rotary_emb(self._embedding[:1], everything)
-            self._table = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+            cos_1CD, sin_1CD = self._model.model.rotary_emb(self._embedding[:1], everything)
+            # the sign of the half that is turned to the front goes with the sine
+            sin_1CD[..., : self._dim // 2].neg_()
+            self._table = cos_1CD[0].unsqueeze(1), sin_1CD[0].unsqueeze(1)
         positions = self._tensor(positions_M)
         return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
 
@@ -179,89 +195,113 @@ class FusedForward:
 
 
 class _StepAttention:
-    """Attention of one token a row, over the range of rows from the first to the last one that is decoded."""
+    """Attention of one token a row, over the range of rows from the first to the last one that is decoded.
 
-    def __init__(
-        self, forward: FusedForward, rows_B: np.ndarray, positions_B: np.ndarray, positions_B1: torch.Tensor
-    ) -> None:
+    The first `shared` tokens, where they are many, are read once for all rows, from the first of them: what all rows
+    together read of the cache is what a step waits for.
+    """
+
+    def __init__(self, forward: FusedForward, rows_B: np.ndarray, positions_B: np.ndarray, shared: int) -> None:
         self._heads, self._kv_heads, self._dim = forward._heads, forward._kv_heads, forward._dim
         self._scale = forward._scale
-        self._length = int(positions_B.max()) + 1
+        self._first = int(rows_B[0])
         self._range = int(rows_B[-1]) + 1
         self._rows = None if self._range == len(rows_B) else forward._tensor(rows_B)
+        self._shared = shared if shared * len(rows_B) >= SHARED_READS else 0
+        self._length = int(positions_B.max()) + 1
         self._mask_R1L = None
         if positions_B.min() != positions_B.max():
-            keys_L = torch.arange(self._length, device=positions_B1.device)
-            beyond_BL = keys_L > positions_B1
-            if self._rows is not None:
-                beyond_BL = beyond_BL.new_zeros(self._range, self._length).index_copy_(0, self._rows, beyond_BL)
-            zeros_RL = torch.zeros(beyond_BL.shape, dtype=forward._embedding.dtype, device=keys_L.device)
-            self._mask_R1L = zeros_RL.masked_fill_(beyond_BL, -torch.inf).unsqueeze(1)
+            lengths_R = np.zeros(self._range, dtype=np.int64)
+            lengths_R[rows_B] = positions_B + 1
+            beyond_RL = np.arange(self._shared, self._length) >= lengths_R[:, None]
+            # a row in between that nobody decodes must not give NaN
+            beyond_RL[lengths_R == 0] = False
+            mask_RL = torch.zeros(beyond_RL.shape, dtype=forward._embedding.dtype, device=forward._embedding.device)
+            self._mask_R1L = mask_RL.masked_fill_(forward._tensor(beyond_RL), -torch.inf).unsqueeze(1)
 
     def __call__(self, plane: torch.Tensor, q_BHD: torch.Tensor) -> torch.Tensor:
         """What each row reads: [B, H * D]."""
         q_BHD = q_BHD * self._scale
         if self._rows is not None:
             q_BHD = q_BHD.new_zeros(self._range, *q_BHD.shape[1:]).index_copy_(0, self._rows, q_BHD)
-        q_JGD = q_BHD.reshape(self._range * self._kv_heads, -1, self._dim)
-        keys_JLD, values_JLD = plane[:, : self._range].flatten(1, 2)[:, :, : self._length].unbind(0)
-        scores_JGL = torch.bmm(q_JGD, keys_JLD.transpose(1, 2))
+        q_JGD = q_BHD.view(self._range * self._kv_heads, -1, self._dim)
+        own = plane[:, : self._range].flatten(1, 2)[:, :, self._shared : self._length]
+        scores_JGL = torch.bmm(q_JGD, own[0].transpose(1, 2))
         if self._mask_R1L is not None:
-            scores_JGL.view(self._range, self._heads, self._length).add_(self._mask_R1L)
-        weights_JGL = scores_JGL.softmax(dim=-1, dtype=torch.float32).to(scores_JGL.dtype)
-        read_RD = torch.bmm(weights_JGL, values_JLD).view(self._range, self._heads * self._dim)
+            scores_JGL.view(self._range, self._heads, -1).add_(self._mask_R1L)
+        if self._shared:
+            read_JGD = self._cascade(plane[:, self._first, :, : self._shared], q_JGD, scores_JGL, own[1])
+        else:
+            read_JGD = torch.bmm(_softmax(scores_JGL), own[1])
+        read_RD = read_JGD.view(self._range, self._heads * self._dim)
         return read_RD if self._rows is None else read_RD.index_select(0, self._rows)
+
+    def _cascade(
+        self, common: torch.Tensor, q_JGD: torch.Tensor, scores_JGL: torch.Tensor, values_JLD: torch.Tensor
+    ) -> torch.Tensor:
+        """One softmax over the tokens that all rows share and each row's own; `common` is [2, K, P, D]."""
+        common_JGP = self._row_first(torch.bmm(self._head_first(q_JGD), common[0].transpose(1, 2)))
+        weights_JGL = _softmax(torch.cat((common_JGP, scores_JGL), dim=-1))
+        common_KMP = self._head_first(weights_JGL[:, :, : self._shared])
+        read_JGD = torch.bmm(weights_JGL[:, :, self._shared :], values_JLD)
+        return read_JGD.add_(self._row_first(torch.bmm(common_KMP, common[1])))
+
+    def _head_first(self, values_JGX: torch.Tensor) -> torch.Tensor:
+        """[R * K, G, X] to [K, R * G, X]: all rows' queries of one head of keys are one matrix."""
+        rows_first = values_JGX.unflatten(0, (self._range, self._kv_heads))
+        return rows_first.transpose(0, 1).reshape(self._kv_heads, -1, values_JGX.shape[-1])
+
+    def _row_first(self, values_KMX: torch.Tensor) -> torch.Tensor:
+        heads_first = values_KMX.unflatten(1, (self._range, -1))
+        return heads_first.transpose(0, 1).flatten(0, 1)
 
 
 class _PromptAttention:
-    """Attention of new tokens over their row: those that were there and those before them."""
+    """Attention of new tokens over their row: those that were there and those before them. Row by row, where they lie:
+    nothing is gathered or padded."""
 
-    def __init__(
-        self,
-        forward: FusedForward,
-        rows_N: np.ndarray,
-        starts_N: np.ndarray,
-        lengths_N: np.ndarray,
-        index: tuple[np.ndarray, np.ndarray],
-    ) -> None:
-        self._scale, self._groups = forward._scale, forward._heads // forward._kv_heads
-        self._size = (len(rows_N), int(lengths_N.max()))
-        self._index = tuple(forward._tensor(part) for part in index)
-        self._fresh = not starts_N.any()
-        self._length = int((starts_N + lengths_N).max())
-        self._rows = forward._tensor(rows_N)
-        keys_L = np.arange(self._length)
-        ends_NT = starts_N[:, None] + np.arange(self._size[1])
-        self._mask_N1TL = forward._tensor(keys_L <= ends_NT[:, :, None]).unsqueeze(1)
+    def __init__(self, forward: FusedForward, rows_N: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray) -> None:
+        self._scale = forward._scale
+        ends_N = starts_N + lengths_N
+        self._rows = list(zip(rows_N.tolist(), ends_N.tolist(), lengths_N.tolist(), strict=True))
+        self._masks = [self._mask(forward, *bounds) for bounds in zip(starts_N.tolist(), ends_N.tolist(), strict=True)]
 
-    def __call__(
-        self, plane: torch.Tensor, q_MHD: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, plane: torch.Tensor, q_MHD: torch.Tensor) -> torch.Tensor:
         """What each new token reads: [M, H * D]."""
-        if self._fresh:
-            keys_NKLD, values_NKLD, mask = self._padded(k_MKD), self._padded(v_MKD), None
-        else:
-            both = plane[:, :, :, : self._length].index_select(1, self._rows)
-            (keys_NKLD, values_NKLD), mask = both.unbind(0), self._mask_N1TL
-        read_NHTD = F.scaled_dot_product_attention(
-            self._padded(q_MHD),
-            keys_NKLD.repeat_interleave(self._groups, dim=1),
-            values_NKLD.repeat_interleave(self._groups, dim=1),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self._scale,
-        )
-        return read_NHTD.transpose(1, 2)[self._index].flatten(1)
+        read = []
+        queries = q_MHD.split([length for _, _, length in self._rows])
+        for (row, end, _), mask_TL, q_THD in zip(self._rows, self._masks, queries, strict=True):
+            keys_1KLD, values_1KLD = plane[:, row, :, :end].unsqueeze(1).unbind(0)
+            read_1HTD = F.scaled_dot_product_attention(
+                q_THD.transpose(0, 1).unsqueeze(0),
+                keys_1KLD,
+                values_1KLD,
+                attn_mask=mask_TL,
+                is_causal=mask_TL is None,
+                scale=self._scale,
+                enable_gqa=True,
+            )
+            read.append(read_1HTD[0].transpose(0, 1).flatten(1))
+        return torch.cat(read)
 
-    def _padded(self, values_MHD: torch.Tensor) -> torch.Tensor:
-        padded_NTHD = values_MHD.new_zeros(*self._size, *values_MHD.shape[1:])
-        padded_NTHD[self._index] = values_MHD
-        return padded_NTHD.transpose(1, 2)
+    @staticmethod
+    def _mask(forward: FusedForward, start: int, end: int) -> torch.Tensor | None:
+        """What is added to the scores [T, L]; None for a prompt from its first token."""
+        if start == 0:
+            return None
+        beyond_TL = np.arange(end) > np.arange(start, end)[:, None]
+        mask_TL = torch.zeros(beyond_TL.shape, dtype=forward._embedding.dtype, device=forward._embedding.device)
+        return mask_TL.masked_fill_(forward._tensor(beyond_TL), -torch.inf)
 
 
 def _rotated(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor) -> torch.Tensor:
-    left, right = values_MHD.chunk(2, dim=-1)
-    return values_MHD * cos_M1D + torch.cat((-right, left), dim=-1) * sin_M1D
+    return torch.addcmul(values_MHD * cos_M1D, values_MHD.roll(values_MHD.shape[-1] // 2, -1), sin_M1D)
+
+
+def _softmax(scores_JGL: torch.Tensor) -> torch.Tensor:
+    if scores_JGL.dtype == torch.float32:
+        return scores_JGL.softmax(dim=-1)
+    return scores_JGL.softmax(dim=-1, dtype=torch.float32).to(scores_JGL.dtype)
 
 
 def _pair(linear: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -58,7 +58,9 @@ class GenericForward:
         padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
         self._run(rows, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
 
-    def decode(self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray) -> torch.Tensor:
+    def decode(
+        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+    ) -> torch.Tensor:
         return self._run(rows, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 
     def _run(

@@ -71,7 +71,8 @@ class Rows:
         """Copy the first `tokens` tokens of each source row over those of its target row."""
         sources, targets = self._index(sources_N), self._index(targets_N)
         for plane in self.planes:
-            plane[:, targets, :, :tokens] = plane[:, :, :, :tokens].index_select(1, sources)
+            # not index_select: of a plane that is cut at `tokens` it would first copy the whole
+            plane[:, targets, :, :tokens] = plane[:, sources, :, :tokens]
 
     def swap(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
         """Exchange the first `tokens` tokens of each left row with those of its right row."""

@@ -106,8 +106,7 @@ def draw(logits_BV: torch.Tensor, options: Options, uniforms_B: np.ndarray) -> D
 def _inverse(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor:
     """The first token [B, 1] at which the cumulated probability passes the uniform number."""
     cumulated_BV = probs_BV.cumsum(dim=-1)
-    total_B1 = cumulated_BV[:, -1:]
     # the sum is only about 1; and just below it, because at it there is no token left that the sum grows at
-    target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device).unsqueeze(1) * total_B1
-    target_B1 = torch.minimum(target_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    below_B1 = cumulated_BV[:, -1:] * (1.0 - 2.0**-23)
+    target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device).unsqueeze(1) * below_B1
     return torch.searchsorted(cumulated_BV, target_B1, right=True)

@@ -94,6 +94,14 @@ class Slots:
         differs_N = self.tokens_SC[slot, :computed] != tokens_N[:computed]
         return int(differs_N.argmax()) if differs_N.any() else computed
 
+    def shared(self, slots_B: np.ndarray) -> int:
+        """How many first tokens these slots have in common, and computed with the same weights."""
+        if self._stale_S[slots_B].any():
+            return 0
+        length = int(self.length_S[slots_B].min())
+        same_L = (self.tokens_SC[slots_B, :length] == self.tokens_SC[slots_B[0], :length]).all(axis=0)
+        return length if same_L.all() else int(same_L.argmin())
+
     # taking and giving back
 
     def of(self, conversation: str) -> int:
