@@ -532,7 +532,6 @@ def test_an_environment_keeps_its_own_opening_and_is_closed() -> None:
     assert closed == ["user"]
 
 
-@pytest.mark.xfail(strict=True, reason="the outer layer answers the calls of the inner one as unknown: to be decided")
 def test_a_layer_leaves_calls_of_tools_that_are_not_its_own_to_the_layer_behind_it() -> None:
     async def multiply(a: int, b: int) -> int:
         """Multiply."""

@@ -143,6 +143,8 @@ class Tools:
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]], *, then: Environment | None = None) -> None:
         ready = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
+        if isinstance(then, Tools):  # a layer in front of a layer is one layer: each call finds its tool
+            ready, then = [*then._tools.values(), *ready], then._then
         self._tools = {tool.name: tool for tool in ready}
         if len(self._tools) < len(ready):
             names = [tool.name for tool in ready]

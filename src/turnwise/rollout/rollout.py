@@ -43,14 +43,17 @@ class Table:
     """Whether the engine answers all of them together, in an order that depends on no timing."""
 
 
-async def converse(session: Session, environment: Environment, limits: Limits) -> Stop:
+async def converse(session: Session, environment: Environment, table: Table) -> Stop:
     """The model speaks, the environment answers, until one of them or a limit says stop."""
+    seconds = table.limits.seconds_per_turn
     with boundary("environment"):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     while (stop := session.reached()) is None:
-        async with asyncio.timeout(limits.seconds_per_turn):
+        async with asyncio.timeout(None if table.lockstep else seconds) as deadline:
             turn = await session.generate()
+            if table.lockstep and seconds is not None:  # until now it was the others that were waited for
+                deadline.reschedule(asyncio.get_running_loop().time() + seconds)
             if turn.finish_reason == "length":
                 return session.cut
             started = time.perf_counter()
@@ -73,7 +76,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
         with boundary("environment"):
             environment = table.make_environment()
         async with asyncio.timeout(limits.seconds):
-            session.finish(await converse(session, environment, limits))
+            session.finish(await converse(session, environment, table))
     except Failed as failed:
         trajectory.fail(failed.failure)
     except TimeoutError:
