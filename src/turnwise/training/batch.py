@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,8 +54,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        parts = [getattr(self, name) for name in MicroBatch.__dataclass_fields__]
-        return MicroBatch(*(part if part is None else part.to(device) for part in parts))
+        names = [name for name in MicroBatch.__dataclass_fields__ if name != "tree"]
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return MicroBatch(tree=None if self.tree is None else self.tree.to(device), **moved)
 
 
 @dataclass(frozen=True, slots=True)
