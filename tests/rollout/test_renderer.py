@@ -150,6 +150,17 @@ def test_parse_reads_text_message_and_calls_and_leaves_the_stop_token_off() -> N
     assert RENDERER.parse([], tools=False) == ("", {"role": "assistant", "content": ""}, ())
 
 
+def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
+    # QwQ and Qwen3-Thinking: the model is put inside <think>, and only closes it
+    thinks = Renderer(byte_tokenizer(CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")))
+    assert thinks.decode(thinks.bridge(STOP, [HI])).endswith("<|im_start|>assistant\n<think>\n")
+    ids = [*RENDERER.encode(f"Perhaps {call('f')}?</think>{call('g')}"), STOP]
+    _, message, calls = thinks.parse(ids, tools=True)
+    assert [one.name for one in calls] == ["g"]
+    assert message["content"] == f"Perhaps {call('f')}?</think>"
+    assert [one.name for one in RENDERER.parse(ids, tools=True)[2]] == ["f", "g"]
+
+
 # what was sampled is never encoded again
 
 
@@ -179,7 +190,7 @@ def test_ids_that_would_be_encoded_otherwise_stay_as_they_were_sampled() -> None
     assert trajectory.drift is None  # the text is the template's; the ids are the model's
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     turns=st.lists(st.lists(st.integers(0, 258), min_size=1, max_size=12), min_size=1, max_size=3),
     closed=st.booleans(),

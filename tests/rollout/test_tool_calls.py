@@ -148,10 +148,15 @@ def test_a_call_that_is_only_thought_of_is_none() -> None:
 
 
 def test_thinking_that_the_cue_has_begun_is_thinking_too() -> None:
-    # QwQ and Qwen3-Thinking: the template's cue ends in <think>, so what is sampled only closes it
-    assert read(f"Perhaps {ADD}?</think>No.") == (f"Perhaps {ADD}?</think>No.", [])
-    content, calls = read(f"Perhaps {call('f')}?</think>{call('g')}")
-    assert (content, calls) == (f"Perhaps {call('f')}?</think>", [("call_0", "g", {}, True)])
+    def read_thinking(text: str) -> tuple[str, list[str]]:
+        content, calls = Hermes().parse(text, thinking=True)
+        return content, [one.name for one in calls]
+
+    assert read_thinking(f"Perhaps {ADD}?</think>No.") == (f"Perhaps {ADD}?</think>No.", [])
+    assert read_thinking(f"Perhaps {ADD}") == (f"Perhaps {ADD}", [])  # cut while it was thinking
+    assert read_thinking(f"Hm {call('f')}?</think>{call('g')}") == (f"Hm {call('f')}?</think>", ["g"])
+    assert read_thinking(f"</think>{call('f')}<think>{call('g')}") == (f"</think><think>{call('g')}", ["f"])
+    assert read(call("f", '{"x": "</think>"}')) == ("", [("call_0", "f", {"x": "</think>"}, True)])
 
 
 def test_ids_are_counted_on_and_the_models_own_words_are_kept() -> None:

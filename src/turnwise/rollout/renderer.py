@@ -89,6 +89,12 @@ class Renderer:
             )
         return found
 
+    @functools.cached_property
+    def _cue_thinks(self) -> bool:
+        """Whether the cue opens a thinking block, as that of QwQ does: the model then only closes it."""
+        cue = self._render([_QUESTION], cue=True)
+        return cue.rfind("<think>") > cue.rfind("</think>")
+
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Sequence[int]:
         """Token ids of the opening messages, the tools' description and the first cue.
 
@@ -114,7 +120,7 @@ class Renderer:
         text = self.decode(ids)
         if not tools:
             return text, {"role": "assistant", "content": text}, ()
-        content, calls = self.tool_format.parse(text, first_id=first_call)
+        content, calls = self.tool_format.parse(text, first_id=first_call, thinking=self._cue_thinks)
         message: Message = {"role": "assistant", "content": content}
         good = [call for call in calls if call.error is None]
         if good:

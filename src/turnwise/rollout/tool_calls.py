@@ -23,8 +23,11 @@ class ToolFormat(Protocol):
 
     name: str
 
-    def parse(self, text: str, *, first_id: int = 0) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text without the calls, and the calls in order; their ids are `call_<n>`, counted from `first_id`."""
+    def parse(self, text: str, *, first_id: int = 0, thinking: bool = False) -> tuple[str, tuple[ToolCall, ...]]:
+        """The text without the calls, and the calls in order; their ids are `call_<n>`, counted from `first_id`.
+
+        `thinking` says that the text begins inside a thinking block, because the template's cue has opened it.
+        """
         ...
 
 
@@ -34,14 +37,14 @@ class Hermes:
     name = "hermes"
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-    def parse(self, text: str, *, first_id: int = 0) -> tuple[str, tuple[ToolCall, ...]]:
+    def parse(self, text: str, *, first_id: int = 0, thinking: bool = False) -> tuple[str, tuple[ToolCall, ...]]:
         if self._OPEN not in text:
             return text.strip("\n"), ()
         calls: list[ToolCall] = []
         said: list[str] = []
         at = 0
         for opening in re.finditer(re.escape(self._OPEN), text):
-            if opening.start() < at or _inside_thinking(text, opening.start()):
+            if opening.start() < at or _inside_thinking(text, opening.start(), thinking):
                 continue  # inside the arguments of the call before, or only thought of
             said.append(text[at : opening.start()])
             call, at = self._one(text, opening.end(), f"call_{first_id + len(calls)}")
@@ -95,12 +98,9 @@ def _named(value: Any) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-def _inside_thinking(text: str, position: int) -> bool:
+def _inside_thinking(text: str, position: int, thinking: bool) -> bool:
     opened, closed = text.rfind("<think>", 0, position), text.rfind("</think>", 0, position)
-    if opened < 0 and closed < 0:  # where the template's cue ends in <think>, the model only closes it
-        closing = text.find("</think>", position)
-        return closing >= 0 and "<think>" not in text[position:closing]
-    return opened > closed
+    return opened > closed or (thinking and closed < 0)
 
 
 FORMATS: tuple[ToolFormat, ...] = (Hermes(),)
