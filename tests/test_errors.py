@@ -43,10 +43,14 @@ def test_the_innermost_boundary_wins() -> None:
     assert caught(Failed(Failure("row", "too long"))) == Failure("row", "too long")
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()])
 def test_what_ends_the_run_passes(error: BaseException) -> None:
     with pytest.raises(type(error)), boundary("environment"):
         raise error
+
+
+def test_an_exit_ends_no_more_than_its_conversation() -> None:
+    assert caught(SystemExit(3)) == Failure("environment", "it tried to exit the process (status 3)")
 
 
 def test_nothing_raised_is_nothing_caught() -> None:

@@ -97,14 +97,14 @@ def environment_factory(config: Config) -> EnvironmentFactory:
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
         with boundary("environment"):
-            one = Tools(tools, then=make()) if tools else make()
+            one = make()  # one is made to see whether it can be; it is not begun, so there is nothing to close
+            Tools(tools)
     except Failed as failed:
         raise ConfigError(f"environment: {config.environment.use} cannot be made: {failed.failure.message}") from failed
-    inner = make() if tools else one
-    if not isinstance(inner, Environment):
-        missing = [name for name in ("begin", "step", "close") if not hasattr(inner, name)]
+    if not isinstance(one, Environment):
+        missing = [name for name in ("begin", "step", "close") if not hasattr(one, name)]
         raise ConfigError(
-            f"environment: {config.environment.use} makes a {type(inner).__name__} without {', '.join(missing)}; an "
+            f"environment: {config.environment.use} makes a {type(one).__name__} without {', '.join(missing)}; an "
             f"environment has async begin(row), step(turn) and close(), or is an async generator under @environment"
         )
     return (lambda: Tools(tools, then=make())) if tools else make
@@ -121,6 +121,7 @@ def scorer(config: Config) -> Scorer:
             TurnReward(_name(use), _callable(use, key=f"reward.turns.{n}", given=(None, None)), use.weight)
             for n, use in enumerate(config.reward.turns)
         ],
+        seconds=config.reward.seconds,
     )
 
 

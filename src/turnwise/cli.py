@@ -39,8 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _options(arguments)
     console, errors = Console(), Console(stderr=True)
+    level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
+    if level not in levels:
+        errors.print(f"turnwise: TURNWISE_LOG={level} is no level; the levels are: {', '.join(levels)}", style="red")
+        return 1
     logging.basicConfig(
-        level=os.environ.get("TURNWISE_LOG", "WARNING").upper(),
+        level=level,
         format="%(message)s",
         handlers=[RichHandler(console=console, show_time=False, show_path=False)],
     )
@@ -122,6 +126,7 @@ def _train(options: argparse.Namespace, console: Console) -> int:
         console.print(
             f"stopped after step {run.step}; go on with: turnwise train {options.recipe} resume=auto output={config.output}",
             highlight=False,
+            soft_wrap=True,
         )
         raise
     finally:

@@ -139,6 +139,8 @@ class Reward(Part):
     """Functions of a trajectory, sync or async, to a number."""
     turns: list[RewardUse] = []
     """Functions of a trajectory and a turn, to a number."""
+    seconds: Annotated[float, Field(gt=0)] | None = 120.0
+    """What async functions may take for one trajectory."""
 
 
 class Credit(Part):

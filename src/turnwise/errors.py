@@ -82,7 +82,9 @@ def boundary(kind: str) -> Iterator[None]:
         yield
     except Failed:
         raise
-    except Exception as error:  # whatever the other side raises is data here
+    except (Exception, SystemExit) as error:  # whatever the other side raises is data here
+        if isinstance(error, SystemExit):  # it ends its own conversation, not the run
+            raise Failed(Failure(kind, f"it tried to exit the process (status {error.code})")) from error
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)  # str() would quote it
         message = text if isinstance(error, TurnwiseError) else f"{type(error).__name__}: {text}".rstrip(": ")
         raise Failed(Failure(kind, message)) from error

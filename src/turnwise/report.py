@@ -58,7 +58,7 @@ class Report:
     def begin(self, config: Config, *, done: int, notes: Sequence[str]) -> None:
         """Say what begins; `done` steps are behind us."""
         for note in notes:
-            self._console.print(f"[dim]{note}[/dim]", highlight=False)
+            self._console.print(Text(note, style="dim"), soft_wrap=True)
         options = config.train
         self._console.print(
             f"training {config.model.path}: {options.steps} steps of {options.rows} rows x {options.group} conversations, "

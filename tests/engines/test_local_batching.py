@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, tokens  # noqa: F401
+from engines.test_local_tokens import (
+    ask,
+    greedy,
+    is_greedy,
+    make,
+    one_thread,  # noqa: F401
+    own_logprobs,
+    tokens,
+)
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.fused import SHARED_READS
 from turnwise.types import Completion, Request, Sampling
 
 
@@ -65,6 +75,61 @@ def test_a_new_conversation_takes_over_a_released_one() -> None:
     is_greedy(model, other, ask(engine, greedy("b", other))[0])
     assert engine.stats.copied_tokens == 50
     assert engine.stats.prefilled_tokens == 64 + 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_preamble_that_all_rows_read_once(name: str) -> None:
+    model = make(name)
+    preamble = tokens(130)
+    prompts = [preamble + tokens(3 + index, 9) for index in range(24)]
+    assert len(prompts) * len(preamble) > SHARED_READS
+    engine = LocalEngine(model, threads=1)
+    for prompt, answer in zip(prompts, ask(engine, *[greedy(str(i), p) for i, p in enumerate(prompts)]), strict=True):
+        is_greedy(model, prompt, answer)
+    # with gaps between the rows
+    some = [(str(i), prompts[i] + tokens(i % 5 + 1, i)) for i in range(0, 24) if i not in (3, 4, 11)]
+    for (_, prompt), answer in zip(some, ask(engine, *[greedy(*each) for each in some]), strict=True):
+        is_greedy(model, prompt, answer)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_company_any_bound_the_models_own_numbers(seed: int) -> None:
+    """Conversations of all kinds at once; whatever is said has the log-probabilities of one pass."""
+    model = make("qwen3" if seed % 3 else "gemma3")
+    draw = np.random.default_rng(seed)
+    engine = LocalEngine(model, threads=1, slots=[2, 5, 40][seed % 3], memory_gb=[1e-4, 3e-4, 1.0][seed % 3])
+    preambles = [tokens(size, size) for size in (0, 21, 50)]
+
+    async def one(index: int) -> None:
+        history = preambles[draw.integers(3)] + tokens(1 + draw.integers(30), 100)
+        for _ in range(3):
+            for _ in range(draw.integers(20)):
+                await asyncio.sleep(0)
+            count, prompt = 1 + int(draw.integers(24)), list(history)
+            task = asyncio.create_task(engine.generate(speak(f"{index}", prompt, count, index)))
+            if draw.random() < 0.15:
+                for _ in range(draw.integers(20)):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                continue
+            said = await task
+            assert len(said.token_ids) == count
+            assert said.raw_logprobs == pytest.approx(own_logprobs(model, prompt, said), abs=1e-4)
+            history = (
+                prompt[: draw.integers(1, len(prompt) + 1)] if draw.random() < 0.2 else prompt + list(said.token_ids)
+            )
+            history += tokens(1 + draw.integers(8), index)
+        if draw.random() < 0.7:
+            engine.release(f"{index}")
+
+    async def play() -> None:
+        await asyncio.gather(*[one(index) for index in range(14)])
+
+    for version in range(2):
+        asyncio.run(play())
+        asyncio.run(engine.load_weights(version))
+    assert not engine._slots.busy_S.any()
 
 
 def test_the_generic_pass_shares_too() -> None:

@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, tokens  # noqa: F401
+from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.engine import Engine
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.generic import GenericForward
@@ -34,13 +34,6 @@ def change(model: nn.Module) -> None:
 
 def speak(conversation: str, prompt: list[int], count: int) -> Request:
     return Request(conversation=conversation, token_ids=prompt, sampling=Sampling(max_tokens=count))
-
-
-def own_logprobs(model: nn.Module, prompt: list[int], said: Completion) -> list[float]:
-    whole = torch.tensor([[*prompt, *said.token_ids]])
-    with torch.no_grad():
-        rows = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
-    return rows.gather(1, torch.tensor(said.token_ids).unsqueeze(1)).squeeze(1).tolist()
 
 
 def test_it_is_an_engine() -> None:
@@ -156,6 +149,22 @@ def test_a_failing_model_fails_the_requests_and_not_the_engine() -> None:
         assert isinstance(error.__cause__, RuntimeError)
     hook.remove()
     is_greedy(model, tokens(20), ask(engine, greedy("a", tokens(20)))[0])
+
+
+def test_a_cancelled_stepping_task_leaves_nobody_waiting() -> None:
+    engine = LocalEngine(make("qwen3"), threads=1)
+
+    async def play() -> None:
+        running = asyncio.create_task(engine.generate(speak("a", tokens(20), 200)))
+        while engine.stats.sampled_tokens < 5:
+            await asyncio.sleep(0)
+        assert engine._task is not None
+        engine._task.cancel()
+        with pytest.raises(EngineError, match="cancelled"):
+            await running
+        assert len((await engine.generate(speak("a", tokens(20), 5))).token_ids) == 5
+
+    asyncio.run(play())
 
 
 def test_a_closed_engine_refuses() -> None:

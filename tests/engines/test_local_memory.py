@@ -87,6 +87,15 @@ def test_an_evicted_conversation_is_computed_again() -> None:
     assert engine.stats.evictions >= 3
 
 
+def test_a_long_conversation_does_not_keep_the_rows_long() -> None:
+    engine = LocalEngine(make("qwen3"), threads=1, memory_gb=gigabytes(400))
+    ask(engine, speak("a", tokens(200), 50))
+    asyncio.run(engine.load_weights(1))
+    ask(engine, *[speak(str(index), tokens(20, index), 20) for index in range(5)])
+    assert engine.stats.decode_steps == 50 + 20
+    assert (engine.stats.evictions, engine.stats.preemptions) == (0, 0)
+
+
 def test_what_can_never_fit_is_refused_with_the_fix() -> None:
     engine = LocalEngine(make("qwen3"), threads=1, memory_gb=gigabytes(100))
     with pytest.raises(EngineError, match=r"80 tokens.*by 40.*100 at most.*memory_gb=5\.72e-05"):

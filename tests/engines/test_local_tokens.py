@@ -115,6 +115,14 @@ def own_greedy(model: PreTrainedModel, prompt: list[int], said: Sequence[int]) -
         return model(input_ids=whole).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
 
 
+def own_logprobs(model: PreTrainedModel, prompt: list[int], said: Completion) -> list[float]:
+    """The raw log-probabilities of the sampled tokens, in one pass."""
+    whole = torch.tensor([[*prompt, *said.token_ids]])
+    with torch.no_grad():
+        rows = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return rows.gather(1, torch.tensor(said.token_ids).unsqueeze(1)).squeeze(1).tolist()
+
+
 def is_greedy(model: PreTrainedModel, prompt: list[int], said: Completion) -> None:
     assert said.token_ids == own_greedy(model, prompt, said.token_ids)
     assert len(said.token_ids) == 12

@@ -111,13 +111,10 @@ class Tool:
         )
 
     async def _call(self, arguments: dict[str, Any]) -> Any:
-        try:
-            if inspect.iscoroutinefunction(self.function):
-                return await self.function(**arguments)
-            result = await _in_thread(self.function, arguments)
-            return await result if inspect.isawaitable(result) else result
-        except SystemExit as leaving:  # a tool that exits ends its own call, not the run
-            raise RuntimeError(f"the tool tried to exit the process (status {leaving.code})") from None
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        result = await _in_thread(self.function, arguments)
+        return await result if inspect.isawaitable(result) else result
 
     def _explain(self, problem: ValidationError) -> str:
         names = [field.alias or name for name, field in self.arguments.model_fields.items()]
@@ -151,15 +148,19 @@ class Tools:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two tools have the name {twice!r}; a model could not tell them apart: rename one")
         self._then = then if then is not None else Once()
+        self._offered_behind: set[str] = set()
+        """Names of tools that the environment behind offers, and answers, itself."""
 
     async def begin(self, row: Row) -> Opening:
         opening = await self._then.begin(row)
+        self._offered_behind = {tool["function"]["name"] for tool in opening.tools}
         return Opening(
             messages=opening.messages, tools=(*opening.tools, *(tool.schema for tool in self._tools.values()))
         )
 
     async def step(self, turn: Turn) -> Reply:
-        if not turn.calls:
+        names = {call.name for call in turn.calls if call.error is None}
+        if not turn.calls or (names and names <= self._offered_behind):
             return await self._then.step(turn)
         outcomes = tuple(await asyncio.gather(*(self._run(call) for call in turn.calls)))
         return Reply(messages=[_message_of(outcome) for outcome in outcomes], outcomes=outcomes)
@@ -233,7 +234,7 @@ async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) ->
         try:
             with boundary("tool"):
                 result = function(**arguments)
-        except (Failed, SystemExit) as problem:
+        except Failed as problem:
             error = problem
         except BaseException as problem:  # on the loop it would end the run, and in a thread nobody would hear of it
             error = RuntimeError(f"{type(problem).__name__}: {problem}")

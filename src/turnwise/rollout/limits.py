@@ -22,7 +22,7 @@ class Limits:
     context: int | None = None
     """All tokens of a segment: prompt, answers and what the environment said."""
     seconds_per_turn: float | None = 120.0
-    """For the model's turn and the answer to it together."""
+    """For the model's turn and the answer to it together; also for the environment to begin."""
     seconds: float | None = 600.0
     """For the whole conversation."""
 

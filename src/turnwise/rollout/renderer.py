@@ -64,6 +64,10 @@ class Renderer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
+            if Path(path).is_dir() and not Path(path, "tokenizer_config.json").is_file():
+                raise TemplateError(
+                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json)"
+                ) from error
             raise TemplateError(
                 f"no tokenizer could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
             ) from error

@@ -46,8 +46,9 @@ class Table:
 async def converse(session: Session, environment: Environment, table: Table) -> Stop:
     """The model speaks, the environment answers, until one of them or a limit says stop."""
     seconds = table.limits.seconds_per_turn
-    with boundary("environment"):
-        opening = await environment.begin(session.trajectory.row)
+    async with asyncio.timeout(seconds):
+        with boundary("environment"):
+            opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     while (stop := session.reached()) is None:
         async with asyncio.timeout(None if table.lockstep else seconds) as deadline:

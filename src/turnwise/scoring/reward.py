@@ -45,6 +45,8 @@ class Scorer:
 
     trajectory: Sequence[TrajectoryReward] = ()
     turns: Sequence[TurnReward] = ()
+    seconds: float | None = 120.0
+    """What all functions together may take for one trajectory, as far as they are async."""
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Score every trajectory that did not break."""
@@ -55,23 +57,33 @@ class Scorer:
         if trajectory.failed or trajectory.reward is not None:
             return
         try:
-            parts = {"turns": sum(_finite("the environment", turn.reward) for turn in trajectory.turns)}
-            for reward in self.turns:
-                values = [
-                    reward.weight * await _ask(reward.name, reward.function, trajectory, turn)
-                    for turn in trajectory.turns
-                ]
-                for turn, value in zip(trajectory.turns, values, strict=True):
-                    turn.reward += value
-                parts[reward.name] = parts.get(reward.name, 0.0) + sum(values)
-            for reward in self.trajectory:
-                value = reward.weight * await _ask(reward.name, reward.function, trajectory)
-                parts[reward.name] = parts.get(reward.name, 0.0) + value
+            async with asyncio.timeout(self.seconds):
+                parts, earned = await self._parts(trajectory)
         except Failed as failed:
             trajectory.fail(failed.failure)
             return
+        except TimeoutError:
+            trajectory.fail(Failure("reward", f"the reward functions took longer than reward.seconds={self.seconds:g}"))
+            return
+        for turn, value in zip(trajectory.turns, earned, strict=True):
+            turn.reward += value
         trajectory.rewards = parts
         trajectory.reward = sum(parts.values())
+
+    async def _parts(self, trajectory: Trajectory) -> tuple[dict[str, float], list[float]]:
+        """The parts of a trajectory's reward by name, and what the turn functions give each turn."""
+        parts = {"turns": sum(_finite("the environment", turn.reward) for turn in trajectory.turns)}
+        earned = [0.0] * len(trajectory.turns)
+        for reward in self.turns:
+            values = [
+                reward.weight * await _ask(reward.name, reward.function, trajectory, turn) for turn in trajectory.turns
+            ]
+            earned = [one + other for one, other in zip(earned, values, strict=True)]
+            parts[reward.name] = parts.get(reward.name, 0.0) + sum(values)
+        for reward in self.trajectory:
+            value = reward.weight * await _ask(reward.name, reward.function, trajectory)
+            parts[reward.name] = parts.get(reward.name, 0.0) + value
+        return parts, earned
 
 
 async def _ask(name: str, function: Callable[..., Number], *arguments: Any) -> float:
