@@ -179,7 +179,11 @@ class LocalEngine:
         """Step until there is nothing to do."""
         self._finished_some = True
         while True:
-            await self._listen()
+            try:
+                await self._listen()
+            except asyncio.CancelledError:
+                self._refuse("the engine's stepping task was cancelled")
+                raise
             if not self._open:
                 return
             try:
@@ -256,16 +260,19 @@ class LocalEngine:
 
     def _fail(self, message: str, cause: Exception | None = None) -> None:
         """Every open request fails, and nothing that is in the cache is trusted any more."""
-        for ticket in self._open:
-            if not ticket.future.done() and not ticket.future.get_loop().is_closed():
-                error = EngineError(message)
-                error.__cause__ = cause
-                ticket.future.set_exception(error)
+        self._refuse(message, cause)
         self._open.clear()
         self._admission.waiting.clear()
         for slot in list(self._batch.tickets):
             self._batch.leave(slot)
         self._slots.clear()
+
+    def _refuse(self, message: str, cause: Exception | None = None) -> None:
+        for ticket in self._open:
+            if not ticket.future.done() and not ticket.future.get_loop().is_closed():
+                error = EngineError(message)
+                error.__cause__ = cause
+                ticket.future.set_exception(error)
 
 
 def _context(model: PreTrainedModel, context: int | None) -> int:

@@ -108,4 +108,4 @@ def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float
 
 def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:
     ids_1T = torch.from_numpy(tokens_T).to(device).unsqueeze(0)
-    return model(input_ids=ids_1T, use_cache=False).logits[0, -1].float()
+    return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False).logits[0, -1].float()

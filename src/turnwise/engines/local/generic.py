@@ -190,7 +190,7 @@ def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
         )
     ids = torch.zeros((1, 3), dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad():
-        output = model(input_ids=ids, use_cache=True)
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
     cache = output.get("past_key_values")
     if not isinstance(cache, Cache):
         raise _refusal(model, "it gives back no key-value cache (a recurrent model?)")

@@ -151,6 +151,9 @@ class Slots:
                 self._stale_S[slot] = True
             else:
                 self._free(int(slot))
+        if self.rows.count and not self.busy_S.any() and self.rows.most_rows(self.rows.capacity) < self.count:
+            # a single long conversation has made the rows long and few: do not stay so
+            self.rows.resize(0, 0)
 
     def clear(self) -> None:
         """Forget everything and give the memory back."""
@@ -242,7 +245,8 @@ class Slots:
         if len(homeless):
             taken = set(self.row_S.tolist())
             homes = [row for row in range(count) if row not in taken][: len(homeless)]
-            self.rows.copy(self.row_S[homeless].tolist(), homes, int(self.length_S[homeless].max()))
+            # whole rows: more than its own tokens may still be wanted of one that is copied from in this round
+            self.rows.copy(self.row_S[homeless].tolist(), homes, min(self.rows.capacity, capacity))
             self.row_S[homeless] = homes
         self.rows.resize(count, capacity)
         if capacity > self.tokens_SC.shape[1]:
