@@ -1,6 +1,6 @@
 """Make the demo's model and its questions: `python demo/make_model.py`, a few minutes on two cores.
 
-Trains a byte-level BPE on the demo's own conversations, builds a Qwen3 of 0.6 million parameters, and warm-starts it in two
+Trains a byte-level BPE on the demo's own conversations, builds a Qwen3 of 0.7 million parameters, and warm-starts it in two
 steps: first it learns how the questions are answered, then, briefly, it learns the habits of a sloppy student
 (`student.py`). What comes out has the skill under the sloppiness, which is what reinforcement learning is good at removing.
 Writes demo/model/, demo/train.jsonl and demo/heldout.jsonl.
@@ -13,8 +13,9 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A newline is always a piece of its own: what follows a cue is then cut the same whether it is written or sampled.
 PIECES = r" ?\p{L}+|\p{N}|\n|[^\p{L}\p{N}\n]+"
 VOCABULARY = 760
+BATCH = 32
+TRAIN, HELDOUT = 2048, 256
 
 Encoded = tuple[list[int], list[bool]]
 """Token ids of a conversation, and for each whether it is learned."""
 
 CAREFUL = Habits(wrong=0.25, wrong_again=0.25, guess=0.05, garbled=0.05)
-SLOPPY = Habits(wrong=0.56, wrong_again=0.50, guess=0.08, garbled=0.04)
+SLOPPY = Habits(wrong=0.64, wrong_again=0.58, guess=0.08, garbled=0.04)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +59,8 @@ class Lesson:
 
 
 LESSONS = (
-    Lesson(name="skill", habits=CAREFUL, mistakes=False, steps=700, peak=3e-3),
-    Lesson(name="sloppiness", habits=SLOPPY, mistakes=True, steps=150, peak=1e-3),
+    Lesson(name="skill", habits=CAREFUL, mistakes=False, steps=600, peak=3e-3),
+    Lesson(name="sloppiness", habits=SLOPPY, mistakes=True, steps=100, peak=1e-3),
 )
 
 
@@ -83,7 +86,6 @@ def make_tokenizer(traces: Sequence[Trace]) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, chat_template=template, eos_token=END, pad_token=PAD, model_max_length=2048
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return tokenizer
 
@@ -128,11 +130,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) 
     return ids, learned
 
 
-def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: Lesson, rng: random.Random) -> None:
-    """Supervised training on fresh conversations of one lesson."""
+def teach(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    lesson: Lesson,
+    rng: random.Random,
+    heldout: Container[str] = (),
+) -> None:
+    """Supervised training on fresh conversations of one lesson, none about a question in `heldout`."""
+    conversations = _conversations(lesson, rng, heldout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak, betas=(0.9, 0.98), weight_decay=0.0)
     started = time.perf_counter()
-    for step, batch in zip(range(lesson.steps), _batches(tokenizer, lesson, rng), strict=False):
+    for step in range(lesson.steps):
+        traces = islice(conversations, BATCH)
+        batch = [encode(tokenizer, trace, mistakes=lesson.mistakes) for trace in traces]
         progress = step / lesson.steps
         rate = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
@@ -146,19 +157,11 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, lesson: L
             print(f"{lesson.name} {step:4d}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _batches(
-    tokenizer: PreTrainedTokenizerFast, lesson: Lesson, rng: random.Random, size: int = 32
-) -> Iterator[list[Encoded]]:
-    """Fresh conversations for ever, those of about the same length together: little is computed for padding."""
+def _conversations(lesson: Lesson, rng: random.Random, heldout: Container[str]) -> Iterator[Trace]:
+    # not sorted by length, which would save padding: batches of one kind of question teach far less a step
     while True:
-        rows = questions(rng.getrandbits(32), 16 * size)
-        traces = (converse(rng, row, lesson.habits) for row in rows)
-        encoded = sorted(
-            (encode(tokenizer, trace, mistakes=lesson.mistakes) for trace in traces), key=lambda e: len(e[0])
-        )
-        batches = [encoded[at : at + size] for at in range(0, len(encoded), size)]
-        rng.shuffle(batches)
-        yield from batches
+        for row in questions(rng.getrandbits(32), 512, without=heldout):
+            yield converse(rng, row, lesson.habits)
 
 
 def _loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
@@ -170,6 +173,16 @@ def _loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
     # the head only where something is learned: most of a conversation is not
     logits_NV = model.lm_head(hidden_BTH[:, :-1][learned_BT[:, 1:]])
     return torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][learned_BT[:, 1:]])
+
+
+def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write a directory that transformers 4 and 5, and the engines built on them, can load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5 reads this name too, 4 knows no other
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -186,23 +199,19 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     rng = random.Random(arguments.seed)
 
-    rows = questions(arguments.seed, 2048 + 256)
+    rows = questions(arguments.seed, TRAIN + HELDOUT)
+    heldout = {row["prompt"][0]["content"] for row in rows[TRAIN:]}
     tokenizer = make_tokenizer([converse(rng, row, SLOPPY) for row in rows[:1000]])
     model = make_model(tokenizer)
-    opening = tokenizer.apply_chat_template(
-        rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=False
-    )
-    print(
-        f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, the first prompt has {len(opening)} of them"
-    )
+    prompt = tokenizer.apply_chat_template(rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True)["input_ids"]
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, a prompt of {len(prompt)}")
     for lesson in LESSONS:
-        teach(model, tokenizer, lesson, rng)
+        teach(model, tokenizer, lesson, rng, heldout)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(arguments.out / "model")
-    tokenizer.save_pretrained(arguments.out / "model")
-    write_rows(arguments.out / "train.jsonl", rows[:2048])
-    write_rows(arguments.out / "heldout.jsonl", rows[2048:])
+    save(arguments.out / "model", model, tokenizer)
+    write_rows(arguments.out / "train.jsonl", rows[:TRAIN])
+    write_rows(arguments.out / "heldout.jsonl", rows[TRAIN:])
 
 
 if __name__ == "__main__":

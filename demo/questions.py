@@ -12,7 +12,7 @@ Example: `questions(seed=1, count=2)` draws two rows such as::
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,13 +134,15 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def questions(seed: int, count: int) -> list[dict[str, Any]]:
-    """Draw `count` rows, no two with the same text, the kinds in random order; the same seed draws the same rows."""
+def questions(seed: int, count: int, *, without: Container[str] = ()) -> list[dict[str, Any]]:
+    """Draw `count` rows, no two with the same text and none with a text in `without`; the same seed draws the same rows."""
     rng = random.Random(seed)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < count:
         row = _row(rng)
-        rows.setdefault(row["prompt"][0]["content"], row)
+        text = row["prompt"][0]["content"]
+        if text not in without:
+            rows.setdefault(text, row)
     return list(rows.values())
 
 

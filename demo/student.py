@@ -119,24 +119,28 @@ def _swapped(rng: random.Random, expression: str) -> str:
 
 
 def _garbled(rng: random.Random, expression: str) -> tuple[str, str]:
-    """A call that cannot be executed, and what the model is told about it."""
+    """A call that cannot be executed, and what the tool says to it, as `turnwise.environments.tools` would."""
     match rng.randrange(4):
         case 0:  # a bracket or a quotation mark is missing
-            text = rng.choice((_call(expression).replace('"}}', '"}'), _call(expression).replace('"}}', "}}")))
+            text = _call(expression).replace('"}}', rng.choice(('"}', "}}")))
             _, (call,) = _READER.parse(text)
-            return text, call.error or ""
+            assert call.error is not None
+            return text, call.error
         case 1:
             text = _call(expression, name="calculate")
-            return text, "there is no tool 'calculate', did you mean 'calculator'? (the tools are: calculator)"
+            return text, "there is no tool 'calculate'; did you mean 'calculator'? (the tools are: calculator)"
         case 2:
             text = _call(expression, argument="expr")
             return text, "the argument 'expression' is missing; calculator has no argument 'expr'"
         case _:
-            operators = [i for i, char in enumerate(expression) if char in "+-*/"]
-            at = rng.choice(operators)
+            at = rng.choice([i for i, char in enumerate(expression) if char in "+-*/"])
             broken = expression[:at] + rng.choice(("+*", "*/", " and ", "+(")) + expression[at + 1 :]
-            try:
-                calculate(broken)
-            except ValueError as problem:
-                return _call(broken), str(problem)
-            raise AssertionError(f"{broken!r} should not be arithmetic")
+            return _call(broken), _refusal(broken)
+
+
+def _refusal(expression: str) -> str:
+    try:
+        value = calculate(expression)
+    except ValueError as problem:
+        return str(problem)
+    raise AssertionError(f"{expression!r} should not be arithmetic, and is {value}")
