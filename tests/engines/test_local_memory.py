@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, tokens  # noqa: F401
+from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.rows import PlaneShape, Rows
 from turnwise.engines.local.slots import FREE, Slots
@@ -94,6 +94,22 @@ def test_a_long_conversation_does_not_keep_the_rows_long() -> None:
     ask(engine, *[speak(str(index), tokens(20, index), 20) for index in range(5)])
     assert engine.stats.decode_steps == 50 + 20
     assert (engine.stats.evictions, engine.stats.preemptions) == (0, 0)
+
+
+def test_making_room_for_somebody_who_must_wait_moves_those_who_run() -> None:
+    model = make("qwen3")
+    engine = LocalEngine(model, threads=1, memory_gb=gigabytes(500))
+
+    async def play() -> tuple[Completion, Completion]:
+        short = [engine.generate(speak(name, tokens(10, index), 4)) for index, name in enumerate("ab")]
+        running = asyncio.create_task(engine.generate(speak("c", tokens(12, 3), 60)))
+        await asyncio.gather(*short)
+        # its rows are so long that there is only one of them, and that is taken
+        return await asyncio.gather(running, engine.generate(speak("d", tokens(200), 20)))
+
+    for prompt, said in zip((tokens(12, 3), tokens(200)), asyncio.run(play()), strict=True):
+        assert said.raw_logprobs == pytest.approx(own_logprobs(model, prompt, said), abs=1e-4)
+    assert engine.stats.evictions == 3
 
 
 def test_what_can_never_fit_is_refused_with_the_fix() -> None:

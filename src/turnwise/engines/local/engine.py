@@ -61,6 +61,7 @@ class LocalEngine:
         self._admission = Admission(self._slots, self._forward, self._threads, self._stats)
         self._batch = Batch(slots, decode, parameter.device)
         self._numbers = count()
+        self._layout = 0
         self._open: set[Ticket] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -210,7 +211,9 @@ class LocalEngine:
                 batch.join(slot, ticket)
             if not batch.tickets:
                 raise EngineError(f"no slot for any of {len(self._admission.waiting)} waiting requests")
-            step = batch.step or self._arrange()
+            step = batch.step
+            if step is None or self._layout != slots.layout:
+                step = self._arrange()
             if int(slots.length_S[step.slots_B].max()) >= slots.rows.capacity:
                 self._make_room()
                 step = self._arrange()
@@ -235,6 +238,7 @@ class LocalEngine:
         if int(slots.row_S[running].max()) >= len(running) * 5 // 4 + 2:
             slots.compact(running)
         running.sort(key=lambda slot: slots.row_S[slot])
+        self._layout = slots.layout
         return self._batch.arrange(running, slots.row_S[running], slots.shared(np.array(running)))
 
     def _make_room(self) -> None:

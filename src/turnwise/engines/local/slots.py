@@ -37,6 +37,8 @@ class Slots:
         self.count = count
         self.context = context
         self.evictions = 0
+        self.layout = 0
+        """Another number whenever a slot has moved to another row."""
         self.row_S = np.full(count, FREE, dtype=np.int64)
         self.length_S = np.zeros(count, dtype=np.int64)
         """Tokens whose keys and values are in the row."""
@@ -248,6 +250,7 @@ class Slots:
             # whole rows: more than its own tokens may still be wanted of one that is copied from in this round
             self.rows.copy(self.row_S[homeless].tolist(), homes, min(self.rows.capacity, capacity))
             self.row_S[homeless] = homes
+            self.layout += 1
         self.rows.resize(count, capacity)
         if capacity > self.tokens_SC.shape[1]:
             tokens_SC = np.zeros((self.count, capacity), dtype=np.int32)
@@ -267,6 +270,7 @@ class Slots:
         tokens = max(int(self.length_S[slot]) for slot in movers)
         tokens = max([tokens, *(int(self.length_S[slot_at[row]]) for row in holes if row in slot_at)])
         self.rows.swap([int(self.row_S[slot]) for slot in movers], holes, tokens)
+        self.layout += 1
         for slot, hole in zip(movers, holes, strict=True):
             if hole in slot_at:
                 self.row_S[slot_at[hole]] = self.row_S[slot]
