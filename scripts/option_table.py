@@ -1,7 +1,7 @@
 """Write docs/recipes.md's table of options from the schema, which is where they are documented.
 
-    python scripts/option_table.py            # rewrite the file
-    python scripts/option_table.py --check    # exit 1 if it is out of date
+python scripts/option_table.py            # rewrite the file
+python scripts/option_table.py --check    # exit 1 if it is out of date
 """
 
 from __future__ import annotations
