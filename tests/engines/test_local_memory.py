@@ -104,6 +104,8 @@ def test_making_room_for_somebody_who_must_wait_moves_those_who_run() -> None:
         short = [engine.generate(speak(name, tokens(10, index), 4)) for index, name in enumerate("ab")]
         running = asyncio.create_task(engine.generate(speak("c", tokens(12, 3), 60)))
         await asyncio.gather(*short)
+        while engine.stats.decode_steps < 12:
+            await asyncio.sleep(0)
         # its rows are so long that there is only one of them, and that is taken
         return await asyncio.gather(running, engine.generate(speak("d", tokens(200), 20)))
 
