@@ -141,23 +141,23 @@ def _summary(run: Path) -> RenderableType:
 
 
 def _steps_table(metrics: Sequence[Record]) -> Table:
-    names = (
-        "reward/mean",
-        "reward/std",
-        "turns/mean",
-        "tool_calls/mean",
-        "tool_errors/mean",
-        "entropy",
-        "seconds/step",
-    )
+    columns = {
+        "reward": "reward/mean",
+        "±": "reward/std",
+        "turns": "turns/mean",
+        "calls": "tool_calls/mean",
+        "errors": "tool_errors/mean",
+        "failed": "failed",
+        "entropy": "entropy",
+        "s/step": "seconds/step",
+    }
     table = Table(box=None)
-    table.add_column("step", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
+    for label in ("step", *columns):
+        table.add_column(label, justify="right")
     stride = max(1, len(metrics) // 10)
     chosen = [one for place, one in enumerate(metrics) if place % stride == 0 or place == len(metrics) - 1]
     for one in chosen:
-        table.add_row(str(one["step"]), *(number(one.get(name)) for name in names))
+        table.add_row(str(one["step"]), *(number(one.get(name)) for name in columns.values()))
     return table
 
 
