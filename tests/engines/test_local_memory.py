@@ -101,7 +101,9 @@ def test_making_room_for_somebody_who_must_wait_moves_those_who_run() -> None:
     engine = LocalEngine(model, threads=1, memory_gb=gigabytes(500))
 
     async def play() -> tuple[Completion, Completion]:
-        short = [engine.generate(speak(name, tokens(10, index), 4)) for index, name in enumerate("ab")]
+        short = [
+            asyncio.create_task(engine.generate(speak(name, tokens(10, index), 4))) for index, name in enumerate("ab")
+        ]
         running = asyncio.create_task(engine.generate(speak("c", tokens(12, 3), 60)))
         await asyncio.gather(*short)
         while engine.stats.decode_steps < 12:
