@@ -73,7 +73,6 @@ async def train(run: Run, show: Report) -> None:
         while run.step < options.steps:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
                 await _evaluate(run, show)
-            await run.table.engine.load_weights(run.step)
             rollouts = await (waiting or _hold(run, run.step))
             if options.overlap and run.step + 1 < options.steps:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
@@ -84,9 +83,11 @@ async def train(run: Run, show: Report) -> None:
             batches = _pack(run, rollouts.groups)
             run.whole = False
             update = await run.policy.learn(batches, lr=_rate(run), epochs=options.epochs, beside=options.overlap)
+            await run.table.engine.load_weights(
+                run.step + 1
+            )  # at once: what is sampled from here on is the new policy's
             seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
             _finish_step(run, show, rollouts.groups, update, seconds)
-        await run.table.engine.load_weights(run.step)
         await _evaluate(run, show)
     show.end(run.directory, run.checkpoints.newest)
 
@@ -160,7 +161,7 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         "ratio/clipped": update.clipped,
         "tokens/trained": update.tokens,
         "lr": lr,
-        "version": run.table.engine.version,
+        "version": run.step - 1,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
         "seconds/step": round(sum(seconds.values()), 4),
     }
