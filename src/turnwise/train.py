@@ -73,6 +73,7 @@ async def train(run: Run, show: Report) -> None:
         while run.step < options.steps:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
                 await _evaluate(run, show)
+            began = time.perf_counter()
             rollouts = await (waiting or _hold(run, run.step))
             if options.overlap and run.step + 1 < options.steps:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
@@ -86,7 +87,8 @@ async def train(run: Run, show: Report) -> None:
             await run.table.engine.load_weights(
                 run.step + 1
             )  # at once: what is sampled from here on is the new policy's
-            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
+            now = time.perf_counter()
+            seconds = {"rollout": rollouts.seconds, "train": now - started, "step": now - began}
             _finish_step(run, show, rollouts.groups, update, seconds)
         await _evaluate(run, show)
     show.end(run.directory, run.checkpoints.newest)
@@ -163,7 +165,6 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         "lr": lr,
         "version": run.step - 1,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
-        "seconds/step": round(sum(seconds.values()), 4),
     }
     run.directory.write_step(metrics, (one for group in groups for one in group.trajectories))
     show.step(metrics, failures(groups))
