@@ -1,0 +1,234 @@
+"""The loop alone: `python benchmarks/loop.py`, a minute.
+
+No model is run: a scripted engine says lines that were encoded beforehand. What is measured is everything around it: the
+conversation's bookkeeping, the chat template, the tokenizer, tool calls, the event loop. The model calls a calculator and
+answers by turns; numbers differ from conversation to conversation, so nothing is encoded once for all.
+
+* turns per second, with 64 to 10,000 conversations live at once
+* memory of a conversation that is live and waits: what Python has allocated since they began, divided by their number
+* what a late turn costs compared with an early one: a conversation's past must not be paid for again
+
+Seconds are the process's own CPU seconds, so that neighbours on the machine do not count; alone they are wall seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Printed
+
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.environments.calculator import calculator
+from turnwise.environments.environment import Environment, environment, say
+from turnwise.environments.tools import Tool, Tools
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.types import Group, Opening, Reply, Row, Sampling, Stop, Turn
+
+MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
+TOOL = Tool.of(calculator)
+LIVE = ((64, 64), (1_000, 1), (10_000, 1))
+"""(conversations at once, how many times over)"""
+TURNS = 6
+LATE, EARLY, AROUND = 100, 5, 3
+LONG, REPEATS = 110, 24
+
+
+def row(number: int) -> Row:
+    return Row(id=str(number), messages=[{"role": "user", "content": f"Customer {number}: what is {number}*2+1?"}])
+
+
+def script(number: int, turns: int) -> list[str]:
+    """Calls and answers by turns: `<tool_call>...`, `#### 7`, ..."""
+    lines: list[str] = []
+    for turn in range(2, turns + 2, 2):
+        call = f'{{"name": "calculator", "arguments": {{"expression": "{number}*{turn}+1"}}}}'
+        lines += [f"<tool_call>\n{call}\n</tool_call>", f"#### {number * turn + 1}"]
+    return lines[:turns]
+
+
+@environment
+async def customer(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Asks for the next number until the script is over."""
+    yield Opening(messages=row.messages)
+    for question in range(1, TURNS // 2):
+        yield say(f"Thank you. Customer {row.id} wants number {question}, too.")
+
+
+class Parked:
+    """Somebody who is silent after the model's second answer, until `leave` is set."""
+
+    def __init__(self, arrived: Callable[[], None], leave: asyncio.Event) -> None:
+        self._arrived, self._leave = arrived, leave
+
+    async def begin(self, row: Row) -> Opening:
+        return Opening(messages=row.messages)
+
+    async def step(self, turn: Turn) -> Reply:
+        self._arrived()
+        await self._leave.wait()
+        return Reply(done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class Timed:
+    """An environment with a clock: from one answer of its own to the next question to it."""
+
+    def __init__(self, inner: Environment, seconds: list[float]) -> None:
+        self._inner, self._seconds = inner, seconds
+        self._left: float | None = None
+
+    async def begin(self, row: Row) -> Opening:
+        return await self._inner.begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        reply = await self._inner.step(turn)
+        now = time.process_time()
+        if self._left is not None:
+            self._seconds.append(now - self._left)
+        self._left = now
+        return reply
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class Bench:
+    """Sets conversations up."""
+
+    def __init__(self) -> None:
+        self.renderer = Renderer.from_pretrained(MODEL)
+        self.ids: dict[str, Sequence[int]] = {}
+
+    def groups(self, numbers: range) -> list[Group]:
+        return [new_group(row(number), size=1, seed=0) for number in numbers]
+
+    def table(self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int) -> Table:
+        """A table with an engine that has its lines ready."""
+        scripts = {one.id: script(int(one.row.id), turns) for group in groups for one in group.trajectories}
+        lines = [line for lines in scripts.values() for line in lines]
+        encoded = self.renderer.tokenizer(lines, add_special_tokens=False)["input_ids"]
+        ids = dict(zip(lines, encoded, strict=True))
+        return Table(
+            engine=ScriptedEngine(scripts, encode=ids.__getitem__, stop_token_id=self.renderer.stop_token_ids[0]),
+            renderer=self.renderer,
+            make_environment=make,
+            sampling=Sampling(),
+            limits=Limits(turns=turns, tokens=100_000, context=100_000),
+            concurrent=live,
+        )
+
+
+async def turns_per_second(bench: Bench, live: int, times: int) -> float:
+    groups = bench.groups(range(live * times))
+    table = bench.table(groups, lambda: Tools([TOOL], then=customer()), turns=TURNS, live=live)
+    gc.collect()
+    started = time.process_time()
+    await rollout_groups(groups, table)
+    seconds = time.process_time() - started
+    _whole(groups, turns=TURNS)
+    return live * times * TURNS / seconds
+
+
+async def memory(bench: Bench, steps: Sequence[int]) -> list[float]:
+    """Kilobytes for each live conversation, parked in its second turn, as more and more of them come."""
+    leave, arrived = asyncio.Event(), 0
+
+    def count() -> None:
+        nonlocal arrived
+        arrived += 1
+
+    groups = bench.groups(range(steps[-1]))
+    table = bench.table(groups, lambda: Tools([TOOL], then=Parked(count, leave)), turns=2, live=steps[-1])
+    tasks, found = [], []
+    gc.collect()
+    tracemalloc.start()
+    for low, high in zip((0, *steps), steps, strict=False):
+        tasks.append(asyncio.create_task(rollout_groups(groups[low:high], table)))
+        while arrived < high:
+            await asyncio.sleep(0.05)
+        gc.collect()
+        found.append(tracemalloc.get_traced_memory()[0] / high / 1024)
+    tracemalloc.stop()
+    leave.set()
+    await asyncio.gather(*tasks)
+    _whole(groups, turns=2)
+    return found
+
+
+async def late_and_early(bench: Bench) -> tuple[float, float]:
+    """Seconds of a turn around number 100 and around number 5, one conversation at a time."""
+    groups = bench.groups(range(REPEATS))
+    every: list[list[float]] = []
+
+    def make() -> Environment:
+        every.append([])
+        return Timed(Tools([TOOL], then=asking()), every[-1])
+
+    table = bench.table(groups, make, turns=LONG, live=1)
+    await rollout_groups(groups, table)
+    _whole(groups, turns=LONG)
+
+    def around(turn: int) -> float:
+        # entry n is the time between the answers to turns n and n + 1; an even number of turns, because two kinds alternate
+        return statistics.median(sum(one[turn - AROUND : turn + AROUND]) for one in every) / (2 * AROUND)
+
+    return around(LATE), around(EARLY)
+
+
+@environment
+async def asking(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Asks on for ever."""
+    yield Opening(messages=row.messages)
+    number = 0
+    while True:
+        number += 1
+        yield say(f"Thank you. Customer {row.id} wants number {number}, too.")
+
+
+def _whole(groups: Sequence[Group], *, turns: int) -> None:
+    """A benchmark of conversations that broke would be a fast one."""
+    for group in groups:
+        for one in group.trajectories:
+            if one.failed or one.drift or one.stop not in (Stop.DONE, Stop.MAX_TURNS) or len(one.turns) != turns:
+                sys.exit(
+                    f"conversation {one.id} ended with {one.stop} after {len(one.turns)} turns: {one.error or one.drift}"
+                )
+
+
+async def measure(console: Console) -> float:
+    bench = Bench()
+    await turns_per_second(bench, 64, 4)  # everything is imported and warm
+    table = Printed("live conversations", "turns/s", "KiB each", title="the loop with a scripted engine")
+    steps = [live for live, _ in LIVE if live >= 1_000]
+    kilobytes = dict(zip(steps, await memory(bench, steps), strict=True))
+    speeds: dict[int, float] = {}
+    for live, times in LIVE:
+        speeds[live] = await turns_per_second(bench, live, times)
+        each = f"{kilobytes[live]:.1f}" if live in kilobytes else "-"
+        table.add_row(f"{live:,}", f"{speeds[live]:,.0f}", each)
+    late, early = await late_and_early(bench)
+    console.print(table)
+    console.print(
+        f"turn {LATE} takes {1e6 * late:.0f} us and turn {EARLY} {1e6 * early:.0f} us: ratio {late / early:.2f}"
+    )
+    return speeds[1_000]
+
+
+def main() -> None:
+    print(f"loop_turns_per_second {asyncio.run(measure(Console())):.0f}")
+
+
+if __name__ == "__main__":
+    main()
