@@ -10,7 +10,8 @@ import asyncio
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,9 @@ from turnwise.types import Sampling
 __all__ = ["Optimization", "Policy", "Update", "load_model", "rate"]
 
 _log = logging.getLogger(__name__)
+
+_SMALL = 20_000_000
+"""Parameters of a model whose micro-batches are computed side by side on a CPU."""
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -61,6 +65,19 @@ class Update:
     """Tokens that were in a forward pass as targets."""
     steps: int = 0
     """Optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one micro-batch gives."""
+
+    gradients: Sequence[torch.Tensor | None] | None
+    """One for each parameter; None where they were added to the parameters' own."""
+    loss: float
+    kl: float
+    max_deviation: float
+    clipped: float
+    tokens: int
 
 
 def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
@@ -111,6 +128,7 @@ class Policy:
         self._forward = Forward(model, sampling)
         self._reference = Forward(_frozen(model), sampling) if options.kl_coef > 0 else None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._workers = _workers(self._parameters) if threads == 0 else None
         self._masters = _masters(self._parameters)
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
@@ -145,18 +163,33 @@ class Policy:
         return update
 
     def _accumulate(self, batch: Batch, update: Update) -> tuple[float, float]:
-        """Gradients of a batch, micro-batch by micro-batch. Returns its loss and its divergence."""
+        """Gradients of a batch, from its micro-batches. Returns its loss and its divergence."""
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
         loss = kl = 0.0
-        for micro in batch.micro_batches:
-            with self._threads.during("learn", micro.token_ids_BL.numel()):
-                part_loss, part_kl = self._backward(micro.to(self.model.device), update)
-            loss, kl = loss + part_loss, kl + part_kl
+        for part in self._parts(batch.micro_batches):
+            if part.gradients is not None:
+                self._add(part.gradients)
+            loss, kl = loss + part.loss, kl + part.kl
+            if update.steps == 0:
+                update.max_deviation = max(update.max_deviation, part.max_deviation)
+            update.clipped += part.clipped
+            update.tokens += part.tokens
         return loss, kl
 
-    def _backward(self, micro: MicroBatch, update: Update) -> tuple[float, float]:
+    def _parts(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_Part]:
+        """What each micro-batch gives, in their order; small models compute several at a time."""
+        if self._workers is not None and len(micro_batches) > 1:
+            yield from self._workers.map(lambda micro: self._part(micro, apart=True), micro_batches)
+            return
+        for micro in micro_batches:
+            with self._threads.during("learn", micro.token_ids_BL.numel()):
+                part = self._part(micro.to(self.model.device), apart=False)
+            yield part
+
+    def _part(self, micro: MicroBatch, *, apart: bool) -> _Part:
+        """Loss and gradients of a micro-batch; the gradients `apart` from the parameters, or added to theirs."""
         options = self._options
         logprob_N, entropy_N = self._forward.logprobs(micro, entropy=options.entropy_coef != 0.0)
         loss_N = ppo_clip(
@@ -172,15 +205,31 @@ class Policy:
         if entropy_N is not None:
             loss_N = loss_N - options.entropy_coef * entropy_N
         loss = (loss_N * micro.weight_N).sum()
-        loss.backward()
+        gradients = None
+        if apart:  # two threads must not add to one parameter at once
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        else:
+            loss.backward()
         with torch.no_grad():
             ratio_N = (logprob_N - micro.old_logprob_N).exp()
-            if update.steps == 0:
-                update.max_deviation = max(update.max_deviation, float((ratio_N - 1.0).abs().max()))
             outside_N = (ratio_N < 1.0 - options.clip_low) | (ratio_N > 1.0 + options.clip_high)
-            update.clipped += float(outside_N.sum())
-            update.tokens += len(ratio_N)
-            return float(loss), float((kl_N * micro.weight_N).sum())
+            return _Part(
+                gradients=gradients,
+                loss=float(loss),
+                kl=float((kl_N * micro.weight_N).sum()),
+                max_deviation=float((ratio_N - 1.0).abs().max()),
+                clipped=float(outside_N.sum()),
+                tokens=len(ratio_N),
+            )
+
+    def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
     def _apply(self) -> float:
         """Clip, step, and hand the result from the master weights to the model. Returns the norm before clipping."""
@@ -225,6 +274,18 @@ def rate(step: int, *, lr: float, schedule: Schedule, warmup_steps: int, steps: 
     if schedule == "cosine":
         return lr * 0.5 * (1.0 + math.cos(math.pi * done))
     return lr
+
+
+def _workers(parameters: Sequence[torch.nn.Parameter]) -> ThreadPoolExecutor | None:
+    """A thread for each core, each with one torch thread, where that beats all cores on one operation.
+
+    So it is for small models on a CPU, whose operations are over before a second torch thread has woken up. It costs each
+    thread a copy of the gradients, which is why large models, and devices with a memory of their own, do without.
+    """
+    cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
+    if cores < 2 or size > _SMALL or parameters[0].device.type != "cpu":
+        return None
+    return ThreadPoolExecutor(min(cores, 8), "learn", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _frozen(model: Any) -> Any:
