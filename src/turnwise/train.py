@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from turnwise.training.policy import Optimization, Policy, Update, load_model, r
 from turnwise.types import Group, Row
 
 __all__ = ["Run", "assemble", "local_engine", "train"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,6 +169,15 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         "version": run.step - 1,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
     }
+    tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
+    if not run.config.train.overlap and update.max_deviation > tolerance:
+        _log.warning(
+            "step %d: trainer and engine disagree: a probability ratio is off by %.3g before the first optimizer step "
+            "(ratio/max_deviation; at most %g is rounding). What is learnt is not what was sampled: please report it",
+            run.step,
+            update.max_deviation,
+            tolerance,
+        )
     run.directory.write_step(metrics, (one for group in groups for one in group.trajectories))
     show.step(metrics, failures(groups))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:

@@ -163,6 +163,21 @@ def test_log_probabilities_are_those_of_one_plain_forward_pass() -> None:
     torch.testing.assert_close(entropy_N.detach(), entropies, atol=1e-4, rtol=1e-4)
 
 
+def test_what_a_group_says_twice_is_computed_once_at_the_weight_of_both() -> None:
+    twin = [("context", [5, 6, 7]), ("turn", [8, 9, 2])]
+    other = trajectory("y", [("context", [5, 6, 7]), ("turn", [13, 2])], [-0.5])
+    same = pack([trajectory("x", twin, [1.0]), trajectory("z", twin, [1.0]), other])
+    # the smallest difference in the advantage keeps them apart
+    apart = pack([trajectory("x", twin, [1.0]), trajectory("z", twin, [1.0 + 1e-6]), other])
+    assert len(targets(same)) == 5
+    assert len(targets(apart)) == 8
+    assert same.tokens == apart.tokens == 8
+    assert sum(weight for _, _, weight in targets(same)) == pytest.approx(1.0)
+    merged, merged_logprobs = gradients(same, Sampling())
+    torch.testing.assert_close(merged, gradients(apart, Sampling())[0], atol=1e-6, rtol=1e-4)
+    assert len(merged_logprobs) == 5
+
+
 def test_models_whose_layers_do_not_all_see_everything_share_no_prompts() -> None:
     assert try_tree_attention(tiny_model())
     windowed = tiny_model(

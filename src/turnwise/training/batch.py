@@ -82,11 +82,13 @@ def pack(
 
     `average="token"`: all sampled tokens of the batch weigh the same. `"sequence"`: all trajectories do, however many
     segments they have. Trajectories without any advantage other than zero count in the average and are left out of the
-    forward pass, because their gradient is zero; `keep_zero` keeps them in, for losses with further terms.
+    forward pass, because their gradient is zero; `keep_zero` keeps them in, for losses with further terms. Trajectories of
+    a group that say the very same thing for the same advantage are computed once, at the weight of all of them.
     """
     counted = [one for one in trajectories if one.advantages]
     tokens = sum(one.sampled_tokens for one in counted)
     branches: dict[tuple[str, bytes], list[_Branch]] = {}
+    places: dict[tuple[str, bytes, bytes], int] = {}
     for one in counted:
         if not keep_zero and not any(one.advantages):
             continue
@@ -98,7 +100,13 @@ def pack(
                 trunk = branch.token_ids[: branch.trunk].tobytes()
                 together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED
                 key = (one.group, trunk) if together else (f"{one.id}:{number}", trunk)
-                branches.setdefault(key, []).append(branch)
+                bundle = branches.setdefault(key, [])
+                # a group often says the same thing several times: it is computed once, at the weight of all of them
+                place = places.setdefault((*key, branch.identity), len(bundle))
+                if place < len(bundle):
+                    bundle[place] = replace(branch, weight=bundle[place].weight + branch.weight)
+                else:
+                    bundle.append(branch)
     trees = [_Tree.of(part) for bundle in branches.values() for part in _split(bundle, micro_batch_tokens)]
     flat = [tree for tree in trees if share_prompts and tree.longest <= _LONGEST_SHARED]
     apart = [tree for tree in trees if not share_prompts or tree.longest > _LONGEST_SHARED]
@@ -124,6 +132,8 @@ class _Branch:
     weight: float
     trunk: int
     """Length of the opening: what comes before the first sampled token."""
+    identity: bytes
+    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages and the weights they are from."""
 
     @classmethod
     def of(cls, segment: Segment, advantages: Sequence[float], weight: float) -> _Branch | None:
@@ -133,13 +143,17 @@ class _Branch:
             return None
         end = int(sampled[-1]) + 1  # nothing is predicted from what was heard after the last word
         turn = turn[:end]
+        token_ids = np.array(segment.token_ids[:end], dtype=np.int64)
+        gains = np.where(turn >= 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
+        version = np.array(segment.version[:end], dtype=np.int64)
         return cls(
-            token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
+            token_ids=token_ids,
             turn=turn,
             logprobs=np.array(segment.logprobs[:end], dtype=np.float32),
-            advantages=np.where(turn >= 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32),
+            advantages=gains,
             weight=weight,
             trunk=int(sampled[0]),
+            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, version)),
         )
 
 
