@@ -61,6 +61,10 @@ class Renderer:
         """
         from transformers import AutoTokenizer
 
+        if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+            raise TemplateError(
+                f"there is no model directory {Path(path).expanduser().absolute()}; model.path names none"
+            )
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path))
         except (OSError, ValueError, KeyError) as error:
