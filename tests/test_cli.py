@@ -217,7 +217,7 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
             ["rollout.rows=1"],
             "has 3 scripts, and 1 rows with rollout.samples=1 make 1 conversations; there must be a row",
         ),
-        (["model.path=/nowhere/at/all"], "no tokenizer could be loaded from '/nowhere/at/all'"),
+        (["model.path=/nowhere/at/all"], "there is no model directory /nowhere/at/all"),
     ],
 )
 def test_what_a_person_can_put_right_is_one_line_on_stderr_and_status_1(
