@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -214,16 +215,20 @@ def test_a_prompt_that_leaves_no_room_breaks_its_row(recipe: Path, tmp_path: Pat
     assert "limits.context is 100" in broken[0]["error"]["message"]
 
 
-def test_a_full_disk_keeps_the_old_checkpoint(recipe: Path, tmp_path: Path) -> None:
-    """A file where the next checkpoint's folder should be stands for a disk that takes nothing more."""
+def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """The system refuses to let a file grow beyond a limit, in the middle of writing the optimizer's state."""
     run(recipe, "train.steps=1")
     before = (tmp_path / "run" / "checkpoint").resolve()
-    blocked = tmp_path / "run" / "checkpoints" / "writing-000002"
-    blocked.write_text("in the way")
-    with pytest.raises(RunError, match=r"the checkpoint of step 2 could not be written.*the one before is whole"):
-        run(recipe, "train.steps=2", "resume=auto")
+    whole = (before / "trainer.pt").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole // 2, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"the checkpoint of step 2 could not be written.*the one before is whole"):
+            run(recipe, "train.steps=2", "resume=auto")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "run" / "checkpoint").resolve() == before
-    blocked.unlink()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     run(recipe, "train.steps=2", "resume=auto")
     assert [one["step"] for one in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
