@@ -13,17 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import types
-from turnwise.config import Config, ToolUse, Use
+from turnwise.config import Config, LocalEngine, ToolUse, Use
 from turnwise.data.rows import read_rows
+from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.tools import Tool, Tools
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.credit import Credit, grpo
 from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Row
 
-__all__ = ["credit", "environment_factory", "limits", "resolve", "rows", "sampling", "scorer", "scripts"]
+__all__ = [
+    "credit",
+    "environment_factory",
+    "limits",
+    "local_engine",
+    "resolve",
+    "rows",
+    "sampling",
+    "scorer",
+    "scripts",
+]
 
 
 def resolve(reference: str, *, key: str) -> Any:
@@ -153,6 +165,22 @@ def limits(config: Config, *, longest: int | None) -> Limits:
             raise ConfigError(f"limits.context={options['context']} is more than the {longest} that the model allows")
         options["context"] = options["context"] or longest
     return Limits(**options)
+
+
+def local_engine(config: Config, model: Any, renderer: Renderer, *, version: int = 0) -> Engine:
+    """The embedded engine on a model that is loaded already."""
+    from turnwise.engines.local import LocalEngine as Local  # torch; a scripted engine does without
+
+    options = config.engine
+    assert isinstance(options, LocalEngine)
+    return Local(
+        model,
+        slots=options.slots,
+        memory_gb=options.memory_gb,
+        threads=1 if config.deterministic else options.threads,
+        decode=renderer.decode,
+        version=version,
+    )
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:

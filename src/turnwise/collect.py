@@ -93,18 +93,10 @@ def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[En
         )
         return engine, None, [group for group in groups if group.trajectories]
 
-    from turnwise.engines.local import LocalEngine
     from turnwise.training.policy import load_model
 
     model = load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
-    engine = LocalEngine(
-        model,
-        slots=config.engine.slots,
-        memory_gb=config.engine.memory_gb,
-        threads=1 if config.deterministic else config.engine.threads,
-        decode=renderer.decode,
-    )
-    return engine, build.model_context(model.config.to_dict()), groups
+    return build.local_engine(config, model, renderer), build.model_context(model.config.to_dict()), groups
 
 
 class _Writer:

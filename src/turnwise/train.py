@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.config import Config, LocalEngine, refuse_without_effect
+from turnwise.config import Config, refuse_without_effect
 from turnwise.data.rows import Order
-from turnwise.engines.engine import Engine
-from turnwise.engines.local import LocalEngine as Local
 from turnwise.errors import RolloutError
 from turnwise.evaluate import evaluate
 from turnwise.metrics import conversation_metrics, failures
@@ -34,7 +32,7 @@ from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
 from turnwise.types import Group, Row
 
-__all__ = ["Run", "assemble", "local_engine", "train"]
+__all__ = ["Run", "assemble", "train"]
 
 _log = logging.getLogger(__name__)
 
@@ -246,7 +244,7 @@ def assemble(config: Config) -> Run:
     limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
     step = state["step"] if state is not None else 0
     table = Table(
-        engine=local_engine(config, model, renderer, version=step),
+        engine=build.local_engine(config, model, renderer, version=step),
         renderer=renderer,
         make_environment=make_environment,
         sampling=sampling,
@@ -274,20 +272,6 @@ def assemble(config: Config) -> Run:
         position=state["position"] if state is not None else 0,
         saved=step,
         notes=notes,
-    )
-
-
-def local_engine(config: Config, model: Any, renderer: Renderer, *, version: int = 0) -> Engine:
-    """The embedded engine on a model that is loaded already."""
-    options = config.engine
-    assert isinstance(options, LocalEngine)
-    return Local(
-        model,
-        slots=options.slots,
-        memory_gb=options.memory_gb,
-        threads=1 if config.deterministic else options.threads,
-        decode=renderer.decode,
-        version=version,
     )
 
 
