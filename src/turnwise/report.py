@@ -64,6 +64,7 @@ class Report:
             f"training {config.model.path}: {options.steps} steps of {options.rows} rows x {options.group} conversations, "
             f"into {config.output}",
             highlight=False,
+            soft_wrap=True,
         )
         self._steps = options.steps
         self._progress.update(self._task, total=options.steps, completed=done)
