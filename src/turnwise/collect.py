@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -18,7 +17,7 @@ from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError
 from turnwise.metrics import conversation_metrics, failures
-from turnwise.record import write_trajectories, writing
+from turnwise.record import write_config, write_trajectories, writing
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Group, Trajectory
@@ -85,12 +84,10 @@ def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[En
                 f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples="
                 f"{config.rollout.samples} make {len(trajectories)} conversations; there must be a row for each script"
             )
-        served = [one.id for one in trajectories[: len(lines)]]
+        named = {one.id: script for one, script in zip(trajectories, lines, strict=False)}
         for group in groups:  # the script says how many conversations there are
-            group.trajectories = [one for one in group.trajectories if one.id in set(served)]
-        engine = Scripted(
-            dict(zip(served, lines, strict=True)), encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]
-        )
+            group.trajectories = [one for one in group.trajectories if one.id in named]
+        engine = Scripted(named, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
         return engine, None, [group for group in groups if group.trajectories]
 
     from turnwise.training.policy import load_model
@@ -123,8 +120,7 @@ class _Writer:
     def finish(self, config: Config, summary: dict[str, Any]) -> None:
         with writing(self._out):
             (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
-            text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-            (self._out / "config.yaml").write_text(text, encoding="utf-8")
+            write_config(self._out / "config.yaml", config)
 
     def _keep_former(self) -> None:
         """What an earlier call has left is put aside, not overwritten."""

@@ -23,7 +23,7 @@ from turnwise.config import Config
 from turnwise.errors import RunError
 from turnwise.types import Trajectory, Turn
 
-__all__ = ["RunDirectory", "trajectory_record", "write_trajectories"]
+__all__ = ["RunDirectory", "trajectory_record", "write_config", "write_trajectories"]
 
 
 def trajectory_record(trajectory: Trajectory, **extra: Any) -> dict[str, Any]:
@@ -110,6 +110,14 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: 
         file.writelines(_line(trajectory_record(one, **extra)) for one in trajectories)
 
 
+def write_config(path: Path, config: Config) -> None:
+    """Write a resolved recipe, whole or not at all."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 class RunDirectory:
     """`runs/<name>/`: the resolved recipe, metrics, trajectories, checkpoints and pictures of one run."""
 
@@ -139,10 +147,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             if resuming:
                 notes += self._differences(config)
-            text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-            temporary = self.config.with_suffix(".writing")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.config)
+            write_config(self.config, config)
         return notes
 
     def write_step(self, metrics: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:

@@ -85,9 +85,8 @@ async def train(run: Run, show: Report) -> None:
             batches = _pack(run, rollouts.groups)
             run.whole = False
             update = await run.policy.learn(batches, lr=_rate(run), epochs=options.epochs, beside=options.overlap)
-            await run.table.engine.load_weights(
-                run.step + 1
-            )  # at once: what is sampled from here on is the new policy's
+            # at once: what is sampled from here on is the new policy's
+            await run.table.engine.load_weights(run.step + 1)
             now = time.perf_counter()
             seconds = {"rollout": rollouts.seconds, "train": now - started, "step": now - began}
             _finish_step(run, show, rollouts.groups, update, seconds)
@@ -124,9 +123,8 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
             f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
         )
     idle = not any(any(one.advantages) for one in trajectories)
-    if (
-        idle
-    ):  # a handful is computed all the same, with a gradient of zero, so that engine and trainer are still compared
+    if idle:
+        # a handful is computed all the same, with a gradient of zero, so that engine and trainer are still compared
         trajectories = trajectories[: options.group]
     size = -(-len(trajectories) // options.minibatches)
     return [

@@ -50,6 +50,7 @@ class Renderer:
             )
         self._closing = self._after_placeholder([_QUESTION, _ANSWER], cue=False)
         self.stop_token_ids = self._find_stops(generation_stop_ids, where)
+        self._stop_texts = {token: self.decode([token]) for token in self.stop_token_ids}
         self._check_bridge(where)
         self._encode = functools.lru_cache(maxsize=4096)(self._encode_text)
 
@@ -117,7 +118,7 @@ class Renderer:
         """
         text = self._after_placeholder([_QUESTION, _ANSWER, *messages], cue=True)
         if last_token in self.stop_token_ids:  # the model closed its turn itself: only the rest is missing
-            text = text.removeprefix(self._text_of(last_token))
+            text = text.removeprefix(self._stop_texts[last_token])
         return self._encode(text)
 
     def parse(
@@ -221,10 +222,6 @@ class Renderer:
                 f"the chat template of {where} closes the second assistant turn with {longer!r} and the first with "
                 f"{self._closing!r}; such a template cannot be continued turn by turn"
             )
-
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - as many entries as stop tokens, one renderer a run
-    def _text_of(self, token_id: int) -> str:
-        return self.decode([token_id])
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))

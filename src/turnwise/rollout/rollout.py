@@ -91,8 +91,8 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
 
 
 async def rollout_group(group: Group, table: Table) -> Group:
-    """Hold the conversations of a group, all at once."""
-    await asyncio.gather(*(rollout(trajectory, table) for trajectory in group.trajectories))
+    """Hold the conversations of a group, `table.concurrent` at a time."""
+    await rollout_groups([group], table)
     return group
 
 

@@ -88,21 +88,20 @@ def pack(
     counted = [one for one in trajectories if one.advantages]
     tokens = sum(one.sampled_tokens for one in counted)
     branches: dict[tuple[str, bytes], list[_Branch]] = {}
-    places: dict[tuple[str, bytes, bytes], int] = {}
+    places: dict[tuple[str, bytes], int] = {}
     for one in counted:
         if not keep_zero and not any(one.advantages):
             continue
         weight = 1.0 / tokens if average == "token" else 1.0 / (len(counted) * one.sampled_tokens)
-        for number, segment in enumerate(one.segments):
+        for segment in one.segments:
             branch = _Branch.of(segment, one.advantages, weight)
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
-                trunk = branch.token_ids[: branch.trunk].tobytes()
                 together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED
-                key = (one.group, trunk) if together else (f"{one.id}:{number}", trunk)
-                bundle = branches.setdefault(key, [])
+                common = branch.token_ids[: branch.trunk].tobytes() if together else branch.identity
+                bundle = branches.setdefault((one.group, common), [])
                 # a group often says the same thing several times: it is computed once, at the weight of all of them
-                place = places.setdefault((*key, branch.identity), len(bundle))
+                place = places.setdefault((one.group, branch.identity), len(bundle))
                 if place < len(bundle):
                     bundle[place] = replace(branch, weight=bundle[place].weight + branch.weight)
                 else:
