@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
 Message = dict[str, Any]
-"""One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where due."""
+"""One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where due.
+
+`content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`,
+`{"type": "video", "video": ...}`.
+"""
 
 ToolSchema = dict[str, Any]
 """One tool in the OpenAI format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -112,6 +116,21 @@ class LogprobKind(StrEnum):
     """Nothing was sampled (a scripted line): the numbers are zeros and mean nothing."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Media:
+    """An image or a video in a sequence: where its placeholder tokens stand, and what the model sees in their place."""
+
+    kind: Literal["image", "video"]
+    start: int
+    """Place of the first placeholder token in its sequence (a segment, a prompt, a piece that is about to be appended)."""
+    length: int
+    """How many tokens further the last placeholder is, itself included; between them there may be others (timestamps)."""
+    source: Any
+    """As it was given: a PIL image, or the frames of a video."""
+    inputs: Mapping[str, Any]
+    """What the processor made of it, by the model's own names: `pixel_values` [patches, features], `image_grid_thw` [1, 3]."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What an engine is asked: continue these tokens."""
@@ -120,6 +139,8 @@ class Request:
     """The trajectory's id: an engine may keep what it computed for it until `Engine.release`."""
     token_ids: Sequence[int]
     """The whole prompt, from the first token."""
+    media: Sequence[Media] = ()
+    """The images and videos in it, in order."""
     sampling: Sampling
     seed: int = 0
     """Of this request's own random stream: the same seed draws the same numbers in whatever company."""
@@ -181,6 +202,12 @@ class Turn:
     """The parsed assistant message: `content`, and `tool_calls` where there are any."""
     text: str
     """The sampled text as it was said, the stop token left off."""
+    reasoning: str = ""
+    """What of it was thought and not said to anybody; empty where the model does not think in marks of its own."""
+    weight: float = 1.0
+    """Of its tokens in the loss: 0 leaves the turn out. Set by `loss_mask`."""
+    cut: int | None = None
+    """How many of its sampled tokens stayed, where the environment cut the answer and continued it (`Reply.resume`)."""
     calls: tuple[ToolCall, ...] = ()
     """The tool calls in it, malformed ones included."""
     outcomes: tuple[ToolOutcome, ...] = ()
@@ -199,6 +226,8 @@ class Turn:
 class Segment:
     """An unbroken token sequence: one row to train on. Four columns of equal length, appended to and never edited.
 
+    The one exception is `cut`: an environment may take the end of an answer back and continue it (`Reply.resume`).
+
     Example: prompt P0 (2 tokens), answer A0 (2), what the environment said E0 (1), answer A1 (1)::
 
         token_ids = P0 P0 A0 A0 E0 A1
@@ -212,13 +241,16 @@ class Segment:
     """Index of the turn that sampled the token, or -1. The loss mask *is* `turn >= 0`."""
     version: array[int] = field(default_factory=lambda: array("i"))
     """Version of the weights that sampled the token, or -1."""
+    media: list[Media] = field(default_factory=list)
+    """The images and videos among the tokens, in order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample."""
+    def context(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> None:
+        """Append tokens that the model did not sample; the places of `media` count from the first of them."""
         count = len(token_ids)
+        self.media.extend(replace(one, start=one.start + len(self)) for one in media)
         self.token_ids.extend(token_ids)
         self.logprobs.extend([0.0] * count)
         self.turn.extend([NOT_SAMPLED] * count)
@@ -243,6 +275,13 @@ class Segment:
         self.turn.extend([turn] * count)
         self.version.extend(versions)
 
+    def cut(self, length: int) -> None:
+        """Take back all tokens after the first `length`; only sampled ones may go."""
+        if any(turn < 0 for turn in self.turn[length:]):
+            raise ValueError(f"only what the model said last can be taken back, not all after token {length}")
+        for column in (self.token_ids, self.logprobs, self.turn, self.version):
+            del column[length:]
+
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
@@ -254,6 +293,8 @@ class Trajectory:
     seed: int = 0
     messages: list[Message] = field(default_factory=list)
     """The conversation as messages, all sides."""
+    former: list[list[Message]] = field(default_factory=list)
+    """The histories that an environment has replaced (`Reply.rewrite`), as they were."""
     tools: Sequence[ToolSchema] = ()
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
@@ -316,6 +357,20 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Let the model go on with its own last answer: cut it, put words into its mouth, and let it continue.
+
+    Example: the answer was "It is 5, so done." and `Resume(keep=7, add=" Wait.")`; the model goes on after "It is 5 Wait.".
+    What was kept stays as it was sampled, token by token, and is trained on; `add` is context and is not.
+    """
+
+    keep: int | None = None
+    """How many characters of `turn.text` stay; None keeps all of it. A token that is cut in two becomes context."""
+    add: str = ""
+    """What stands behind them, as if the model had said it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What an environment answers to a turn of the model."""
 
@@ -331,3 +386,5 @@ class Reply:
     """Of the turn's tool calls, in the order of the calls."""
     rewrite: Sequence[Message] | None = None
     """Replaces the history before `messages` are appended: the conversation goes on in a new segment."""
+    resume: Resume | None = None
+    """Instead of messages: the model goes on with its own answer, in the same segment."""

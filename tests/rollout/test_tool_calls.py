@@ -16,15 +16,21 @@ from turnwise.types import ToolCall
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
+def parse(text: str, **options) -> tuple[str, tuple[ToolCall, ...]]:
+    """What was said, and what was called."""
+    reading = Hermes().parse(text, **options)
+    return reading.content, reading.calls
+
+
 def read(text: str) -> tuple[str, list[tuple[str, str, dict[str, Any], bool]]]:
     """What was said, and of each call: id, name, arguments and whether it is good."""
-    content, calls = Hermes().parse(text)
+    content, calls = parse(text)
     return content, [(one.id, one.name, dict(one.arguments), one.error is None) for one in calls]
 
 
 def the_error(text: str) -> str:
     """The error of the only call in a text."""
-    _, (only,) = Hermes().parse(text)
+    _, (only,) = parse(text)
     assert only.error is not None
     assert (only.name, only.arguments) == ("", {})
     assert only.error.startswith("this tool call cannot be read: ")
@@ -113,7 +119,7 @@ def test_good_calls(text: str, content: str, calls: list[tuple[str, dict[str, An
 )
 def test_a_call_that_cannot_be_read_is_told_with_what_is_wrong(inside: str, problem: str) -> None:
     assert problem in the_error(f"<tool_call>\n{inside}\n</tool_call>")
-    content, calls = Hermes().parse(f"Hm. <tool_call>{inside}</tool_call> So.")
+    content, calls = parse(f"Hm. <tool_call>{inside}</tool_call> So.")
     assert content == "Hm.  So."
     assert [one.text for one in calls] == [inside]
 
@@ -149,7 +155,7 @@ def test_a_call_that_is_only_thought_of_is_none() -> None:
 
 def test_thinking_that_the_cue_has_begun_is_thinking_too() -> None:
     def read_thinking(text: str) -> tuple[str, list[str]]:
-        content, calls = Hermes().parse(text, thinking=True)
+        content, calls = parse(text, thinking=True)
         return content, [one.name for one in calls]
 
     assert read_thinking(f"Perhaps {ADD}?</think>No.") == (f"Perhaps {ADD}?</think>No.", [])
@@ -160,7 +166,7 @@ def test_thinking_that_the_cue_has_begun_is_thinking_too() -> None:
 
 
 def test_ids_are_counted_on_and_the_models_own_words_are_kept() -> None:
-    _, calls = Hermes().parse(f"{ADD}<tool_call> ? </tool_call>", first_id=3)
+    _, calls = parse(f"{ADD}<tool_call> ? </tool_call>", first_id=3)
     assert [one.id for one in calls] == ["call_3", "call_4"]
     assert [one.text for one in calls] == ['{"name": "add", "arguments": {"a": 1, "b": 2}}', "?"]
 
@@ -174,7 +180,7 @@ def test_ids_are_counted_on_and_the_models_own_words_are_kept() -> None:
 )
 def test_what_is_written_as_json_is_read_back(arguments: dict[str, Any], before: str, ascii_only: bool) -> None:
     written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
-    content, calls = Hermes().parse(f"{before}<tool_call>{written}</tool_call>")
+    content, calls = parse(f"{before}<tool_call>{written}</tool_call>")
     assert calls == (ToolCall(id="call_0", name="f", arguments=arguments, text=written),)
     assert content == before.strip("\n")
 
@@ -184,7 +190,7 @@ def test_what_is_written_as_json_is_read_back(arguments: dict[str, Any], before:
 )
 def test_whatever_is_sampled_can_be_read(pieces: list[str]) -> None:
     text = "".join(pieces)
-    content, calls = Hermes().parse(text)
+    content, calls = parse(text)
     assert len(calls) <= text.count("<tool_call>")
     assert all((one.name == "f") != (one.error is not None) for one in calls)
     assert [one.id for one in calls] == [f"call_{n}" for n in range(len(calls))]

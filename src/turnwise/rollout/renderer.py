@@ -129,7 +129,8 @@ class Renderer:
         text = self.decode(ids)
         if not tools:
             return text, {"role": "assistant", "content": text}, ()
-        content, calls = self.tool_format.parse(text, first_id=first_call, thinking=self._cue_thinks)
+        reading = self.tool_format.parse(text, first_id=first_call, thinking=self._cue_thinks)
+        content, calls = reading.content, reading.calls
         message: Message = {"role": "assistant", "content": content}
         good = [call for call in calls if call.error is None]
         if good:

@@ -10,12 +10,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from turnwise.types import ToolCall
+from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["FORMATS", "Hermes", "ToolFormat", "detect"]
+__all__ = ["FORMATS", "Hermes", "Reading", "ToolFormat", "detect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A turn's text, taken apart."""
+
+    content: str
+    """What was said to the other side: neither thoughts nor calls, where the format has marks for them."""
+    reasoning: str = ""
+    """What was only thought."""
+    calls: tuple[ToolCall, ...] = ()
+    """The calls in order, those that cannot be read included."""
 
 
 class ToolFormat(Protocol):
@@ -23,10 +36,13 @@ class ToolFormat(Protocol):
 
     name: str
 
-    def parse(self, text: str, *, first_id: int = 0, thinking: bool = False) -> tuple[str, tuple[ToolCall, ...]]:
-        """The text without the calls, and the calls in order; their ids are `call_<n>`, counted from `first_id`.
+    def parse(
+        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+    ) -> Reading:
+        """Take a turn apart. The ids of calls are `call_<n>`, counted from `first_id`.
 
-        `thinking` says that the text begins inside a thinking block, because the template's cue has opened it.
+        `thinking` says that the text begins inside a thinking block, because the template's cue has opened it. `tools` are
+        those on offer, for formats that do not say of which type a value is.
         """
         ...
 
@@ -37,9 +53,11 @@ class Hermes:
     name = "hermes"
     _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
-    def parse(self, text: str, *, first_id: int = 0, thinking: bool = False) -> tuple[str, tuple[ToolCall, ...]]:
+    def parse(
+        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+    ) -> Reading:
         if self._OPEN not in text:
-            return text.strip("\n"), ()
+            return Reading(content=text.strip("\n"))
         calls: list[ToolCall] = []
         said: list[str] = []
         at = 0
@@ -50,7 +68,7 @@ class Hermes:
             call, at = self._one(text, opening.end(), f"call_{first_id + len(calls)}")
             calls.append(call)
         said.append(text[at:])
-        return "".join(said).strip("\n"), tuple(calls)
+        return Reading(content="".join(said).strip("\n"), calls=tuple(calls))
 
     def _one(self, text: str, start: int, call_id: str) -> tuple[ToolCall, int]:
         """The call whose JSON begins at `start`, and where the text goes on after it."""
@@ -114,7 +132,7 @@ def detect(write: Callable[[str, dict[str, Any]], str]) -> ToolFormat | None:
     name, arguments = "probe_tool", {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
     written = write(name, arguments)
     for candidate in FORMATS:
-        _, calls = candidate.parse(written)
+        calls = candidate.parse(written).calls
         if len(calls) == 1 and calls[0].name == name and dict(calls[0].arguments) == arguments:
             return candidate
     return None
