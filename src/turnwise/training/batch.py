@@ -8,6 +8,7 @@ advantage and which weight. The weights add up to one over the batch, so micro-b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class MicroBatch:
     """As the engine reported it."""
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
-    """Share of the token in the batch's average."""
+    """Share of the token in the batch's average: above 0, for a token of weight 0 is no target."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -67,7 +68,7 @@ class Batch:
     trajectories: int
     """That count in the average, those with nothing to learn from included."""
     tokens: int
-    """Sampled tokens of those trajectories."""
+    """Sampled tokens of those trajectories, as far as they have a weight."""
 
 
 def pack(
@@ -80,21 +81,30 @@ def pack(
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
-    `average="token"`: all sampled tokens of the batch weigh the same. `"sequence"`: all trajectories do, however many
-    segments they have. Trajectories without any advantage other than zero count in the average and are left out of the
-    forward pass, because their gradient is zero; `keep_zero` keeps them in, for losses with further terms. Trajectories of
-    a group that say the very same thing for the same advantage are computed once, at the weight of all of them.
+    `average="token"`: every sampled token of the batch counts by the weight of its turn. `"sequence"`: all trajectories count
+    the same, however many segments they have, and by weight within. Trajectories without any advantage other than zero
+    count in the average and are left out of the forward pass, because their gradient is zero; `keep_zero` keeps them in,
+    for losses with further terms. Trajectories of a group that say the very same thing for the same advantage are
+    computed once, at the weight of all of them.
+
+    What has no weight (`Turn.weight` 0) is in neither the sum nor what it is divided by, unlike an advantage of zero. An
+    advantage of zero is a finding about what was said: to leave it out of the average would make the others count more the
+    less there is to learn. A weight of zero says that nobody asked: to keep it in would scale the gradient with how much
+    of a conversation is masked, which depends on its length and on nothing that was learnt. It is no target and, behind
+    the last token that is one, not computed; before that it is context like what the model heard.
     """
-    counted = [one for one in trajectories if one.advantages]
-    tokens = sum(one.sampled_tokens for one in counted)
+    every = [(one, _weighed(one)) for one in trajectories if one.advantages]
+    counted = [(one, weight) for one, (weight, _) in every if weight > 0]
+    total = sum(weight for _, weight in counted)
     branches: dict[tuple[str, bytes], list[_Branch]] = {}
     places: dict[tuple[str, bytes], int] = {}
-    for one in counted:
-        if not keep_zero and not any(one.advantages):
+    for one, mass in counted:
+        weights = [turn.weight for turn in one.turns]
+        if not keep_zero and not any(weight and gain for weight, gain in zip(weights, one.advantages, strict=True)):
             continue
-        weight = 1.0 / tokens if average == "token" else 1.0 / (len(counted) * one.sampled_tokens)
+        share = 1.0 / total if average == "token" else 1.0 / (len(counted) * mass)
         for segment in one.segments:
-            branch = _Branch.of(segment, one.advantages, weight)
+            branch = _Branch.of(segment, one.advantages, weights, share)
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
                 together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED
@@ -103,7 +113,7 @@ def pack(
                 # a group often says the same thing several times: it is computed once, at the weight of all of them
                 place = places.setdefault((one.group, branch.identity), len(bundle))
                 if place < len(bundle):
-                    bundle[place] = replace(branch, weight=bundle[place].weight + branch.weight)
+                    bundle[place] = replace(branch, share=bundle[place].share + branch.share)
                 else:
                     bundle.append(branch)
     trees = [_Tree.of(part) for bundle in branches.values() for part in _split(bundle, micro_batch_tokens)]
@@ -115,44 +125,59 @@ def pack(
             *(_rows(chosen) for chosen in _micro(apart, micro_batch_tokens, padded=True)),
         ],
         trajectories=len(counted),
-        tokens=tokens,
+        tokens=sum(tokens for _, (_, tokens) in every),
     )
+
+
+def _weighed(trajectory: Trajectory) -> tuple[float, int]:
+    """The weights of a trajectory's sampled tokens, summed up, and how many tokens have one."""
+    # of the segments: what an environment took back (`Turn.cut`) is in the turn's completion still
+    counts = Counter(turn for segment in trajectory.segments for turn in segment.turn)
+    turns = [turn for turn in trajectory.turns if turn.weight > 0]
+    return sum(turn.weight * counts[turn.index] for turn in turns), sum(counts[turn.index] for turn in turns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """One segment up to its last sampled token, as numpy columns."""
+    """One segment up to its last target, as numpy columns."""
 
     token_ids: np.ndarray
-    turn: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
-    """One for each token; 0 where it was not sampled."""
-    weight: float
+    """One for each token; 0 where it is no target."""
+    weights: np.ndarray
+    """Of the turn of each token; 0 where it is no target."""
+    share: float
+    """What a token of weight 1 counts in the batch's average."""
     trunk: int
     """Length of the opening: what comes before the first sampled token."""
     identity: bytes
-    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages and the weights they are from."""
+    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, and the
+    version of the model's weights that they are from."""
 
     @classmethod
-    def of(cls, segment: Segment, advantages: Sequence[float], weight: float) -> _Branch | None:
+    def of(
+        cls, segment: Segment, advantages: Sequence[float], weights: Sequence[float], share: float
+    ) -> _Branch | None:
         turn = np.array(segment.turn, dtype=np.int64)
-        sampled = np.flatnonzero(turn >= 0)
-        if not len(sampled):
+        weight = np.where(turn >= 0, np.array(weights, dtype=np.float64)[turn], 0.0)
+        targets = np.flatnonzero(weight)
+        if not len(targets):
             return None
-        end = int(sampled[-1]) + 1  # nothing is predicted from what was heard after the last word
-        turn = turn[:end]
+        end = int(targets[-1]) + 1  # nothing is predicted from what comes after the last word that counts
+        turn, weight = turn[:end], weight[:end]
         token_ids = np.array(segment.token_ids[:end], dtype=np.int64)
-        gains = np.where(turn >= 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
+        gains = np.where(weight > 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
         version = np.array(segment.version[:end], dtype=np.int64)
         return cls(
             token_ids=token_ids,
-            turn=turn,
             logprobs=np.array(segment.logprobs[:end], dtype=np.float32),
             advantages=gains,
-            weight=weight,
-            trunk=int(sampled[0]),
-            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, version)),
+            weights=weight,
+            share=share,
+            # also where the first turns have no weight: the opening is what a group has in common
+            trunk=int(np.flatnonzero(turn >= 0)[0]),
+            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version)),
         )
 
 
@@ -204,10 +229,9 @@ class _Tree:
             # the predecessor of a branch's first token is the trunk's last one, wherever the branch stands
             before = np.arange(start - 1, start + length - trunk - 1)
             before[0] = trunk - 1
-            columns.append(before[branch.turn[trunk:] >= 0])
+            columns.append(before[branch.weights[trunk:] > 0])
             start += length - trunk
-        sampled = [branch.turn >= 0 for branch in branches]
-        pairs = list(zip(branches, sampled, strict=True))
+        pairs = [(branch, branch.weights > 0) for branch in branches]
         return cls(
             shape=TreeShape(0, trunk, [len(branch.token_ids) - trunk for branch in branches]),
             token_ids=np.concatenate(ids),
@@ -216,7 +240,9 @@ class _Tree:
             target=np.concatenate([branch.token_ids[where] for branch, where in pairs]),
             old_logprob=np.concatenate([branch.logprobs[where] for branch, where in pairs]),
             advantage=np.concatenate([branch.advantages[where] for branch, where in pairs]),
-            weight=np.concatenate([np.full(int(where.sum()), branch.weight, np.float32) for branch, where in pairs]),
+            weight=np.concatenate(
+                [(branch.share * branch.weights[where]).astype(np.float32) for branch, where in pairs]
+            ),
         )
 
 
