@@ -1,0 +1,50 @@
+"""All formats, by name and by what a template writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from turnwise.errors import TemplateError, nearest
+from turnwise.rollout.tool_calls.json_formats import Cohere2, DeepSeek, Hermes, Kimi, Mistral
+from turnwise.rollout.tool_calls.reading import ToolFormat
+
+__all__ = ["FORMATS", "by_name", "detect"]
+
+FORMATS: tuple[ToolFormat, ...] = (
+    Hermes(),
+    DeepSeek(),
+    Kimi(),
+    Mistral(),
+    Cohere2(),
+)
+"""All of them, those that need no marks last: they would read what others have written between their marks."""
+
+_PROBE = {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
+
+
+def by_name(name: str) -> ToolFormat:
+    """The format of that name.
+
+    Raises TemplateError if there is none.
+    """
+    formats = {format.name: format for format in FORMATS}
+    if name not in formats:
+        raise TemplateError(
+            f"there is no tool-call format {name!r}{nearest(name, formats)}; there are: {', '.join(formats)}"
+        )
+    return formats[name]
+
+
+def detect(write: Callable[[str, dict[str, Any]], str]) -> ToolFormat | None:
+    """The format in which a template writes calls: the one that reads a probe back, in the words around it.
+
+    `write(name, arguments)` renders a conversation that ends with an assistant message with that call.
+    """
+    name = "probe_tool"
+    written = write(name, _PROBE)
+    for candidate in FORMATS:
+        calls = [call for call in candidate.parse(written).calls if call.name == name and call.error is None]
+        if len(calls) == 1 and dict(calls[0].arguments) == _PROBE:
+            return candidate
+    return None

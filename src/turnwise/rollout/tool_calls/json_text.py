@@ -1,0 +1,105 @@
+"""JSON as models write it: where a value ends, what it says, and what is wrong with it.
+
+Strict about what would be something else elsewhere (NaN, Infinity, half a character), lenient about line breaks in strings.
+Nothing is repaired: a call that is almost JSON is told to the model as what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.rollout.tool_calls.reading import Problem, skip_space
+
+__all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_half_characters"]
+
+_SHOWN = 20  # characters of what is wrong
+
+
+def decode(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON value that begins at `begin`, and where it ends.
+
+    Raises Problem.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        rest = text[error.pos : error.pos + _SHOWN]
+        where = f"at {rest!r}" if rest else "at the end"
+        raise Problem(f"{error.msg} {where}", error.pos) from None
+    except RecursionError:
+        raise Problem("it is nested too deep", begin, hopeless=True) from None
+    except ValueError as error:  # NaN, an infinite number, one of too many digits
+        raise Problem(str(error), begin) from None
+    if "\\u" in text[begin:end]:
+        refuse_half_characters(value, begin)
+    return value, end
+
+
+def decode_all(text: str) -> Any:
+    """The JSON value that a text is.
+
+    Raises Problem.
+    """
+    value, end = decode(text, skip_space(text, 0))
+    end = skip_space(text, end)
+    if end < len(text):
+        raise Problem(f"{text[end : end + _SHOWN]!r} follows the JSON", end)
+    return value
+
+
+def named(
+    value: Any, *, name_key: str = "name", keys: Sequence[str] = ("arguments",), refused: str = "parameters"
+) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a decoded call. `keys` are those that may hold the arguments, the format's own first.
+
+    Raises Problem.
+    """
+    if not isinstance(value, dict):
+        raise Problem(f"it is a JSON {type(value).__name__}, not an object", 0)
+    name = value.get(name_key)
+    if not isinstance(name, str) or not name:
+        raise Problem(f'its "{name_key}" is missing', 0)
+    key = next((key for key in keys if key in value), None)
+    if key is None and refused in value:
+        raise Problem(f'its arguments are called "{refused}" where they should be "{keys[0]}"', 0)
+    return name, arguments_of(value[key], key) if key is not None else {}
+
+
+def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
+    """Decoded arguments, which may be JSON in a string, as OpenAI has them.
+
+    Raises Problem.
+    """
+    if isinstance(value, str):
+        value = decode_all(value)
+    if not isinstance(value, dict):
+        raise Problem(f'its "{key}" are a {type(value).__name__}, not an object', 0)
+    return value
+
+
+def refuse_half_characters(value: Any, at: int) -> None:
+    """Refuse a text that no file can hold: a surrogate without its other half.
+
+    Raises Problem.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Problem(f"it holds half a character, {error.object[error.start]!r}", at) from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is too large a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, strict=False)
