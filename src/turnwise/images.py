@@ -1,0 +1,195 @@
+"""Images as they are given, made into images: paths, bytes, data URIs, the forms of `datasets` and of the OpenAI format.
+
+It knows where an image may come from, which part of a message is one, and how an image is named (by its content). It
+refuses to know processors, models and tokens. PIL is an extra and is loaded where an image is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from turnwise.errors import DataError
+
+__all__ = ["MOST_PIXELS", "digest", "is_image", "load_image", "media_kind", "media_value", "probe_image"]
+
+MOST_PIXELS = 64_000_000
+"""Pixels of the largest image that is opened: more is a mistake, or a file made to fill the memory."""
+
+_KEYS = {
+    "image": ("image", "image_url", "url", "path", "base64", "bytes"),
+    "video": ("video", "video_url", "url", "path", "frames"),
+}
+
+
+def media_kind(part: Mapping[str, Any]) -> str | None:
+    """`image` or `video` for a part of a message's content that is one, else None."""
+    kind = part.get("type")
+    if kind in ("image", "image_url"):
+        return "image"
+    return "video" if kind in ("video", "video_url") else None
+
+
+def media_value(part: Mapping[str, Any]) -> Any:
+    """What a part shows: an image in any form that `load_image` takes, or a video; None where it holds nothing yet.
+
+    Example: `{"type": "image_url", "image_url": {"url": "data:..."}}` gives `"data:..."`.
+    """
+    for key in _KEYS[media_kind(part) or "image"]:
+        if (value := part.get(key)) is not None:
+            if isinstance(value, Mapping) and "url" in value:
+                return value["url"]
+            return base64_bytes(value) if key == "base64" else value
+    return None
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is a PIL image: nobody who has no PIL has one."""
+    return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
+
+
+def load_image(value: Any, *, where: str, folder: Path | None = None) -> Any:
+    """The image as a PIL image in RGB, turned upright.
+
+    `value` is a PIL image, a path (relative ones are relative to `folder`), a `file://` or `data:image/...;base64,` URI,
+    the bytes of an image file, `{"bytes": ..., "path": ...}` as `datasets` has it, or a part in the OpenAI format. `where`
+    says in messages whose image it is.
+
+    Raises DataError if there is none, it cannot be read, or it is too large.
+    """
+    if is_image(value):
+        _refuse_large(value, value, where)
+        return _upright(value)
+    with _opened(value, where=where, folder=folder) as image:
+        try:
+            image.load()
+        except (OSError, ValueError, SyntaxError) as error:  # PIL raises all three for a file that is cut short
+            raise DataError(_broken(value, where, str(error))) from error
+        return _upright(image)
+
+
+def probe_image(value: Any, *, where: str, folder: Path | None = None) -> None:
+    """See that an image is there and begins like one, without reading it all.
+
+    Raises DataError as `load_image` does.
+    """
+    if is_image(value):
+        _refuse_large(value, value, where)
+        return
+    _opened(value, where=where, folder=folder).close()
+
+
+def digest(image: Any) -> str:
+    """The sha256 of a PIL image's mode, size and pixels: equal for equal images, wherever they came from."""
+    found = hashlib.sha256(f"{image.mode}:{image.width}x{image.height}:".encode())
+    found.update(image.tobytes())
+    return found.hexdigest()
+
+
+def base64_bytes(text: Any) -> bytes:
+    """What base64 stands for; text that is none gives what is no image."""
+    try:
+        return base64.b64decode(text, validate=False)
+    except (binascii.Error, ValueError, TypeError):
+        return b""
+
+
+def _opened(value: Any, *, where: str, folder: Path | None) -> Any:
+    """The image, its header read."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise DataError(f"{where} is an image, and images need PIL: pip install 'turnwise[vision]'") from None
+    source = _source(value, where, folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with our own bound
+            image = Image.open(source if isinstance(source, Path) else io.BytesIO(source))
+    except UnidentifiedImageError as error:
+        raise DataError(_broken(value, where, "it is no image that PIL knows")) from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(_broken(value, where, str(error))) from error
+    try:
+        _refuse_large(image, value, where)
+    except DataError:
+        image.close()
+        raise
+    return image
+
+
+def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
+    """The file or the bytes that hold the image."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:
+            return _source(value["bytes"], where, folder)
+        inner = value.get("path") if value.get("path") is not None else media_value({"type": "image", **value})
+        if inner is None:
+            raise DataError(
+                f"{where} holds no image: {_short(value)}. Give it a path, bytes, a PIL image or a data: URI"
+            )
+        return _source(inner, where, folder)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        head, comma, body = value.partition(",")
+        if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
+            raise DataError(f"{where} is {_short(value)}; a data URI of an image begins with data:image/<kind>;base64,")
+        return base64_bytes(body)
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(
+            f"{where} is {_short(value)}: images are not fetched while conversations are held. Download it first, and "
+            f"give its path"
+        )
+    if isinstance(value, str | Path):
+        text = str(value)
+        path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        if not path.is_file():
+            raise DataError(f"{where}: there is no image file {path.absolute()}")
+        return path
+    raise DataError(
+        f"{where} is {_short(value)}; an image is a PIL image, a path, bytes, a data: URI, or {{'bytes': ..., 'path': ...}}"
+    )
+
+
+def _refuse_large(image: Any, value: Any, where: str) -> None:
+    pixels = image.width * image.height
+    if pixels > MOST_PIXELS:
+        raise DataError(
+            f"{where} ({_short(value)}) has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}. Make it "
+            f"smaller: no processor would leave it that size"
+        )
+    if pixels == 0:
+        raise DataError(
+            f"{where} ({_short(value)}) has {image.width} x {image.height} pixels; it must have at least one"
+        )
+
+
+def _upright(image: Any) -> Any:
+    """As it is meant to be seen: turned as its EXIF data say, transparency laid on white, in RGB."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(ground, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _broken(value: Any, where: str, why: str) -> str:
+    return f"{where} ({_short(value)}) cannot be read as an image: {why}. Replace the file, or leave the row out"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"{len(value)} bytes"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,112 @@
+"""A tiny model that sees: a Qwen2.5-VL of random weights with its real image processor, saved the way that users have theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from support import byte_tokenizer
+
+TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string %}{{ message.content }}"
+    "{%- else %}{%- for part in message.content %}"
+    "{%- if part.type in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{%- else %}{{ part.text }}{% endif %}"
+    "{%- endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML whose messages may have parts, in the manner of Qwen2.5-VL; images in messages of any role."""
+
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def vision_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token a byte, ChatML's special tokens, and those around images."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    return tokenizer
+
+
+def vision_model(seed: int = 0, **options: Any) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL of 100,000 parameters; patches of 4 pixels, four of which make a token."""
+    torch.manual_seed(seed)
+    tokenizer = vision_tokenizer()
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+            **options,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """Qwen's own, for images of 8 x 8 to 32 x 32 pixels: one to sixteen tokens."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+    )
+
+
+def save_vision_model(path: Path, *, seed: int = 0) -> Path:
+    """A whole model directory: weights, tokenizer, template, image processor."""
+    tokenizer, model = vision_tokenizer(), vision_model(seed)
+    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end
+    model.generation_config.eos_token_id = [2, *range(190, 259)]
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    image_processor().save_pretrained(path)
+    return path
+
+
+def picture(width: int = 16, height: int = 16, *, seed: int = 0) -> Image.Image:
+    """A picture of random dots: with `width` and `height` multiples of 8, a token for each 8 x 8 of them."""
+    generator = torch.Generator().manual_seed(seed)
+    dots = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    return Image.fromarray(dots.numpy())
+
+
+def image_part(image: Any) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "image", "image": image}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A part of a message."""
+    return {"type": "text", "text": text}
