@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from turnwise.config import Config, LocalEngine, Part, ScriptedEngine
+from turnwise.config import Config, LocalEngine, Part, ScriptedEngine, Use
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
@@ -32,7 +32,7 @@ def table() -> str:
                 kind = engine.model_fields["name"].annotation
                 sections += ["", f"### engine, `engine.name: {get_args(kind)[0]}`", "", engine.__doc__ or "", ""]
                 sections += _rows(fields, "engine.")
-        elif part is not None and name not in ("environment", "tools"):
+        elif part is not None:
             sections += ["", f"### {name}", "", part.__doc__ or "", "", *_rows(part.model_fields.items(), f"{name}.")]
     return "\n".join(sections)
 
@@ -57,6 +57,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
+    if isinstance(value, Use) and not value.arguments:
+        value = value.use
     if isinstance(value, Part):
         value = value.model_dump()
     if isinstance(value, tuple):
@@ -66,7 +68,9 @@ def _default(field: FieldInfo) -> str:
 
 def _part(field: FieldInfo) -> type[Part] | None:
     annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Part) else None
+    if not isinstance(annotation, type) or not issubclass(annotation, Part) or annotation is Use:
+        return None  # a reference is one option, whatever is in it
+    return annotation
 
 
 def main() -> int:

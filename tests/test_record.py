@@ -61,11 +61,12 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
 
     first, last = record["turns"]
     assert list(first) == [
-        "message", "text", "reward", "advantage", "info", "tool_calls", "finish_reason", "seconds"
+        "message", "text", "reward", "advantage", "weight", "info", "tool_calls", "finish_reason", "seconds"
     ]  # fmt: skip
     assert first["message"] == one.turns[0].message
     assert first["text"] == one.said[0]
     assert (first["reward"], first["advantage"], first["info"], first["finish_reason"]) == (0.0, 0.25, {}, "stop")
+    assert first["weight"] == 1.0
     assert set(first["seconds"]) == {"engine", "environment"}
     for called in first["tool_calls"]:
         assert 0 <= called.pop("seconds") < 1

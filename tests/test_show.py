@@ -98,15 +98,29 @@ def test_the_tokens_of_a_conversation(run: Path) -> None:
     out = shown(run, trajectory="low/0", tokens=True)
     rows = [line.strip("│ ").split() for line in out.splitlines()]
     assert ["segment", "0:", "25", "tokens"] in rows
-    assert ["token_ids", "turn", "logprobs", "version"] in rows
-    at = rows.index(["token_ids", "turn", "logprobs", "version"]) + 1
-    assert rows[at] == ["1", "-1", "0.0000", "-1"]
+    assert ["token_ids", "turn", "weight", "logprobs", "version"] in rows
+    at = rows.index(["token_ids", "turn", "weight", "logprobs", "version"]) + 1
+    assert rows[at] == ["1", "-1", "0", "0.0000", "-1"]
     assert rows[at + 21 : at + 25] == [
-        ["42", "0", "-0.1250", "0"],
-        ["79", "0", "-0.2500", "0"],
-        ["16", "0", "-0.3750", "0"],
-        ["2", "0", "-0.5000", "0"],
+        ["42", "0", "1", "-0.1250", "0"],
+        ["79", "0", "1", "-0.2500", "0"],
+        ["16", "0", "1", "-0.3750", "0"],
+        ["2", "0", "1", "-0.5000", "0"],
     ]
+
+
+def test_the_weights_of_turns_are_shown_where_they_are_not_1(tmp_path: Path) -> None:
+    one = scored(hold(Says("a", "b"), lambda: ScriptedUser(["And?"]), row=a_row(id="one")), 1.0)
+    one.turns[0].weight, one.turns[1].weight = 0.0, 0.5
+    write_trajectories(tmp_path / "trajectories.jsonl", [one])
+    out = shown(tmp_path, trajectory="one/0", tokens=True)
+    assert out.count(", weight 0 ") == out.count(", weight 0.5 ") == 1
+    rows = [line.strip("│ ").split() for line in out.splitlines()]
+    assert [row[2] for row in rows if len(row) == 5 and row[1] in ("0", "1")] == ["0", "0", "0.5", "0.5"]
+    record = trajectory_record(one)
+    for turn in record["turns"]:
+        del turn["weight"]  # of a run from before there were weights
+    assert "weight 0" not in text(conversation(record, tokens=True))
 
 
 def test_the_broken_ones(run: Path) -> None:

@@ -22,6 +22,7 @@ from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.credit import Credit, grpo
+from turnwise.scoring.mask import RULES, Rule, custom, takes_trajectory
 from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Row
 
@@ -30,6 +31,7 @@ __all__ = [
     "environment_factory",
     "limits",
     "local_engine",
+    "loss_mask",
     "resolve",
     "rows",
     "sampling",
@@ -140,6 +142,23 @@ def scorer(config: Config) -> Scorer:
 def credit(config: Config) -> Credit:
     """The recipe's credit assignment."""
     return functools.partial(grpo, scale=config.credit.scale)
+
+
+def loss_mask(config: Config) -> Rule:
+    """The recipe's rule for the weights of turns.
+
+    Raises ConfigError if it is a reference to what cannot be called for a turn.
+    """
+    use = config.loss_mask
+    if use.use in RULES:
+        return RULES[use.use]
+    found = resolve(use.use, key="loss_mask")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(
+            f"loss_mask: {use.use} is async; a loss mask waits for nothing: write def instead of async def"
+        )
+    both = callable(found) and takes_trajectory(functools.partial(found, **use.arguments))
+    return custom(_callable(use, key="loss_mask", given=(None, None) if both else (None,)), name=_name(use))
 
 
 def sampling(config: Config) -> types.Sampling:

@@ -32,6 +32,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     """
     rows = build.rows(config, limit=config.rollout.rows)
     scorer, make_environment = build.scorer(config), build.environment_factory(config)
+    mask = build.loss_mask(config)
     renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
@@ -57,6 +58,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
 
         async def done(trajectory: Trajectory) -> None:
             await scorer.score_one(trajectory)
+            mask(trajectory)  # nothing is learnt here, but the record shows what would be
             writer.add(trajectory)
             progress.advance(task)
 

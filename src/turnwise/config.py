@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from turnwise.data.rows import FILES
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, nearest
 
-__all__ = ["Config", "LocalEngine", "Part", "ScriptedEngine", "Use", "refuse_without_effect"]
+__all__ = ["LOSS_MASKS", "Config", "LocalEngine", "Part", "ScriptedEngine", "Use", "refuse_without_effect"]
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+
+LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
+"""The rules of `scoring.mask`, by name."""
 
 
 class Part(BaseModel):
@@ -234,6 +238,9 @@ class Config(Part):
     """How the tokens of a finished conversation are compared with the template's."""
     reward: Reward = Reward()
     credit: Credit = Credit()
+    loss_mask: Use = Use(use="all")
+    """Which turns are learnt from: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function of a turn
+    that gives its weight (docs/loss_masks.md)."""
     train: Train = Train()
     eval: Evaluation = Evaluation()
     rollout: Rollout = Rollout()
@@ -249,6 +256,19 @@ class Config(Part):
     """`auto` goes on where the run in `output` was ended, or begins one."""
     replace: bool = False
     """Move a former run in `output` out of the way instead of refusing."""
+
+    @field_validator("loss_mask")
+    @classmethod
+    def _known_loss_mask(cls, use: Use) -> Use:
+        if ":" not in use.use and use.use not in LOSS_MASKS:
+            message = (
+                f"there is no rule of this name; there are {', '.join(LOSS_MASKS)}, and path/to/file.py:function for one of "
+                f"your own{nearest(use.use, LOSS_MASKS)}"
+            )
+            raise PydanticCustomError("loss_mask", "{message}", {"message": message})
+        if use.use in LOSS_MASKS and use.arguments:
+            raise PydanticCustomError("loss_mask", "the rule {name} takes no arguments", {"name": use.use})
+        return use
 
 
 def refuse_without_effect(config: Config) -> None:
@@ -284,6 +304,11 @@ def refuse_without_effect(config: Config) -> None:
         (
             train.warmup_steps >= train.steps,
             f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
+        ),
+        (
+            config.limits.turns == 1 and config.loss_mask.use in LOSS_MASKS and config.loss_mask.use != "all",
+            f"loss_mask={config.loss_mask.use} has no effect with limits.turns=1, whose one turn is the last: remove it, or "
+            f"raise limits.turns",
         ),
         (
             config.engine.name != "local",

@@ -62,7 +62,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         node: dict[str, Any] = tree
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
-            if isinstance(child, str) and parents[: depth + 1] == ["environment"]:
+            if isinstance(child, str) and parents[: depth + 1] in (["environment"], ["loss_mask"]):
                 child = node[parent] = {"use": child}
             if not isinstance(child, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")

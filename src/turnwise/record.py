@@ -77,6 +77,7 @@ def _turn(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
         "text": turn.text,
         "reward": turn.reward if math.isfinite(turn.reward) else None,
         "advantage": trajectory.advantages[turn.index] if trajectory.advantages else None,
+        "weight": turn.weight,
         "info": turn.info,
         "tool_calls": calls,
         "finish_reason": turn.finish_reason,

@@ -77,7 +77,9 @@ def conversation(record: Record, *, tokens: bool = False) -> RenderableType:
     if record.get("drift"):
         parts.append(Text(f"drift: {record['drift']}", style="red"))
     if tokens:
-        parts += [_tokens(segment, number) for number, segment in enumerate(record["segments"])]
+        # records from before there were weights have none: all their turns were learnt from
+        weights = [turn.get("weight", 1.0) for turn in record["turns"]]
+        parts += [_tokens(segment, number, weights) for number, segment in enumerate(record["segments"])]
     reward = "none" if record["reward"] is None else f"{record['reward']:.3g}"
     where = f"step {record['step']}, " if "step" in record else ""
     title = f"{record['id']}  ({where}reward {reward}, stop: {record['stop']}, {record['seconds']:.2f} s)"
@@ -101,16 +103,20 @@ def _heading(role: str, turn: Record | None, message: Record) -> str:
     if turn is None:
         return role
     advantage = "" if turn["advantage"] is None else f", advantage {turn['advantage']:+.2f}"
-    return f"{role}  reward {turn['reward'] or 0:.3g}{advantage}"
+    weight = turn.get("weight", 1.0)
+    weighed = "" if weight == 1.0 else f", weight {weight:g}"
+    return f"{role}  reward {turn['reward'] or 0:.3g}{advantage}{weighed}"
 
 
-def _tokens(segment: Record, number: int) -> RenderableType:
+def _tokens(segment: Record, number: int, weights: Sequence[float]) -> RenderableType:
     table = Table(title=f"segment {number}: {len(segment['token_ids'])} tokens", title_justify="left", box=None)
-    for name in ("token_ids", "turn", "logprobs", "version"):
+    for name in ("token_ids", "turn", "weight", "logprobs", "version"):
         table.add_column(name, justify="right")
     for column in zip(segment["token_ids"], segment["turn"], segment["logprobs"], segment["version"], strict=True):
         token, turn, logprob, version = column
-        table.add_row(str(token), str(turn), f"{logprob:.4f}", str(version), style="green" if turn >= 0 else "dim")
+        weight = weights[turn] if turn >= 0 else 0.0
+        style = "green" if weight else "yellow" if turn >= 0 else "dim"
+        table.add_row(str(token), str(turn), f"{weight:g}", f"{logprob:.4f}", str(version), style=style)
     return table
 
 

@@ -26,6 +26,7 @@ from turnwise.report import Report
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.scoring.credit import Credit
+from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
@@ -48,6 +49,7 @@ class Run:
     order: Order
     table: Table
     scorer: Scorer
+    mask: Rule
     credit: Credit
     policy: Policy
     checkpoints: Checkpoints
@@ -80,6 +82,8 @@ async def train(run: Run, show: Report) -> None:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
             await run.scorer.score(rollouts.groups)
             for group in rollouts.groups:
+                for one in group.trajectories:
+                    run.mask(one)  # before credit: what breaks in it is in no statistics
                 run.credit(group)
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
@@ -122,7 +126,15 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         raise RolloutError(
             f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
         )
-    idle = not any(any(one.advantages) for one in trajectories)
+    weighed = [one for one in trajectories if any(turn.weight for turn in one.turns)]
+    if not weighed:
+        _log.warning(
+            "step %d: loss_mask=%s gives all turns the weight 0, so there is nothing to learn from",
+            run.step + 1,
+            run.config.loss_mask.use,
+        )
+    trajectories = weighed or trajectories
+    idle = not any(turn.weight and one.advantages[turn.index] for one in trajectories for turn in one.turns)
     if idle:
         # a handful is computed all the same, with a gradient of zero, so that engine and trainer are still compared
         trajectories = trajectories[: options.group]
@@ -224,6 +236,7 @@ def assemble(config: Config) -> Run:
     rows = build.rows(config)
     held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
     make_environment, scorer, credit = build.environment_factory(config), build.scorer(config), build.credit(config)
+    mask = build.loss_mask(config)
     state = checkpoints.load() if config.resume == "auto" else None
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity)
@@ -263,6 +276,7 @@ def assemble(config: Config) -> Run:
         order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
         table=table,
         scorer=scorer,
+        mask=mask,
         credit=credit,
         policy=policy,
         checkpoints=checkpoints,
