@@ -189,8 +189,12 @@ class ToolOutcome:
     content: str
     """What the model was told."""
     error: str | None = None
-    """The kind of error, or None: `malformed`, `unknown_tool`, `arguments`, `raised`, `timeout`."""
+    """The kind of error, or None: `malformed`, `unknown_tool`, `arguments`, `parallel`, `raised`, `timeout`."""
+    reward: float = 0.0
+    """What the tool gave for the call; part of the turn's reward."""
     seconds: float = 0.0
+    attempts: int = 1
+    """How often the tool was tried."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,278 +1,234 @@
 """Tools as a layer in front of whatever answers the model otherwise.
 
-A tool is a typed Python function. Its schema is made from the signature, its arguments are checked against it, and every
-way in which a call can go wrong is told to the model as a tool message and counted: a tool never ends a conversation by
-itself. This module knows nothing of how a model writes its calls; it gets them read.
+The layer finds the tool for each call of a turn, runs them together, and puts their answers in the order of the calls. It
+holds the instances of tool classes for its one conversation. It knows nothing of how a model writes its calls; it gets them
+read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import re
-import threading
-import time
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, get_type_hints
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
-
+from turnwise.environments.aside import aside
 from turnwise.environments.environment import Environment, Once
+from turnwise.environments.tool import Tool, Toolbox
+from turnwise.environments.tool_result import Answer, ToolResponse, failed
+from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, ToolSchema, Turn
+from turnwise.types import Message, Opening, Reply, Row, ToolCall, Turn
 
-__all__ = ["Tool", "Tools"]
+__all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 
-_LONGEST_ERROR = 1000  # characters of somebody else's exception that are told to the model
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call."""
-
-    name: str
-    description: str
-    arguments: type[BaseModel]
-    """Checks the arguments of a call; made from the signature."""
-    function: Callable[..., Any]
-    schema: ToolSchema
-    """The tool in the OpenAI format, as the chat template is given it."""
-    timeout: float = 30.0
-    """Seconds."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], *, timeout: float = 30.0) -> Tool:
-        """Make a tool of a typed function with a docstring; `Args:` in Google style describes the parameters.
-
-        Raises ConfigError if a parameter has no type, or is of a kind that a model cannot give.
-        """
-        name = getattr(function, "__name__", type(function).__name__)
-        summary, described = _docstring(function)
-        if not summary:
-            raise ConfigError(f"the tool {name!r} has no docstring; its first paragraph is what the model is told")
-        try:
-            hints = get_type_hints(
-                function if inspect.isroutine(function) else type(function).__call__, include_extras=True
-            )
-        except NameError as error:
-            raise ConfigError(
-                f"a type of the tool {name!r} cannot be found: {error}; import it in the tool's module"
-            ) from None
-        fields: dict[str, Any] = {}
-        for number, parameter in enumerate(inspect.signature(function).parameters.values()):
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-                raise ConfigError(f"the tool {name!r} takes {parameter}; a model can only give named arguments")
-            if parameter.name not in hints:
-                raise ConfigError(f"the parameter {parameter.name!r} of the tool {name!r} has no type; annotate it")
-            default = ... if parameter.default is parameter.empty else parameter.default
-            # behind an alias, because a parameter may have a name that a pydantic model uses itself (`json`, `copy`)
-            fields[f"argument_{number}"] = (
-                hints[parameter.name],
-                Field(default, alias=parameter.name, description=described.get(parameter.name)),
-            )
-        try:
-            model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-            model.model_json_schema()  # now, and not in the first conversation
-        except PydanticUserError as error:
-            raise ConfigError(
-                f"a parameter of the tool {name!r} has a type that a model cannot give: {error.message.splitlines()[0]} "
-                f"Use numbers, texts, lists, Literal or pydantic models"
-            ) from None
-        parameters = _tidy(model.model_json_schema())
-        parameters.pop("additionalProperties", None)  # it says what is refused; to the model it is noise
-        parameters.setdefault("properties", {})
-        schema = {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
-        return cls(name=name, description=summary, arguments=model, function=function, schema=schema, timeout=timeout)
-
-    async def run(self, call: ToolCall) -> ToolOutcome:
-        """Check the arguments, run the function, and tell what came of it. Never raises."""
-        started = time.perf_counter()
-        try:
-            checked = self.arguments.model_validate(dict(call.arguments))
-        except ValidationError as problem:
-            return _failed(call, "arguments", self._explain(problem), started)
-        arguments = {field.alias or name: getattr(checked, name) for name, field in type(checked).model_fields.items()}
-        try:
-            async with asyncio.timeout(self.timeout):
-                with boundary("tool"):
-                    content = _text(await self._call(arguments))
-        except TimeoutError:  # ours: the function's own became a Failed at the boundary
-            return _failed(call, "timeout", f"{self.name} took longer than {self.timeout:g} s", started)
-        except Failed as failure:
-            return _failed(call, "raised", _message(failure), started)
-        return ToolOutcome(
-            id=call.id,
-            name=call.name,
-            arguments=call.arguments,
-            content=_whole(content),
-            seconds=time.perf_counter() - started,
-        )
-
-    async def _call(self, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        result = await _in_thread(self.function, arguments)
-        return await result if inspect.isawaitable(result) else result
-
-    def _explain(self, problem: ValidationError) -> str:
-        names = [field.alias or name for name, field in self.arguments.model_fields.items()]
-        lines: list[str] = []
-        for error in problem.errors(include_url=False):
-            where = ".".join(str(part) for part in error["loc"]) or "arguments"
-            if error["type"] == "extra_forbidden":
-                lines.append(f"{self.name} has no argument {where!r}{nearest(where, names)}")
-            elif error["type"] == "missing":
-                lines.append(f"the argument {where!r} is missing")
-            else:
-                lines.append(f"{where}: {error['msg']}, got {error['input']!r}")
-        return "; ".join(lines)
+_log = logging.getLogger(__name__)
 
 
 class Tools:
     """A layer: turns that call tools are answered by the tools, all others by `then`.
+
+    A tool is a function, a class whose public methods are tools, or one of either made ready with `Tool` or `Toolbox`.
 
     Example: a calculator in front of a user who checks the answer::
 
         make_environment = lambda: Tools([calculator], then=checked_answer())
     """
 
-    def __init__(self, tools: Sequence[Tool | Callable[..., Any]], *, then: Environment | None = None) -> None:
-        ready = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
-        if isinstance(then, Tools):  # a layer in front of a layer is one layer: each call finds its tool
-            ready, then = [*then._tools.values(), *ready], then._then
-        self._tools = {tool.name: tool for tool in ready}
-        if len(self._tools) < len(ready):
-            names = [tool.name for tool in ready]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"two tools have the name {twice!r}; a model could not tell them apart: rename one")
+    def __init__(
+        self,
+        tools: Sequence[Tool | Toolbox | Callable[..., Any]],
+        *,
+        then: Environment | None = None,
+        max_parallel_calls: int | None = None,
+        truncation: Truncation | None = None,
+    ) -> None:
+        """`max_parallel_calls` bounds the calls of one turn, `truncation` the texts of tools that have none of their own."""
+        if max_parallel_calls is not None and max_parallel_calls <= 0:
+            raise ConfigError(f"max_parallel_calls={max_parallel_calls} allows no call at all; give a number above 0")
+        ready = [_ready(tool, truncation) for tool in tools]
+        if type(then) is Tools:  # a layer in front of a layer is one layer: each call finds its tool
+            ready = [*then._ready, *ready]
+            bounds = [bound for bound in (max_parallel_calls, then._most) if bound is not None]
+            max_parallel_calls, then = min(bounds, default=None), then._then
+        self._ready = ready
+        self._most = max_parallel_calls
         self._then = then if then is not None else Once()
+        every = [tool for one in ready for tool in (one.tools if isinstance(one, Toolbox) else (one,))]
+        self._tools = {tool.name: tool for tool in every}
+        if len(self._tools) < len(every):
+            names = [tool.name for tool in every]
+            _refuse_twice(next(name for name in names if names.count(name) > 1))
+        self._instances = [_Instance(one) for one in ready if isinstance(one, Toolbox)]
+        self._turns: dict[str, asyncio.Lock] = {}
+        """Of tools that share an instance with others: whose turn it is."""
         self._offered_behind: set[str] = set()
         """Names of tools that the environment behind offers, and answers, itself."""
 
     async def begin(self, row: Row) -> Opening:
         opening = await self._then.begin(row)
         self._offered_behind = {tool["function"]["name"] for tool in opening.tools}
+        for name in self._tools:
+            if name in self._offered_behind:
+                _refuse_twice(name)
+        for instance in self._instances:
+            for tool in await instance.make():
+                self._tools[tool.name] = tool
+                self._turns[tool.name] = instance.turn
         return Opening(
             messages=opening.messages, tools=(*opening.tools, *(tool.schema for tool in self._tools.values()))
         )
 
     async def step(self, turn: Turn) -> Reply:
-        names = {call.name for call in turn.calls if call.error is None}
-        if not turn.calls or (names and names <= self._offered_behind):
-            return await self._then.step(turn)
-        outcomes = tuple(await asyncio.gather(*(self._run(call) for call in turn.calls)))
-        return Reply(messages=[_message_of(outcome) for outcome in outcomes], outcomes=outcomes)
+        behind = [call for call in turn.calls if call.error is None and call.name in self._offered_behind]
+        ours = [call for call in turn.calls if call not in behind]
+        if not ours or (behind and all(call.error is not None for call in ours)):
+            return await self._then.step(turn)  # who answers the others tells of those that cannot be read too
+        if not behind:
+            answers = await self._answer(ours)
+            return _reply(answers)
+        answers, reply = await asyncio.gather(self._answer(ours), self._then.step(replace(turn, calls=tuple(behind))))
+        return _joined(turn, _reply(answers), reply)
 
     async def close(self) -> None:
-        await self._then.close()
+        instances, self._instances = self._instances, []
+        try:
+            await asyncio.gather(*(instance.close() for instance in instances))
+        finally:
+            await self._then.close()
 
-    async def _run(self, call: ToolCall) -> ToolOutcome:
+    async def _answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
+        """Run calls together; those that are too many are told so, and those that cannot be run do not count."""
+        runnable = [call for call in calls if call.error is None and call.name in self._tools]
+        too_many = {id(call) for call in runnable[self._most :]} if self._most is not None else set()
+
+        async def one(call: ToolCall) -> Answer:
+            if id(call) in too_many:
+                text = (
+                    f"at most {self._most} tool call{'s' * (self._most != 1)} can be made at once, and this turn has "
+                    f"{len(runnable)}: this one was not made; make it in your next turn"
+                )
+                return failed(call, "parallel", text)
+            return await self._run(call)
+
+        return list(await asyncio.gather(*(one(call) for call in calls)))
+
+    async def _run(self, call: ToolCall) -> Answer:
         if call.error is not None:
-            return _failed(call, "malformed", call.error, time.perf_counter())
+            return failed(call, "malformed", call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            have = ", ".join(sorted(self._tools))
-            text = f"there is no tool {call.name!r}{nearest(call.name, self._tools)} (the tools are: {have})"
-            return _failed(call, "unknown_tool", text, time.perf_counter())
-        return await tool.run(call)
+            names = [*self._offered_behind, *self._tools]
+            have = ", ".join(sorted(names))
+            return failed(
+                call,
+                "unknown_tool",
+                f"there is no tool {call.name!r}{nearest(call.name, names)} (the tools are: {have})",
+            )
+        async with self._turns.get(call.name) or nullcontext():
+            return await tool.answer(call)
 
 
-def _message_of(outcome: ToolOutcome) -> Message:
-    return {"role": "tool", "tool_call_id": outcome.id, "name": outcome.name, "content": outcome.content}
+class _Instance:
+    """The instance of a tool class that one conversation has."""
+
+    def __init__(self, box: Toolbox) -> None:
+        self._box = box
+        self._making: asyncio.Task[Any] | None = None
+        self.turn = asyncio.Lock()
+
+    async def make(self) -> list[Tool]:
+        """Make it, beside the event loop, and return its tools."""
+        self._making = asyncio.create_task(aside(self._box.make, name=self._box.name, kind="environment"))
+        made = await asyncio.shield(self._making)  # a conversation may end meanwhile; what is made must still be closed
+        return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
+
+    async def close(self) -> None:
+        """Close it, if there is one."""
+        making, self._making = self._making, None
+        if making is None:
+            return
+        if not making.done():
+            making.add_done_callback(self._close_late)
+        elif not making.cancelled() and making.exception() is None:
+            await self._close(making.result())
+
+    async def _close(self, made: Any) -> None:
+        if not self._box.closes:
+            return
+        with boundary("environment"):
+            if inspect.iscoroutinefunction(made.close):
+                await made.close()
+            else:
+                result = await aside(made.close, name=f"{self._box.name}.close", kind="environment")
+                if inspect.isawaitable(result):
+                    await result
+
+    def _close_late(self, making: asyncio.Future[Any]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            _late.add(task := asyncio.ensure_future(self._close(making.result())))
+            task.add_done_callback(self._closed_late)
+
+    def _closed_late(self, task: asyncio.Future[None]) -> None:
+        _late.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Failed):
+            _log.warning("the tools %s could not be closed: %s", self._box.name, error)
 
 
-def _failed(call: ToolCall, kind: str, text: str, started: float) -> ToolOutcome:
-    return ToolOutcome(
-        id=call.id,
-        name=call.name,
-        arguments=call.arguments,
-        content=_whole(f"Error: {text}"),
-        error=kind,
-        seconds=time.perf_counter() - started,
+_late: set[asyncio.Future[None]] = set()
+"""Instances that are being closed after their conversation was over: the event loop itself remembers tasks weakly only."""
+
+
+def _ready(tool: Tool | Toolbox | Callable[..., Any], truncation: Truncation | None) -> Tool | Toolbox:
+    if isinstance(tool, type):
+        tool = Toolbox.of(tool)
+    elif not isinstance(tool, Tool | Toolbox):
+        tool = Tool.of(tool)
+    if truncation is None:
+        return tool
+    if isinstance(tool, Toolbox):
+        return replace(tool, tools=tuple(_shortened(one, truncation) for one in tool.tools))
+    return _shortened(tool, truncation)
+
+
+def _shortened(tool: Tool, truncation: Truncation) -> Tool:
+    return tool if tool.truncation is not None else replace(tool, truncation=truncation)
+
+
+def _refuse_twice(name: str) -> None:
+    raise ConfigError(f"two tools have the name {name!r}; a model could not tell them apart: rename one")
+
+
+def _reply(answers: Sequence[Answer]) -> Reply:
+    info: dict[str, Any] = {}
+    for answer in answers:
+        info.update(answer.info)
+    return Reply(
+        messages=[answer.message for answer in answers],
+        outcomes=tuple(answer.outcome for answer in answers),
+        reward=sum(answer.outcome.reward for answer in answers),
+        info=info,
     )
 
 
-def _message(failure: Failed) -> str:
-    # a ValueError is how a tool talks to the model; of anything else the type helps
-    text = failure.failure.message.removeprefix("ValueError: ")
-    return text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + " ..."
+def _joined(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
+    """One reply of two to the same turn: tool messages in the order of the calls, then what else was said."""
+    if theirs.resume is not None:
+        raise TypeError(
+            "a turn called tools of two layers, and the one behind answered with Reply.resume; it must answer with messages"
+        )
+    order = {call.id: number for number, call in enumerate(turn.calls)}
 
+    def place(message: Message) -> int:
+        return order.get(str(message.get("tool_call_id")), len(order))
 
-def _whole(text: str) -> str:
-    # half of a surrogate pair, which a model can write as JSON, is no text that could be encoded
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
-def _text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    if isinstance(result, bytes):
-        return result.decode("utf-8", errors="replace")
-    return json.dumps(result, ensure_ascii=False, default=str)
-
-
-async def _in_thread(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Run a sync function beside the event loop, in a daemon thread of its own.
-
-    Not an executor: a call that hangs would take one of its workers for good, and hold up the interpreter's exit.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # timed out or cancelled meanwhile
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, error = None, None
-        try:
-            with boundary("tool"):
-                result = function(**arguments)
-        except Failed as problem:
-            error = problem
-        except BaseException as problem:  # on the loop it would end the run, and in a thread nobody would hear of it
-            error = RuntimeError(f"{type(problem).__name__}: {problem}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=work, name=f"tool-{getattr(function, '__name__', 'call')}", daemon=True).start()
-    return await future
-
-
-def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a docstring, and what its `Args:` section says of each parameter."""
-    text = inspect.getdoc(function) or ""
-    summary = " ".join(re.split(r"\n\n|\n(?=Args:\n)", text)[0].split())
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-    described: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", section.group(1)) if section else []:
-        matched = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
-        if matched:
-            described[matched.group(1)] = " ".join(matched.group(2).split())
-    return summary, described
-
-
-def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema in the order that people write, without the titles that pydantic invents from names."""
-    first = ("type", "description")
-
-    def clean(node: Any, *, names: bool = False) -> Any:
-        if isinstance(node, list):
-            return [clean(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if names:  # the keys are somebody's names, and one of them may be `title` or `type`
-            return {key: clean(value) for key, value in node.items()}
-        keys = [*(key for key in first if key in node), *(key for key in node if key not in (*first, "title"))]
-        return {
-            key: node[key] if key == "default" else clean(node[key], names=key in ("properties", "$defs"))
-            for key in keys
-        }
-
-    return clean(schema)
+    return replace(
+        theirs,
+        messages=sorted([*ours.messages, *theirs.messages], key=place),
+        outcomes=tuple(sorted([*ours.outcomes, *theirs.outcomes], key=lambda one: order.get(one.id, len(order)))),
+        reward=ours.reward + theirs.reward,
+        info={**ours.info, **theirs.info},
+    )

@@ -1,0 +1,149 @@
+"""What a tool may give back, and what the model and the record get of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from turnwise.environments.tool_result import Answer, ToolResponse
+from turnwise.environments.tools import Tool, Tools, Truncation
+from turnwise.types import ToolCall, Turn
+
+RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (2, 2), "blue")
+
+
+def given(result: Any, truncation: Truncation | None = None) -> Answer:
+    """The answer of a tool that gives `result` back."""
+
+    async def tool() -> Any:
+        """Give it."""
+        return result
+
+    (ready,) = Tools([tool], truncation=truncation)._tools.values()
+    return asyncio.run(ready.answer(ToolCall(id="call_7", name="tool", arguments={}, text="")))
+
+
+def test_images_and_videos_stand_before_the_text() -> None:
+    answer = given(ToolResponse(image=[RED, BLUE], video=[[RED, RED]], text="Look."))
+    assert answer.message == {
+        "role": "tool",
+        "tool_call_id": "call_7",
+        "name": "tool",
+        "content": [
+            {"type": "image", "image": RED},
+            {"type": "image", "image": BLUE},
+            {"type": "video", "video": [RED, RED]},
+            {"type": "text", "text": "Look."},
+        ],
+    }
+    assert answer.outcome.content == "Look.\n[2 images, 1 video]"
+    assert answer.outcome.error is None
+
+
+def test_an_image_alone_is_a_part_alone() -> None:
+    answer = given(ToolResponse(image=[RED]))
+    assert answer.content == [{"type": "image", "image": RED}]
+    assert answer.outcome.content == "[1 image]"
+
+
+@pytest.mark.parametrize(
+    ("response", "content"),
+    [(ToolResponse(text="x"), "x"), (ToolResponse(), ""), (ToolResponse(text="", image=[]), "")],
+)
+def test_a_response_without_images_is_a_text(response: ToolResponse, content: str) -> None:
+    answer = given(response)
+    assert (answer.content, answer.outcome.content) == (content, content)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image": RED}, "ToolResponse.image must be a list, got a Image: put it in brackets"),
+        ({"image": (RED,)}, "ToolResponse.image must be a list, got a tuple"),
+        ({"video": "clip.mp4"}, "ToolResponse.video must be a list, got a str"),
+        ({"text": 3}, "ToolResponse.text must be a text, got a int"),
+    ],
+)
+def test_images_and_videos_are_lists(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ToolResponse(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("result", "content", "reward", "info"),
+    [
+        (("x",), "x", 0.0, {}),
+        (("x", 0.5), "x", 0.5, {}),
+        (("x", 1), "x", 1.0, {}),
+        (("x", None), "x", 0.0, {}),
+        (("x", -0.25, {"tries": 2}), "x", -0.25, {"tries": 2}),
+        (("x", None, None), "x", 0.0, {}),
+        (({"a": 1}, 0.5, {}), '{"a": 1}', 0.5, {}),
+        ((ToolResponse(text="x"), 2.0), "x", 2.0, {}),
+        # what is no scored answer is a value like any other
+        ((3, 1), "[3, 1]", 0.0, {}),
+        (("a", "b"), '["a", "b"]', 0.0, {}),
+        (("x", 1.0, {}, 4), '["x", 1.0, {}, 4]', 0.0, {}),
+        (["x", 1.0, {}], '["x", 1.0, {}]', 0.0, {}),
+        ((), "[]", 0.0, {}),
+    ],
+)
+def test_a_tuple_of_an_answer_a_number_and_a_mapping_is_scored(
+    result: Any, content: str, reward: float, info: dict[str, Any]
+) -> None:
+    answer = given(result)
+    assert (answer.content, answer.outcome.reward, answer.info) == (content, reward, info)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_an_error_of_the_tool(reward: float) -> None:
+    answer = given(("x", reward))
+    assert answer.outcome.error == "raised"
+    assert answer.content == f"Error: TypeError: the reward of the call is {reward}, which is no finite number"
+    assert answer.outcome.reward == 0.0
+
+
+def test_rewards_and_infos_of_several_calls_are_those_of_the_turn() -> None:
+    async def guess(number: int) -> tuple[str, float, dict[str, Any]]:
+        """Guess."""
+        return "warm", number / 4, {"last": number, f"guess_{number}": True}
+
+    calls = [ToolCall(id=f"call_{n}", name="guess", arguments={"number": n}, text="") for n in (1, 2)]
+    turn = Turn(index=0, message={"role": "assistant", "content": ""}, text="", calls=tuple(calls))
+    reply = asyncio.run(Tools([guess]).step(turn))
+    assert reply.reward == 0.75
+    assert reply.info == {"last": 2, "guess_1": True, "guess_2": True}
+    assert [outcome.reward for outcome in reply.outcomes] == [0.25, 0.5]
+    assert not reply.done
+
+
+def test_long_texts_are_shortened_and_images_are_not() -> None:
+    answer = given(ToolResponse(image=[RED], text="0123456789"), Truncation(4, side="right"))
+    assert answer.content == [{"type": "image", "image": RED}, {"type": "text", "text": "0123...(truncated)"}]
+
+
+def test_ten_megabytes_of_bytes_or_json_are_bounded_with_a_note() -> None:
+    for result, first in ((b"\xff" * 10_000_000, "\ufffd"), ("x" * 10_000_000, "x")):
+        answer = given(result)
+        assert isinstance(answer.content, str)
+        assert len(answer.content) < 1_000_100
+        assert answer.content.startswith(first)
+        assert answer.content.endswith("...(truncated: this is the first 1,000,000 of 10,000,000 characters)")
+        assert answer.outcome.error is None
+        short = given(result, Truncation(6))
+        assert short.content == f"{first * 3}...(truncated)...{first * 3}"
+
+
+def test_a_tool_of_its_own_length_keeps_it_behind_a_layer_with_another() -> None:
+    async def long() -> str:
+        """Talk."""
+        return "0123456789"
+
+    tool = Tool.of(long)
+    own = Tool(**{name: getattr(tool, name) for name in ("name", "description", "arguments", "function", "schema")},
+               truncation=Truncation(2, side="right"))  # fmt: skip
+    (ready,) = Tools([own], truncation=Truncation(4))._tools.values()
+    assert asyncio.run(ready.run(ToolCall(id="c", name="long", arguments={}, text=""))).content == "01...(truncated)"

@@ -1,0 +1,205 @@
+"""Tools with a schema of their own: what is told to the template, what is checked, and what is refused at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from enum import Enum
+from typing import Annotated, Any
+
+import pytest
+from pydantic import BaseModel, Field
+
+from support.conversations import Says, call, hold, spoken
+from turnwise.environments.tools import Tool, Tools
+from turnwise.errors import ConfigError
+from turnwise.types import ToolCall, ToolOutcome, ToolSchema
+
+PARAMETERS: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "title": "Search",
+    "properties": {
+        "words": {"type": "array", "items": {"type": "string", "minLength": 2}, "minItems": 1},
+        "where": {
+            "type": "object",
+            "properties": {"site": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "deep": {"$ref": "#/$defs/deep"}},
+            "additionalProperties": False,
+        },
+        "order": {"enum": ["new", "old"], "default": "new"},
+        "count": {"type": "integer", "default": 10, "description": "How many."},
+    },
+    "required": ["words"],
+    "additionalProperties": False,
+    "$defs": {"deep": {"type": "boolean"}},
+}
+SCHEMA: ToolSchema = {
+    "type": "function",
+    "function": {"name": "find", "description": "Find pages.", "parameters": PARAMETERS, "strict": True},
+}
+
+
+async def find(words: list[str], where: Any = None, order: str = "new", count: int = 10) -> str:
+    return json.dumps([words, where, order, count])
+
+
+def ask(arguments: dict[str, Any], tool: Tool | None = None) -> ToolOutcome:
+    tool = tool or Tool.from_schema(SCHEMA, find)
+    return asyncio.run(tool.run(ToolCall(id="call_0", name=tool.name, arguments=arguments, text="")))
+
+
+def test_a_schema_reaches_the_template_whole() -> None:
+    tool = Tool.from_schema(SCHEMA, find)
+    assert tool.schema == SCHEMA
+    assert (tool.name, tool.description) == ("find", "Find pages.")
+    trajectory = hold(Says(call("find", '{"words": ["ab"]}'), "done"), lambda: Tools([tool]))
+    assert trajectory.tools == (SCHEMA,)
+    _, prompt = spoken(trajectory.segments[0])[0]
+    assert json.loads(prompt.partition("Tools:")[2].partition("<|im_end|>")[0]) == SCHEMA
+    assert trajectory.turns[0].outcomes[0].content == '[["ab"], null, "new", 10]'
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Inner(BaseModel):
+    depth: Annotated[int, Field(ge=0, le=3)] = 1
+
+
+class Outer(BaseModel):
+    inner: Inner = Inner()
+    tags: list[str] = Field(default=["a"], min_length=1)
+
+
+def test_the_schema_of_a_function_keeps_items_defaults_bounds_enums_and_nested_properties() -> None:
+    async def paint(
+        colour: Colour,
+        outer: Outer,
+        size: int | str | None = None,
+        grid: list[list[float]] = [[1.0]],  # noqa: B006
+    ) -> str:
+        """Paint."""
+        return f"{colour.value} {outer.inner.depth} {size} {grid}"
+
+    schema = Tool.of(paint).schema["function"]["parameters"]
+    assert schema["properties"]["colour"] == {"$ref": "#/$defs/Colour"}
+    assert schema["$defs"]["Colour"] == {"type": "string", "enum": ["red", "blue"]}
+    assert schema["$defs"]["Inner"]["properties"]["depth"] == {
+        "type": "integer", "default": 1, "maximum": 3, "minimum": 0
+    }  # fmt: skip
+    assert schema["$defs"]["Outer"]["properties"]["tags"] == {
+        "type": "array", "default": ["a"], "items": {"type": "string"}, "minItems": 1
+    }  # fmt: skip
+    assert schema["properties"]["size"] == {
+        "anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}], "default": None
+    }  # fmt: skip
+    assert schema["properties"]["grid"] == {
+        "type": "array", "items": {"type": "array", "items": {"type": "number"}}, "default": [[1.0]]
+    }  # fmt: skip
+    arguments = {"colour": "red", "outer": {"inner": {"depth": 2}}}
+    assert ask(arguments, Tool.of(paint)).content == "red 2 None [[1.0]]"
+    wrong = ask({"colour": "green", "outer": {"inner": {"depth": 4}}}, Tool.of(paint))
+    assert wrong.error == "arguments"
+    assert "colour: Input should be 'red' or 'blue'" in wrong.content
+    assert "outer.inner.depth: Input should be less than or equal to 3" in wrong.content
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "Error: the argument 'words' is missing"),
+        ({"words": "ab"}, "Error: words: 'ab' is not of type 'array'"),
+        ({"words": ["ab", "c"]}, "Error: words.1: 'c' is too short"),
+        ({"words": []}, "Error: words: [] should be non-empty"),
+        ({"words": ["ab"], "order": "odd"}, "Error: order: 'odd' is not one of ['new', 'old']"),
+        ({"words": ["ab"], "cout": 1}, "Error: find has no argument 'cout'; did you mean 'count'?"),
+        ({"words": ["ab"], "where": {"deep": 1}}, "Error: where.deep: 1 is not of type 'boolean'"),
+        ({"count": "3"}, "Error: the argument 'words' is missing; count: '3' is not of type 'integer'"),
+        (
+            {"words": ["ab"], "where": {"x": 1}},
+            "Error: where: Additional properties are not allowed ('x' was unexpected)",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_with_their_place(arguments: dict[str, Any], told: str) -> None:
+    outcome = ask(arguments)
+    assert (outcome.error, outcome.content) == ("arguments", told)
+
+
+def test_many_problems_are_told_in_part() -> None:
+    outcome = ask({"words": ["x"] * 9})
+    assert outcome.content.count("is too short") == 5
+    assert outcome.content.endswith("; and 4 more")
+
+
+def test_what_a_tool_does_to_its_arguments_is_not_in_the_record() -> None:
+    async def spoil(words: list[str]) -> str:
+        """Spoil."""
+        words.clear()
+        return "spoiled"
+
+    arguments = {"words": ["ab"]}
+    for tool in (Tool.from_schema(SCHEMA, lambda words, where=0, order=0, count=0: words.clear()), Tool.of(spoil)):
+        outcome = ask(arguments, tool)
+        assert (outcome.error, outcome.arguments, arguments) == (None, {"words": ["ab"]}, {"words": ["ab"]})
+
+
+def test_a_function_may_take_its_arguments_as_one_dictionary() -> None:
+    async def execute(parameters: dict[str, Any]) -> str:
+        return json.dumps(parameters, sort_keys=True)
+
+    tool = Tool.from_schema(SCHEMA, execute, by_name=False)
+    assert ask({"words": ["ab"], "count": 3}, tool).content == '{"count": 3, "words": ["ab"]}'
+
+
+def test_a_tool_without_parameters_takes_none() -> None:
+    tool = Tool.from_schema({"type": "function", "function": {"name": "now"}}, lambda: "noon")
+    assert (ask({}, tool).content, tool.description) == ("noon", "")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            {"parameters": {"type": "objekt"}},
+            "parameters of the tool 'f' are no JSON Schema: type: 'objekt' is not valid",
+        ),
+        ({"parameters": {"properties": {"x": {"type": 3}}}}, "no JSON Schema: properties.x.type: 3 is not valid"),
+        ({"parameters": {"required": "x"}}, "no JSON Schema: required: 'x' is not of type 'array'"),
+        (
+            {"parameters": {"type": "string"}},
+            "of type 'string'; a model gives named arguments, so they must be an object",
+        ),
+        ({"parameters": ["x"]}, "the parameters of the tool 'f' are a list; write a JSON Schema, such as"),
+        ({"description": 3}, "the description of the tool 'f' is a int; write a text"),
+        ({"name": ""}, "a tool's schema must have a name"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_at_once(function: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tool.from_schema({"type": "function", "function": {"name": "f", **function}}, lambda: "")
+
+
+@pytest.mark.parametrize("schema", [{}, {"type": "function"}, {"name": "f", "parameters": {}}, [], "f", None])
+def test_what_is_not_in_the_openai_format_is_refused(schema: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must be of the form \{\"type\": \"function\""):
+        Tool.from_schema(schema, lambda: "")
+
+
+def test_a_function_that_does_not_fit_its_schema_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="has the parameter 'count', and its function takes none of that name; did you"
+    ):
+        Tool.from_schema(SCHEMA, lambda words, where, order, counts: "")
+    with pytest.raises(ConfigError, match="needs the argument 'count', and its schema does not require it"):
+        Tool.from_schema(SCHEMA, lambda words, count, where=0, order=0: "")
+
+
+def test_a_reference_to_elsewhere_is_not_fetched() -> None:
+    elsewhere = {"properties": {"x": {"$ref": "http://127.0.0.1:9/schema.json"}}, "required": ["x"]}
+    tool = Tool.from_schema({"type": "function", "function": {"name": "f", "parameters": elsewhere}}, lambda x: "no")
+    outcome = ask({"x": 1}, tool)
+    assert outcome.error == "raised"
+    assert "http://127.0.0.1:9/schema.json" in outcome.content

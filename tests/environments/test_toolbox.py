@@ -1,0 +1,400 @@
+"""Classes whose methods are tools: one instance for each conversation, closed once on every path out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise.environments.environment import Environment, Once
+from turnwise.environments.tools import Toolbox, ToolResponse, Tools
+from turnwise.environments.users import checked_answer
+from turnwise.errors import ConfigError
+from turnwise.rollout.limits import Limits
+from turnwise.types import Opening, Reply, Row, ToolSchema, Turn
+
+LOG: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    LOG.clear()
+
+
+class Bank:
+    """An account."""
+
+    currency = "EUR"
+
+    def __init__(self, balance: int = 0) -> None:
+        self.balance = balance
+        LOG.append("made")
+
+    def deposit(self, amount: int) -> str:
+        """Put money in.
+
+        Args:
+            amount: How much.
+        """
+        before = self.balance
+        time.sleep(0.005)  # a moment in which another call could come between
+        self.balance = before + amount
+        return f"{self.balance} {self.currency}"
+
+    async def show(self) -> int:
+        """Say what is there."""
+        await asyncio.sleep(0)
+        return self.balance
+
+    @staticmethod
+    def rate() -> float:
+        """Say what interest there is."""
+        return 0.5
+
+    @property
+    def secret(self) -> str:
+        return "1234"
+
+    def _audit(self) -> None: ...
+
+    def close(self) -> None:
+        LOG.append(f"closed at {self.balance}")
+
+
+def test_the_public_methods_of_a_class_are_tools() -> None:
+    box = Toolbox.of(Bank)
+    assert [tool.name for tool in box.tools] == ["deposit", "show", "rate"]
+    assert box.tools[0].schema == {
+        "type": "function",
+        "function": {
+            "name": "deposit",
+            "description": "Put money in.",
+            "parameters": {
+                "type": "object",
+                "properties": {"amount": {"type": "integer", "description": "How much."}},
+                "required": ["amount"],
+            },
+        },
+    }
+    assert box.closes
+
+
+def test_each_conversation_has_an_instance_of_its_own_which_keeps_its_state() -> None:
+    engine = Says(
+        call("deposit", '{"amount": 5}'), call("deposit", '{"amount": 2}') + call("rate"), call("show"), "#### 7"
+    )
+    row = a_row(answer=7)
+    trajectories = hold_all(engine, lambda: Tools([Bank], then=checked_answer()), row=row, size=3)
+    for trajectory in trajectories:
+        assert [[one.content for one in turn.outcomes] for turn in trajectory.turns] == [
+            ["5 EUR"], ["7 EUR", "0.5"], ["7"], []
+        ]  # fmt: skip
+        assert (trajectory.stop, trajectory.error) == ("done", None)
+    assert LOG == ["made"] * 3 + ["closed at 7"] * 3
+
+
+def test_a_class_may_be_given_arguments() -> None:
+    box = Toolbox.of(Bank, arguments={"balance": 100}, timeout=2.0, retries=1)
+    assert (box.tools[0].timeout, box.tools[0].retries) == (2.0, 1)
+    trajectory = hold(Says(call("show"), "x"), lambda: Tools([box]))
+    assert trajectory.turns[0].outcomes[0].content == "100"
+    assert LOG == ["made", "closed at 100"]
+
+
+def test_calls_of_one_instance_are_run_in_their_order_and_of_two_together() -> None:
+    engine = Says("".join(call("deposit", f'{{"amount": {n}}}') for n in range(1, 6)) + call("show"), "x")
+    trajectory = hold(engine, lambda: Tools([Bank]), limits=Limits(turns=2, tokens_per_turn=1000))
+    said = [one.content for one in trajectory.turns[0].outcomes]
+    assert said == ["1 EUR", "3 EUR", "6 EUR", "10 EUR", "15 EUR", "15"]
+
+    class One:
+        def first(self) -> str:
+            """Wait."""
+            time.sleep(0.15)
+            return "1"
+
+    class Two:
+        def second(self) -> str:
+            """Wait."""
+            time.sleep(0.15)
+            return "2"
+
+    started = time.perf_counter()
+    trajectory = hold(Says(call("first") + call("second"), "x"), lambda: Tools([One, Two]))
+    assert [one.content for one in trajectory.turns[0].outcomes] == ["1", "2"]
+    assert time.perf_counter() - started < 0.29
+
+
+# closing
+
+
+def closing(kind: type, engine: Any, then: Callable[[], Environment] = Once, **table: Any) -> Any:
+    return hold(engine, lambda: Tools([kind], then=then()), **table)
+
+
+class Breaks(Once):
+    async def step(self, turn: Turn) -> Reply:
+        raise RuntimeError("no")
+
+
+class BreaksAtOnce(Once):
+    async def begin(self, row: Row) -> Opening:
+        raise RuntimeError("no")
+
+
+def test_close_is_called_once_on_every_path_out() -> None:
+    assert closing(Bank, Says("x")).stop == "done"
+    assert LOG == ["made", "closed at 0"]
+    assert closing(Bank, Says("x"), Breaks).error.kind == "environment"
+    assert LOG == ["made", "closed at 0"] * 2
+    assert closing(Bank, Says(RuntimeError("no engine"))).error.kind == "engine"
+    assert LOG == ["made", "closed at 0"] * 3
+    limits = Limits(turns=1, tokens_per_turn=400)
+    assert closing(Bank, Says(call("deposit", '{"amount": 1}')), limits=limits).stop == "max_turns"
+    assert LOG == ["made", "closed at 0"] * 3 + ["made", "closed at 1"]
+    slow = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=0.1)
+    assert closing(Bank, Says("x", seconds=1.0), limits=slow).stop == "deadline"
+    assert LOG[-2:] == ["made", "closed at 0"]
+    assert len(LOG) == 10
+
+
+def test_an_instance_is_not_made_for_a_conversation_that_does_not_begin() -> None:
+    trajectory = closing(Bank, Says("x"), BreaksAtOnce)
+    assert trajectory.error.kind == "environment"
+    assert LOG == []
+
+
+def test_close_may_be_async() -> None:
+    class Shop:
+        def buy(self) -> str:
+            """Buy."""
+            return "bought"
+
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            LOG.append("closed")
+
+    assert Toolbox.of(Shop).closes
+    assert closing(Shop, Says(call("buy"), "x")).turns[0].outcomes[0].content == "bought"
+    assert LOG == ["closed"]
+
+
+def test_a_class_that_cannot_be_made_breaks_its_own_conversation_only() -> None:
+    class Rare:
+        made = 0
+
+        def __init__(self) -> None:
+            type(self).made += 1
+            if self.made == 2:
+                raise OSError("no port is free")
+
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+        def close(self) -> None:
+            LOG.append("closed")
+
+    trajectories = hold_all(Says(call("look"), "x"), lambda: Tools([Rare]), size=3)
+    errors = [one.error for one in trajectories]
+    assert sorted(one is None for one in errors) == [False, True, True]
+    (error,) = [one for one in errors if one is not None]
+    assert (error.kind, error.message) == ("environment", "OSError: no port is free")
+    assert LOG == ["closed", "closed"]
+
+
+def test_all_are_closed_though_one_cannot_be(caplog: pytest.LogCaptureFixture) -> None:
+    class Bad:
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    class Behind(Once):
+        async def close(self) -> None:
+            LOG.append("behind closed")
+
+    trajectory = hold(Says("x"), lambda: Tools([Bad, Bank], then=Behind()))
+    assert (trajectory.stop, trajectory.error) == ("done", None)
+    assert LOG == ["made", "closed at 0", "behind closed"]
+    assert "could not be closed: OSError: stuck" in caplog.text
+
+
+def test_an_instance_that_is_made_after_its_conversation_is_over_is_closed_all_the_same() -> None:
+    class Late:
+        def __init__(self) -> None:
+            time.sleep(0.2)
+            LOG.append("made")
+
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+        def close(self) -> None:
+            LOG.append("closed")
+
+    async def main() -> None:
+        tools = Tools([Late])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await tools.begin(a_row())
+        await tools.close()
+        assert LOG == []
+        await asyncio.sleep(0.3)
+        assert LOG == ["made", "closed"]
+
+    asyncio.run(main())
+
+
+# what is refused
+
+
+def test_classes_that_cannot_be_tools_are_refused() -> None:
+    class Empty:
+        def _hidden(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    class Untyped:
+        def look(self, x) -> None:  # type: ignore[no-untyped-def]
+            """Look."""
+
+    class Needs:
+        def __init__(self, url: str) -> None: ...
+
+        def look(self) -> None:
+            """Look."""
+
+    with pytest.raises(ConfigError, match="the class Empty has no public methods, which would be its tools"):
+        Tools([Empty])
+    with pytest.raises(ConfigError, match="the parameter 'x' of the tool 'look' has no type; annotate it"):
+        Tools([Untyped])
+    with pytest.raises(
+        ConfigError, match=r"Needs cannot be made with the arguments \{\}: missing a required argument: 'url'"
+    ):
+        Tools([Needs])
+    with pytest.raises(
+        ConfigError, match=r"Bank cannot be made with the arguments \{'x': 1\}: got an unexpected keyword"
+    ):
+        Toolbox.of(Bank, arguments={"x": 1})
+    with pytest.raises(ConfigError, match="two tools have the name 'deposit'"):
+        Tools([Bank, Bank])
+
+
+def test_a_subclass_may_replace_and_hide_methods_of_its_base() -> None:
+    class Quiet(Bank):
+        rate = None  # type: ignore[assignment]
+
+        def deposit(self, amount: int, note: str = "") -> str:
+            """Put money in, with a note."""
+            return note
+
+    assert [(tool.name, tool.description) for tool in Toolbox.of(Quiet).tools] == [
+        ("deposit", "Put money in, with a note."),
+        ("show", "Say what is there."),
+    ]
+
+
+# in front of others
+
+
+class Game:
+    """Offers a tool itself, and answers words and calls."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def begin(self, row: Row) -> Opening:
+        schema: ToolSchema = {"type": "function", "function": {"name": "move", "description": "", "parameters": {}}}
+        return Opening(messages=[*row.messages, {"role": "user", "content": "Your move."}], tools=[schema])
+
+    async def step(self, turn: Turn) -> Reply:
+        messages = [{"role": "tool", "tool_call_id": one.id, "name": "move", "content": "moved"} for one in turn.calls]
+        if not turn.calls:
+            messages = [{"role": "user", "content": "Go on."}]
+        return Reply(
+            messages=messages, reward=len(turn.calls), done=turn.text == "bye", info={"moves": len(turn.calls)}
+        )
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Commented:
+    """An interaction in front of a game: says a word of its own behind each reply."""
+
+    def __init__(self, then: Environment) -> None:
+        self._then = then
+
+    async def begin(self, row: Row) -> Opening:
+        return await self._then.begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        reply = await self._then.step(turn)
+        messages: Sequence[dict[str, Any]] = [*reply.messages, {"role": "user", "content": "Hm."}]
+        return Reply(messages=messages, reward=reply.reward, done=reply.done, outcomes=reply.outcomes, info=reply.info)
+
+    async def close(self) -> None:
+        await self._then.close()
+
+
+async def look() -> ToolResponse:
+    """Look."""
+    return ToolResponse(text="a wall")
+
+
+@pytest.mark.parametrize("order", ["tools, interaction, game", "interaction, tools, game", "tools, tools, game"])
+def test_tools_an_interaction_and_a_game_stand_in_any_order(order: str) -> None:
+    games: list[Game] = []
+
+    def make() -> Environment:
+        games.append(game := Game())
+        match order:
+            case "tools, interaction, game":
+                return Tools([look, Bank], then=Commented(game))
+            case "interaction, tools, game":
+                return Commented(Tools([look, Bank], then=game))
+            case _:
+                return Tools([Bank], then=Tools([look], then=game))
+
+    trajectory = hold(Says(call("look"), call("move"), "well", call("show"), "bye"), make)
+    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert sorted(tool["function"]["name"] for tool in trajectory.tools) == ["deposit", "look", "move", "rate", "show"]
+    said = [message["content"] for message in trajectory.messages if message["role"] in ("tool", "user")]
+    assert [text for text in said if text != "Hm."] == ["Hi", "Your move.", "a wall", "moved", "Go on.", "0", "Go on."]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert (games[0].closed, LOG) == (1, ["made", "closed at 0"])
+
+
+def test_a_turn_that_calls_tools_of_two_layers_is_answered_by_both_in_the_order_of_the_calls() -> None:
+    trajectory = hold(
+        Says(call("move") + call("look") + call("lok") + call("move"), "bye"), lambda: Tools([look], then=Game())
+    )
+    told = [(one["tool_call_id"], one["content"]) for one in trajectory.messages if one["role"] == "tool"]
+    assert told == [
+        ("call_0", "moved"),
+        ("call_1", "a wall"),
+        ("call_2", "Error: there is no tool 'lok'; did you mean 'look'? (the tools are: look, move)"),
+        ("call_3", "moved"),
+    ]
+    assert trajectory.turns[0].reward == 2.0
+    assert trajectory.turns[0].info == {"moves": 2}
+
+
+def test_a_name_that_the_environment_behind_offers_too_is_refused() -> None:
+    async def move() -> str:
+        """Move."""
+        return "no"
+
+    trajectory = hold(Says("x"), lambda: Tools([move], then=Game()))
+    assert trajectory.error is not None
+    assert (trajectory.error.kind, trajectory.error.message) == (
+        "environment",
+        "two tools have the name 'move'; a model could not tell them apart: rename one",
+    )
