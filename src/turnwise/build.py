@@ -157,7 +157,7 @@ def loss_mask(config: Config) -> Rule:
         raise ConfigError(
             f"loss_mask: {use.use} is async; a loss mask waits for nothing: write def instead of async def"
         )
-    both = callable(found) and takes_trajectory(functools.partial(found, **use.arguments))
+    both = callable(found) and takes_trajectory(found)
     return custom(_callable(use, key="loss_mask", given=(None, None) if both else (None,)), name=_name(use))
 
 

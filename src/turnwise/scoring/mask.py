@@ -57,7 +57,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def custom(function: Callable[..., Any], *, name: str) -> Rule:
-    """A rule from a user's function, called for each turn: `function(turn)`, or `function(turn, trajectory)` if it takes two.
+    """A rule from a user's function, called for each turn as `function(turn)`, or as `function(turn, trajectory)`.
 
     It gives the turn's weight, a finite number of 0 or more. If it raises or gives anything else, the trajectory breaks
     with an error of kind `loss_mask`, and no other does.
@@ -81,15 +81,13 @@ def custom(function: Callable[..., Any], *, name: str) -> Rule:
 
 
 def takes_trajectory(function: Callable[..., Any]) -> bool:
-    """Whether a function of a turn wants the trajectory too: its second parameter is required, or is called `trajectory`."""
+    """Whether a function of a turn wants the trajectory too: its second parameter is called `trajectory`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin
         return False
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 and (
-        positional[1].default is inspect.Parameter.empty or positional[1].name == "trajectory"
-    )
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return positional[1:2] == ["trajectory"]
 
 
 def _weight(name: str, turn: Turn, function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
