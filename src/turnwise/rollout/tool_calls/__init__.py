@@ -10,10 +10,12 @@ from turnwise.rollout.tool_calls.formats import FORMATS, by_name, detect
 from turnwise.rollout.tool_calls.json_formats import Hermes
 from turnwise.rollout.tool_calls.reading import Reading, ToolFormat
 from turnwise.rollout.tool_calls.reasoning import MARKS, Thought, split_reasoning, thoughts
+from turnwise.rollout.tool_calls.response_template import FromResponseTemplate
 
 __all__ = [
     "FORMATS",
     "MARKS",
+    "FromResponseTemplate",
     "Hermes",
     "Reading",
     "Thought",

@@ -6,17 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 from turnwise.errors import TemplateError, nearest
+from turnwise.rollout.tool_calls.gemma import FunctionGemma, Gemma4
+from turnwise.rollout.tool_calls.harmony import Harmony
 from turnwise.rollout.tool_calls.json_formats import Cohere2, DeepSeek, Hermes, Kimi, Mistral
+from turnwise.rollout.tool_calls.llama3 import Llama3
+from turnwise.rollout.tool_calls.pythonic import Lfm2, Pythonic
 from turnwise.rollout.tool_calls.reading import ToolFormat
+from turnwise.rollout.tool_calls.xml_formats import Glm, MuseGlimmer, Qwen3Coder
 
 __all__ = ["FORMATS", "by_name", "detect"]
 
 FORMATS: tuple[ToolFormat, ...] = (
     Hermes(),
+    Qwen3Coder(),
+    Glm(),
     DeepSeek(),
     Kimi(),
     Mistral(),
     Cohere2(),
+    Harmony(),
+    Gemma4(),
+    FunctionGemma(),
+    MuseGlimmer(),
+    Lfm2(),
+    Pythonic(),
+    Llama3(),
 )
 """All of them, those that need no marks last: they would read what others have written between their marks."""
 

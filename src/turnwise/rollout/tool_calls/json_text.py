@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.rollout.tool_calls.reading import Problem, skip_space
 
-__all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_half_characters"]
+__all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_unwritable"]
 
 _SHOWN = 20  # characters of what is wrong
 
@@ -34,7 +34,7 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
     except ValueError as error:  # NaN, an infinite number, one of too many digits
         raise Problem(str(error), begin) from None
     if "\\u" in text[begin:end]:
-        refuse_half_characters(value, begin)
+        refuse_unwritable(value, begin)
     return value, end
 
 
@@ -80,15 +80,17 @@ def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
     return value
 
 
-def refuse_half_characters(value: Any, at: int) -> None:
-    """Refuse a text that no file can hold: a surrogate without its other half.
+def refuse_unwritable(value: Any, at: int) -> None:
+    """Refuse what no JSON file can hold: a surrogate without its other half, NaN, something endless.
 
     Raises Problem.
     """
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise Problem(f"it holds half a character, {error.object[error.start]!r}", at) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Problem(f"it is not JSON: {error}", at) from None
 
 
 def _refuse_constant(name: str) -> float:

@@ -25,7 +25,7 @@ MARKS: tuple[tuple[str, str], ...] = (
 )
 """What opens and what closes a thought, family by family."""
 
-_CLOSING_OF = dict(MARKS)
+_CLOSING_OF: dict[str, str] = dict(MARKS)
 _HEAD = r"(?:<\|start\|>assistant)?"
 OPENING = _HEAD + "(?:" + "|".join(re.escape(opening) for opening in _CLOSING_OF) + ")"
 """Regular expression of what opens a thought."""

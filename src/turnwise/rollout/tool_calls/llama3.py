@@ -1,0 +1,70 @@
+"""Llama 3's format: a bare JSON object with name and parameters.
+
+There is no mark to go by, so every JSON object in the text is looked at, from its first brace to its last, and is a call if it
+has a name and nothing else than a call has. An object inside another value is none. What cannot be read is a bad call only
+where it begins like one; else it is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.rollout.tool_calls.json_text import decode, named
+from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
+from turnwise.types import ToolCall, ToolSchema
+
+__all__ = ["Llama3"]
+
+_BEGINS = r"\{\s*[\"'](?:name|type)[\"']\s*:"
+_CALL = re.compile(_BEGINS)
+_NEXT = re.compile(rf"(?:(?<=\n)|;\s*|<\|python_tag\|>\s*)(?=\s*{_BEGINS})")
+_SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
+_OF_A_CALL = {"name", "type", "id", "parameters", "arguments"}
+_NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open
+
+
+class Llama3(Tagged):
+    """`{"name": ..., "parameters": {...}}`, several of them separated by `;` or in a list, or after `<|python_tag|>`."""
+
+    name = "llama3"
+    how = '{"name": "<tool>", "parameters": {...}}'
+    opening = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
+
+    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+        begin = mark.end() if mark[0][0] == "<" else mark.start()
+        try:
+            value, end = decode(text, begin)
+        except Problem as problem:
+            return self._lost(text, begin, problem)
+        items = value if isinstance(value, list) else [value]
+        if not items or not all(_is_call(item) for item in items):
+            return [], end  # JSON, and said: what is inside it is not looked at
+        return [self._call(item, text[begin:end]) for item in items], self._separated(text, end)
+
+    def _call(self, value: Any, written: str) -> ToolCall:
+        try:
+            return well_formed(*named(value, keys=("parameters", "arguments")), written)
+        except Problem as problem:
+            return self.bad(problem, written)
+
+    def _lost(self, text: str, begin: int, problem: Problem) -> Found:
+        inside = skip_space(text, begin + 1) if text.startswith("[", begin) else begin
+        further = begin + (_NESTED if problem.hopeless else 1)
+        if not _CALL.match(text, inside):
+            return [], max(problem.at, further)
+        if inside > begin:
+            return [], further if problem.hopeless else inside  # one of the list is bad: each is read by itself
+        following = _NEXT.search(text, further)
+        end = following.start() if following else len(text)
+        return [self.bad(problem, text[begin:end])], following.end() if following else end
+
+    def _separated(self, text: str, end: int) -> int:
+        """Where the text goes on after a call: what only separates it from the next one is left out."""
+        separator = _SEPARATOR.match(text, end)
+        return separator.end() if separator else end
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and value.keys() <= _OF_A_CALL
