@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from support.tiny import tiny_model
+from support.tiny import save_model, save_rows, tiny_model
 from training.test_batch import gradients, targets, trajectory
 from turnwise import build
+from turnwise.collect import collect
 from turnwise.config import LOSS_MASKS, Config, refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.recipe import load
+from turnwise.report import Report
 from turnwise.scoring.mask import RULES, Rule, custom
+from turnwise.train import assemble, train
 from turnwise.training.batch import pack
 from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Row, Sampling, Stop, Trajectory, Turn
+
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def said(*roles: str, turns: int | None = None, cut: tuple[int, ...] = ()) -> Trajectory:
@@ -213,6 +224,91 @@ def test_a_rule_among_one_turn_is_refused_and_a_function_is_not(tmp_path: Path) 
     refuse_without_effect(recipe(tmp_path, "loss_mask=all", "limits.turns=1"))
     refuse_without_effect(recipe(tmp_path, "loss_mask=last_turn"))
     refuse_without_effect(recipe(tmp_path, "loss_mask=mine.py:of_both", "limits.turns=1"))
+
+
+# runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+BREAKS = """
+def first_rows(turn, trajectory):
+    return 0.5 if int(trajectory.row.id) <= 4 else -1
+"""
+
+
+def options(model: Path, path: Path, **further: Any) -> Config:
+    (path / "breaks.py").write_text(BREAKS)
+    tree = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(path / "train.jsonl"))},
+        "environment": f"{SUPPORT / 'places.py'}:low_bytes",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 1, "rows": 4, "group": 4, "lr": 0.01},
+        "output": str(path / "run"),
+    }
+    return Config.model_validate({**tree, **further})
+
+
+def held(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "trajectories.jsonl").read_text().splitlines()]
+
+
+def learn(config: Config) -> dict[str, Any]:
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(assemble(config), Report(Console(file=nowhere))))
+    return json.loads((Path(config.output) / "metrics.jsonl").read_text())
+
+
+def test_a_run_trains_on_the_turns_of_the_mask_only_and_records_the_weights(model: Path, tmp_path: Path) -> None:
+    metrics = learn(options(model, tmp_path, loss_mask="last_turn", sampling={"temperature": 1.5}))
+    trajectories = held(tmp_path / "run")
+    assert {len(one["turns"]) for one in trajectories} >= {2}
+    assert all(
+        [turn["weight"] for turn in one["turns"]] == [0.0] * (len(one["turns"]) - 1) + [1.0] for one in trajectories
+    )
+    last = {(one["group"], str(one["segments"]), one["turns"][-1]["advantage"]): one for one in trajectories}
+    counted = sum(segment["turn"].count(len(one["turns"]) - 1) for one in last.values() for segment in one["segments"])
+    assert 0 < metrics["tokens/trained"] <= counted < metrics["tokens/sampled"]
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_function_that_breaks_costs_its_conversations_and_not_the_run(model: Path, tmp_path: Path) -> None:
+    config = options(
+        model, tmp_path, loss_mask=f"{tmp_path}/breaks.py:first_rows", train={"steps": 1, "rows": 8, "group": 2}
+    )
+    metrics = learn(config)
+    assert metrics["failed"] == 0.5
+    for one in held(tmp_path / "run"):
+        if int(one["row"]["id"]) <= 4:
+            assert {turn["weight"] for turn in one["turns"]} == {0.5}
+            assert one["turns"][0]["advantage"] is not None
+        else:
+            assert one["error"]["kind"] == "loss_mask"
+            assert "'first_rows' gave -1 for turn 0" in one["error"]["message"]
+            assert one["turns"][0]["advantage"] is None
+
+
+def test_a_mask_that_leaves_nothing_is_told(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "none.py").write_text("def none(turn): return 0")
+    with caplog.at_level(logging.WARNING):
+        metrics = learn(options(model, tmp_path, loss_mask=f"{tmp_path}/none.py:none"))
+    assert f"step 1: loss_mask={tmp_path}/none.py:none gives all turns the weight 0, so there is nothing" in caplog.text
+    assert (metrics["tokens/trained"], metrics["loss"]) == (0, 0.0)
+
+
+def test_a_rollout_records_the_weights_too(model: Path, tmp_path: Path) -> None:
+    asyncio.run(collect(options(model, tmp_path, loss_mask="last_round"), tmp_path / "out", Console(quiet=True)))
+    for one in held(tmp_path / "out"):
+        assert [turn["weight"] for turn in one["turns"]] == [0.0] * (len(one["turns"]) - 1) + [1.0]
+
+
+def test_the_view_in_the_documentation_is_what_the_rules_give() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "mask_view.py"
+    assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0
 
 
 # the loss

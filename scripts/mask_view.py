@@ -1,0 +1,102 @@
+"""Write docs/loss_masks.md's view of one conversation, token by token, with the weights that each rule gives.
+
+The conversation is held by the loop itself: the demo's tokenizer and template, its calculator, a user with a second question,
+and an engine that says its lines.
+
+python scripts/mask_view.py            # rewrite the page
+python scripts/mask_view.py --check    # exit 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.environments.calculator import calculator
+from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.users import ScriptedUser
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.rollout import Table, new_group, rollout_group
+from turnwise.scoring.mask import RULES, custom
+from turnwise.types import Row, Sampling, Trajectory, Turn
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "loss_masks.md"
+BEGIN, END = "<!-- view: made by scripts/mask_view.py -->", "<!-- end of view -->"
+
+QUESTION, FURTHER = "What is 3*4?", "And 12+1?"
+LINES = [
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n</tool_call>',
+    "The answer is 12.",
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+1"}}\n</tool_call>',
+    "The answer is 13.",
+]
+
+
+def calls_count_half(turn: Turn) -> float:
+    """The function of the page's example."""
+    return 0.5 if turn.calls else 1.0
+
+
+def conversation(renderer: Renderer) -> Trajectory:
+    """Two questions, a tool call and an answer each, through the loop."""
+    table = Table(
+        engine=ScriptedEngine([LINES], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
+        renderer=renderer,
+        make_environment=lambda: Tools([Tool.of(calculator)], then=ScriptedUser([FURTHER])),
+        sampling=Sampling(),
+        limits=Limits(turns=8, tokens_per_turn=256),
+    )
+    group = new_group(Row(id="1", messages=[{"role": "user", "content": QUESTION}]), size=1, seed=0)
+    (trajectory,) = asyncio.run(rollout_group(group, table)).trajectories
+    if trajectory.failed or len(trajectory.turns) != len(LINES):
+        raise SystemExit(f"the conversation is not what it should be: {trajectory.error}, {trajectory.said}")
+    return trajectory
+
+
+def view(renderer: Renderer, trajectory: Trajectory) -> Iterator[str]:
+    """A line for each token: its text, its turn, and its weight by each rule."""
+    rules = {**RULES, "calls_count_half": custom(calls_count_half, name="calls_count_half")}
+    weights: dict[str, list[float]] = {}
+    for name, rule in rules.items():
+        rule(trajectory)
+        weights[name] = [turn.weight for turn in trajectory.turns]
+    (segment,) = trajectory.segments
+    texts = [renderer.decode([token]) for token in segment.token_ids]
+    begins = "".join(texts).index(f"<|im_start|>user\n{QUESTION}")
+    width = max(len(repr(text)) for text in texts)
+    yield f"{'token':<{width}}{'turn':>6}" + "".join(f"{name:>{len(name) + 2}}" for name in rules)
+    skipped = length = 0
+    for text, turn in zip(texts, segment.turn, strict=True):
+        length += len(text)
+        if length <= begins:
+            skipped += 1
+            continue
+        if skipped:
+            yield f"({skipped} tokens that describe the tools)"
+            skipped = 0
+        said = [f"{weights[name][turn] if turn >= 0 else 0:g}" for name in rules]
+        cells = "".join(f"{weight:>{len(name) + 2}}" for name, weight in zip(rules, said, strict=True))
+        yield f"{text!r:<{width}}{turn if turn >= 0 else '-':>6}{cells if turn >= 0 else ''}"
+
+
+def main() -> int:
+    """Rewrite or check the page."""
+    renderer = Renderer.from_pretrained(ROOT / "demo" / "model")
+    lines = "\n".join(line.rstrip() for line in view(renderer, conversation(renderer)))
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    fresh = f"{before}{BEGIN}\n\n```text\n{lines}\n```\n\n{END}{after}"
+    if "--check" in sys.argv:
+        return int(fresh != page)
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
