@@ -20,11 +20,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "images": {"errors"},
     "data": {"types", "errors", "images"},
     "threads": set(),
-    "engines": {"types", "errors", "distribution", "threads"},
+    "vision": {"types", "errors"},
+    "engines": {"types", "errors", "distribution", "threads", "vision"},
     "environments": {"types", "errors", "answers"},
     "rollout": {"types", "errors", "environments.environment", "engines.engine", "engines.batched", "images"},
     "scoring": {"types", "errors", "answers"},
-    "training": {"types", "errors", "distribution", "threads"},
+    "training": {"types", "errors", "distribution", "threads", "vision"},
     "metrics": {"types"},
     "config": {"errors", "data"},
     "recipe": {"config", "errors"},
@@ -168,7 +169,7 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
     alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
     assert with_torch <= {".", "training", "engines/local"}
-    assert alone <= {"distribution.py", "threads.py", "train.py"}
+    assert alone <= {"distribution.py", "threads.py", "train.py", "vision.py"}
     for name in ("engine", "scripted", "batched"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
 

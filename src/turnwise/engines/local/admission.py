@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from turnwise.engines.local.batch import Ticket
 from turnwise.engines.local.forward import Forward
 from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
+from turnwise.engines.local.vision import VisionForward
 from turnwise.threads import Threads
 
 __all__ = ["Admission", "Stats"]
@@ -108,8 +109,10 @@ class Admission:
         if slot is None:
             return None
         kept = max(own_kept, donor.tokens)
-        self._stats.reused_tokens += own_kept
-        self._stats.copied_tokens += kept - own_kept
+        if ticket.sight is not None:
+            kept = ticket.sight.whole(kept)
+        self._stats.reused_tokens += min(own_kept, kept)
+        self._stats.copied_tokens += max(kept - own_kept, 0)
         self._stats.prefilled_tokens += len(tokens_N) - kept
         if donor.slot not in (FREE, slot):
             chosen.copies.append((donor.slot, slot, kept))
@@ -140,6 +143,7 @@ class Admission:
         """Compute what is missing, the short ones together and the long ones in pieces."""
         slots = self._slots
         ends = {slot: len(ticket.so_far) - 1 for slot, ticket in chosen.started}
+        sights = {slot: ticket.sight for slot, ticket in chosen.started}
         todo = sorted((slot for slot, end in ends.items() if end > slots.length_S[slot]), key=lambda slot: ends[slot])
         while todo:
             # of one length, so that little is padded; the longest sets how many fit
@@ -152,11 +156,19 @@ class Admission:
                 batch.append(slot)
             starts_N = slots.length_S[batch]
             stops_N = [min(ends[slot], int(slots.length_S[slot]) + BATCH_TOKENS) for slot in batch]
+            sights_N = [sights[slot] for slot in batch]
+            stops_N = [
+                stop if sight is None else sight.whole(stop, int(start))
+                for sight, start, stop in zip(sights_N, starts_N, stops_N, strict=True)
+            ]
             tokens_N = [
                 slots.tokens_SC[slot, start:stop] for slot, start, stop in zip(batch, starts_N, stops_N, strict=True)
             ]
             with self._threads.during("prefill", sum(map(len, tokens_N))):
-                self._forward.prefill(slots.rows, slots.row_S[batch], starts_N, tokens_N)
+                if isinstance(self._forward, VisionForward) and any(sights_N):
+                    self._forward.see(slots.rows, slots.row_S[batch], starts_N, tokens_N, sights_N)
+                else:
+                    self._forward.prefill(slots.rows, slots.row_S[batch], starts_N, tokens_N)
             for slot, stop in zip(batch, stops_N, strict=True):
                 slots.length_S[slot] = stop
             todo = [slot for slot in todo if ends[slot] > slots.length_S[slot]]

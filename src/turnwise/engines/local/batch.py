@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from turnwise.engines.local.sampler import Drawn, Options, stream, uniforms
+from turnwise.engines.local.vision import Sight
 from turnwise.types import Completion, LogprobKind, Request
 
 __all__ = ["Batch", "Decode", "Said", "Ticket"]
@@ -48,6 +49,9 @@ class Ticket:
     number: int
     """Order of arrival."""
     prompt_N: np.ndarray
+    """Token ids; the placeholders of images go by names of their own (`Sight`)."""
+    sight: Sight | None
+    """The images in the prompt."""
     limit: int
     """Tokens that it may sample: `max_tokens`, or what the context leaves."""
     future: asyncio.Future[Completion]
@@ -77,6 +81,8 @@ class Decode:
     """How many first tokens all rows have in common."""
     listeners: Sequence[tuple[int, int]]
     """(slot, index in the batch) of the requests that end at a text."""
+    shifts_B: np.ndarray | None
+    """How far positions are from places; None where all places are positions."""
 
 
 class Batch:
@@ -123,6 +129,7 @@ class Batch:
         """Make a step of these slots, which are all that run, in the order of their rows."""
         tickets = [self.tickets[slot] for slot in slots]
         samplings = [ticket.request.sampling for ticket in tickets]
+        shifts = [ticket.sight.shift if ticket.sight is not None else 0 for ticket in tickets]
         widest = max(len(sampling.stop_token_ids) for sampling in samplings)
         stops = [[*each.stop_token_ids, *[-1] * (widest - len(each.stop_token_ids))] for each in samplings]
         self.step = Decode(
@@ -135,6 +142,7 @@ class Batch:
             listeners=[
                 (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
             ],
+            shifts_B=np.array(shifts) if any(shifts) else None,
         )
         return self.step
 

@@ -21,6 +21,7 @@ from turnwise.engines.local.forward import choose_forward
 from turnwise.engines.local.rows import Rows
 from turnwise.engines.local.sampler import draw
 from turnwise.engines.local.slots import Slots
+from turnwise.engines.local.vision import Sight, VisionForward
 from turnwise.errors import EngineError
 from turnwise.threads import Threads
 from turnwise.types import Completion, Request
@@ -160,8 +161,25 @@ class LocalEngine:
                 f"the prompt has {length} tokens and may be continued by {limit}, but the cache holds {most} at most. "
                 f"Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
             )
-        future = asyncio.get_running_loop().create_future()
-        return Ticket(request=request, number=next(self._numbers), prompt_N=prompt_N, limit=limit, future=future)
+        sight = self._look(prompt_N, request)
+        return Ticket(
+            request=request,
+            number=next(self._numbers),
+            prompt_N=prompt_N if sight is None else sight.keys_N,
+            sight=sight,
+            limit=limit,
+            future=asyncio.get_running_loop().create_future(),
+        )
+
+    def _look(self, prompt_N: np.ndarray, request: Request) -> Sight | None:
+        if not request.media:
+            return None
+        if not isinstance(self._forward, VisionForward):
+            raise EngineError(
+                f"the request holds {len(request.media)} images or videos, and {type(self._model).__name__} takes none. "
+                f"Use a model that sees, or messages of text"
+            )
+        return self._forward.look(prompt_N, request.media)
 
     # the stepping task
 
@@ -219,7 +237,10 @@ class LocalEngine:
                 step = self._arrange()
             fed_B, positions_B = batch.feed(step), slots.length_S[step.slots_B]
             with self._threads.during("decode", len(fed_B)):
-                logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B, step.shared)
+                if step.shifts_B is not None and isinstance(self._forward, VisionForward):
+                    logits_BV = self._forward.decode_shifted(slots.rows, step.rows_B, positions_B, fed_B, step.shifts_B)
+                else:
+                    logits_BV = self._forward.decode(slots.rows, step.rows_B, positions_B, fed_B, step.shared)
                 drawn = draw(logits_BV, step.options, batch.uniforms(step))
         slots.tokens_SC[step.slots_B, positions_B] = fed_B
         slots.length_S[step.slots_B] = positions_B + 1

@@ -1,7 +1,8 @@
 """What a forward pass is to the engine, and which one a model gets.
 
 The engine hands over tokens, positions and rows of the cache, and takes logits. It refuses to know the model's family: the
-fused pass reads the parameters of Llama-like models, the generic one runs any decoder of transformers.
+fused pass reads the parameters of Llama-like models, the generic one runs any decoder of transformers, and the one with
+vision those whose prompts may hold images.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.local.rows import PlaneShape, Rows
 from turnwise.errors import EngineError
+from turnwise.vision import Eyes
 
 __all__ = ["Forward", "choose_forward", "disagreement"]
 
@@ -60,6 +62,7 @@ def choose_forward(model: PreTrainedModel) -> Forward:
     """
     from turnwise.engines.local.fused import FusedForward, unfit
     from turnwise.engines.local.generic import GenericForward
+    from turnwise.engines.local.vision import VisionForward
 
     reason = unfit(model)
     if reason is None:
@@ -71,7 +74,8 @@ def choose_forward(model: PreTrainedModel) -> Forward:
         logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
     else:
         logger.info("the embedded engine runs %s through its own forward: %s", type(model).__name__, reason)
-    generic = GenericForward(model)
+    eyes = Eyes.of(model)
+    generic = GenericForward(model) if eyes is None else VisionForward(model, eyes)
     gap, limit = disagreement(generic, model)
     if gap > limit:
         raise EngineError(

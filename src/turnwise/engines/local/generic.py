@@ -6,8 +6,9 @@ carry another kind of state from token to token: recurrent ones, linear attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,9 +65,20 @@ class GenericForward:
         return self._run(rows, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 
     def _run(
-        self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, lengths_N: np.ndarray, tokens_NT: np.ndarray
+        self,
+        rows: Rows,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        lengths_N: np.ndarray,
+        tokens_NT: np.ndarray,
+        *,
+        given: Mapping[str, Any] | None = None,
+        position_3NT: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Run padded tokens and return float32 logits [N, V] of the last column."""
+        """Run padded tokens and return float32 logits [N, V] of the last column.
+
+        `given` are arguments of the model's forward, the token ids among them; `position_3NT` where places are not positions.
+        """
         steps_T = np.arange(tokens_NT.shape[1])
         positions_NT = starts_N[:, None] + steps_T
         length = int((starts_N + lengths_N).max())
@@ -80,9 +92,9 @@ class GenericForward:
             length=length,
         )
         output = self._model(
-            input_ids=self._tensor(tokens_NT.astype(np.int64)),
+            **(given if given is not None else {"input_ids": self._tensor(tokens_NT.astype(np.int64))}),
             # padding is computed and thrown away, but a table of positions must have it
-            position_ids=self._tensor(np.minimum(positions_NT, length - 1)),
+            position_ids=self._tensor(np.minimum(positions_NT, length - 1) if position_3NT is None else position_3NT),
             attention_mask=self._mask(positions_NT, length),
             past_key_values=cache,
             use_cache=True,
