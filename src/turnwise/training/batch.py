@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from turnwise.training.tree import Tree, TreeShape
-from turnwise.types import Segment, Trajectory
+from turnwise.types import Media, Segment, Trajectory
 
 __all__ = ["Batch", "MicroBatch", "pack"]
 
@@ -52,12 +52,14 @@ class MicroBatch:
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Share of the token in the batch's average: above 0, for a token of weight 0 is no target."""
+    media_B: Sequence[Sequence[Media]] = ()
+    """The images and videos in each row; empty where there are none in any."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        names = [name for name in MicroBatch.__dataclass_fields__ if name != "tree"]
+        names = [name for name in MicroBatch.__dataclass_fields__ if name not in ("tree", "media_B")]
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return MicroBatch(tree=None if self.tree is None else self.tree.to(device), **moved)
+        return MicroBatch(tree=None if self.tree is None else self.tree.to(device), media_B=self.media_B, **moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def pack(
             branch = _Branch.of(segment, one.advantages, weights, share)
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
-                together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED
+                together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
                 common = branch.token_ids[: branch.trunk].tobytes() if together else branch.identity
                 bundle = branches.setdefault((one.group, common), [])
                 # a group often says the same thing several times: it is computed once, at the weight of all of them
@@ -117,8 +119,9 @@ def pack(
                 else:
                     bundle.append(branch)
     trees = [_Tree.of(part) for bundle in branches.values() for part in _split(bundle, micro_batch_tokens)]
-    flat = [tree for tree in trees if share_prompts and tree.longest <= _LONGEST_SHARED]
-    apart = [tree for tree in trees if not share_prompts or tree.longest > _LONGEST_SHARED]
+    able = [share_prompts and tree.longest <= _LONGEST_SHARED and not tree.media for tree in trees]
+    flat = [tree for tree, shares in zip(trees, able, strict=True) if shares]
+    apart = [tree for tree, shares in zip(trees, able, strict=True) if not shares]
     return Batch(
         micro_batches=[
             *(_flat(chosen) for chosen in _micro(flat, micro_batch_tokens, padded=False)),
@@ -152,8 +155,9 @@ class _Branch:
     trunk: int
     """Length of the opening: what comes before the first sampled token."""
     identity: bytes
-    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, and the
-    version of the model's weights that they are from."""
+    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, the
+    version of the model's weights that they are from, and images."""
+    media: Sequence[Media]
 
     @classmethod
     def of(
@@ -169,6 +173,9 @@ class _Branch:
         token_ids = np.array(segment.token_ids[:end], dtype=np.int64)
         gains = np.where(weight > 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
         version = np.array(segment.version[:end], dtype=np.int64)
+        media = [one for one in segment.media if one.start < end]
+        # the tensors themselves: a group has those of its prompt in common
+        seen = np.array([(id(one.inputs), one.start) for one in media], dtype=np.int64)
         return cls(
             token_ids=token_ids,
             logprobs=np.array(segment.logprobs[:end], dtype=np.float32),
@@ -177,7 +184,8 @@ class _Branch:
             share=share,
             # also where the first turns have no weight: the opening is what a group has in common
             trunk=int(np.flatnonzero(turn >= 0)[0]),
-            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version)),
+            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version, seen)),
+            media=media,
         )
 
 
@@ -210,6 +218,8 @@ class _Tree:
     old_logprob: np.ndarray
     advantage: np.ndarray
     weight: np.ndarray
+    media: Sequence[Media]
+    """Only where there is a single branch: rows with images are not shared."""
 
     @property
     def longest(self) -> int:
@@ -243,6 +253,7 @@ class _Tree:
             weight=np.concatenate(
                 [(branch.share * branch.weights[where]).astype(np.float32) for branch, where in pairs]
             ),
+            media=branches[0].media,
         )
 
 
@@ -285,7 +296,7 @@ def _rows(trees: list[_Tree]) -> MicroBatch:
             row[: len(column)] = column
         return torch.from_numpy(rows)
 
-    return MicroBatch(
+    micro = MicroBatch(
         padded([tree.token_ids for tree in trees]),
         torch.arange(length).expand(len(trees), length),
         None,
@@ -293,8 +304,13 @@ def _rows(trees: list[_Tree]) -> MicroBatch:
         torch.from_numpy(np.concatenate([tree.column for tree in trees])),
         *_targets(trees),
     )
+    if not any(tree.media for tree in trees):
+        return micro
+    return replace(micro, media_B=[tree.media for tree in trees])
 
 
-def _targets(trees: list[_Tree]) -> Iterator[torch.Tensor]:
-    for name in ("target", "old_logprob", "advantage", "weight"):
-        yield torch.from_numpy(np.concatenate([getattr(tree, name) for tree in trees]))
+def _targets(trees: list[_Tree]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def column(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(tree, name) for tree in trees]))
+
+    return column("target"), column("old_logprob"), column("advantage"), column("weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,14 @@ __all__ = ["Checkpoints"]
 _STATE = "trainer.pt"
 
 
+class Processor(Protocol):
+    """What prepares a model's input beside its tokenizer: `rollout.media.Vision`."""
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write its files into a model directory."""
+        ...
+
+
 class Checkpoints:
     """The checkpoints of one run directory: `checkpoints/step-<n>/`, and the link `checkpoint` to the newest."""
 
@@ -28,8 +36,10 @@ class Checkpoints:
         self.newest = run / "checkpoint"
         self._keep = keep
 
-    def save(self, step: int, *, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
-        """Write the checkpoint of a finished step.
+    def save(
+        self, step: int, *, model: Any, tokenizer: Any, state: dict[str, Any], processor: Processor | None = None
+    ) -> None:
+        """Write the checkpoint of a finished step; `processor` is that of images, where the model sees.
 
         Raises RunError if it cannot be written; the one before stays what it is.
         """
@@ -40,6 +50,8 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             model.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+            if processor is not None:
+                processor.save_pretrained(temporary)
             torch.save(state, temporary / _STATE)
             for file in temporary.iterdir():
                 _sync(file)

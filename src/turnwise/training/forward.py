@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from turnwise.distribution import sampling_logits
+from turnwise.errors import TurnwiseError
 from turnwise.training.batch import MicroBatch
-from turnwise.training.tree import Tree, TreeShape, growing, use_tree_attention
+from turnwise.training.tree import Tree, TreeShape, growing, set_text_attention, use_tree_attention
 from turnwise.types import Sampling
+from turnwise.vision import Eyes
 
 __all__ = ["Forward", "try_tree_attention"]
 
@@ -23,6 +26,7 @@ class Forward:
         self._model = model
         self._sampling = sampling
         self._body, self._head = _body_and_head(model)
+        self._eyes = Eyes.of(model)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -47,11 +51,32 @@ class Forward:
     def _logits(self, micro: MicroBatch) -> torch.Tensor:
         """Logits [N, V] that predict the targets."""
         # rows need neither positions nor a mask: padding on the right is behind everything that is asked for
+        if micro.media_B:
+            return self._sighted(micro)
         inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
         if micro.tree is None:
             return self._predictions(micro, inputs)
         with growing(micro.tree):
             return self._predictions(micro, {**inputs, "position_ids": micro.position_BL})
+
+    def _sighted(self, micro: MicroBatch) -> torch.Tensor:
+        """The same for rows with images, which need positions of their own."""
+        if self._eyes is None:
+            raise TurnwiseError(
+                f"the conversations hold images, and {type(self._model).__name__} takes none. Train a model that sees, such "
+                f"as Qwen2.5-VL"
+            )
+        rows_BL = micro.token_ids_BL.cpu().numpy()
+        kinds_BL = np.stack([self._eyes.kinds(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)])
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self._eyes.has_axes:
+            # padding is behind everything: it takes positions as text does
+            axes = [self._eyes.positions(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
+            inputs["position_ids"] = torch.from_numpy(np.stack(axes, axis=1)).to(micro.token_ids_BL.device)
+        kinds = torch.from_numpy(kinds_BL).to(micro.token_ids_BL.device)
+        media = [one for row in micro.media_B for one in row]
+        with self._eyes.seeing(micro.token_ids_BL, kinds, media) as given:
+            return self._predictions(micro, {**inputs, **given})
 
     def _predictions(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
         if self._body is not None:
@@ -68,19 +93,20 @@ def try_tree_attention(model: Any) -> bool:
 
     A model that cannot (sliding windows, recurrent layers, an attention of its own) is left as it is.
     """
-    kinds = getattr(model.config, "layer_types", None) or []
-    window = getattr(model.config, "sliding_window", None)
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
     if any(kind != "full_attention" for kind in kinds) or (window is not None and not kinds):
         return False
-    former = model.config._attn_implementation
+    former = config._attn_implementation
     try:
         use_tree_attention(model)
         if _tree_is_right(model):
             return True
     except (TypeError, ValueError, RuntimeError, IndexError):
         pass  # its attention takes other arguments, or cannot be exchanged
-    if model.config._attn_implementation != former:
-        model.set_attn_implementation(former)
+    if config._attn_implementation != former:
+        set_text_attention(model, former)
     return False
 
 

@@ -81,17 +81,16 @@ class _Part:
 
 
 def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model to be trained.
+    """Load a causal language model to be trained; one that sees with its eyes.
 
     Raises ConfigError if there is none at `path`, or the device is not there.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype))
+        model = _family(str(path)).from_pretrained(str(path), dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"no model could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
@@ -101,6 +100,20 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={device} cannot be used: {error}") from error
     return model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
+
+
+def _family(path: str) -> Any:
+    """The auto class that loads the model at `path` whole: with its eyes where it has any."""
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    config = AutoConfig.from_pretrained(path)
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 class Policy:

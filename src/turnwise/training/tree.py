@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["Tree", "TreeShape", "growing", "use_tree_attention"]
+__all__ = ["Tree", "TreeShape", "growing", "set_text_attention", "use_tree_attention"]
 
 _NAME = "turnwise_tree"
 
@@ -128,7 +128,14 @@ def use_tree_attention(model: Any) -> None:
     """
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
-    model.set_attn_implementation(_NAME)
+    set_text_attention(model, _NAME)
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Exchange the attention of the part that reads tokens; a part that looks at images keeps its own."""
+    text = model.config.get_text_config()
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part, None) is text]
+    model.set_attn_implementation(dict.fromkeys(parts, name) or name)
 
 
 def _attention(
