@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from turnwise.data.media import with_media
 from turnwise.errors import DataError, nearest
 from turnwise.types import Message, Row
 
@@ -36,15 +37,18 @@ def read_rows(
 
     `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id. `columns` maps
     our names to the data's: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
-    messages; `id` is optional. `system` is put before prompts that have no system message of their own.
+    messages; `id` is optional. The columns `images` and `videos` are put into the messages where they say `<image>` and
+    `<video>`. `system` is put before prompts that have no system message of their own.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
     mapping = {"prompt": "prompt", **(columns or {})}
     rows: list[Row] = []
+    path = Path(source).expanduser()
+    folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
     where: dict[str, str] = {}
     for found in islice(_records(source, split=split, subset=subset), limit):
-        row = _row(found, mapping, system)
+        row = _row(found, mapping, system, folder)
         if row.id in where:
             raise DataError(
                 f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
@@ -116,7 +120,20 @@ def _records(source: str, *, split: str, subset: str | None) -> Iterator[_Found]
             f"{source!r} could not be loaded: {type(error).__name__}: {error}. It must be a .jsonl or .parquet file, a "
             f"directory saved by `datasets`, or a hub id that can be reached"
         ) from error
-    return (_Found(record, number, f"{source}, row {number}") for number, record in enumerate(table, 1))
+    return (
+        _Found(record, number, f"{source}, row {number}") for number, record in enumerate(_packed(datasets, table), 1)
+    )
+
+
+def _packed(datasets: Any, table: Any) -> Any:
+    """The same with images left as the bytes they are: unpacked, a data set of them would fill the memory."""
+    many = getattr(datasets, "List", datasets.Sequence)  # its name before and since datasets 4
+    for name, feature in (table.features or {}).items():
+        if isinstance(feature, datasets.Image):
+            table = table.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(feature, many) and isinstance(feature.feature, datasets.Image):
+            table = table.cast_column(name, many(datasets.Image(decode=False)))
+    return table
 
 
 def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None) -> Any:
@@ -154,7 +171,7 @@ def _lines(path: Path) -> Iterator[_Found]:
             yield _Found(record, number, place)
 
 
-def _row(found: _Found, mapping: Mapping[str, str], system: str | None) -> Row:
+def _row(found: _Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
     record, place = found.record, found.place
     for ours, theirs in mapping.items():
         if theirs not in record:
@@ -165,7 +182,7 @@ def _row(found: _Found, mapping: Mapping[str, str], system: str | None) -> Row:
             )
     fields = {name: value for name, value in record.items() if name not in mapping.values()}
     fields.update((ours, record[theirs]) for ours, theirs in mapping.items())
-    messages = _messages(fields.pop("prompt"), place)
+    messages, fields = with_media(_messages(fields.pop("prompt"), place), fields, place=place, folder=folder)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     name = str(fields.pop("id")) if "id" in mapping else str(found.number)

@@ -1,0 +1,122 @@
+"""The images and videos of a row: its columns `images` and `videos`, put where its messages say.
+
+A text says where with `<image>` and `<video>`; a message of parts with `{"type": "image"}` that holds nothing yet. It knows
+where files lie and that an image begins like one; nothing is decoded here, and nothing is kept but where to find it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import DataError
+from turnwise.images import media_kind, media_value, probe_image
+from turnwise.types import Message
+
+__all__ = ["COLUMNS", "with_media"]
+
+COLUMNS = {"image": "images", "video": "videos"}
+"""The columns, by what is in them."""
+
+_PLACEHOLDER = re.compile("(<image>|<video>)")
+
+
+def with_media(
+    messages: Sequence[Message], fields: Mapping[str, Any], *, place: str, folder: Path | None
+) -> tuple[list[Message], dict[str, Any]]:
+    """The messages with the row's images in them, and the fields with their paths made whole.
+
+    Example: `[{"role": "user", "content": "<image>What is it?"}]` and `{"images": ["a.png"]}` give a message of the parts
+    `{"type": "image", "image": "/data/a.png"}` and `{"type": "text", "text": "What is it?"}`.
+
+    Raises DataError if there are not as many places as images, or one cannot be read.
+    """
+    given = {
+        kind: [
+            _checked(kind, value, f"{place}: {kind} {n}", folder) for n, value in enumerate(_list(fields[column]), 1)
+        ]
+        for kind, column in COLUMNS.items()
+        if fields.get(column) is not None
+    }
+    taken = {kind: iter(values) for kind, values in given.items()}
+    places = dict.fromkeys(given, 0)
+    found: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list) and not (given and isinstance(content, str) and _PLACEHOLDER.search(content)):
+            found.append(message)
+            continue
+        parts: list[Any] = []
+        for part in _parts(content, split=bool(given)):
+            kind = media_kind(part)
+            if kind is None:
+                parts.append(part)
+            elif (value := media_value(part)) is not None:
+                parts.append({"type": kind, kind: _checked(kind, value, f"{place}: {kind} of a message", folder)})
+            else:
+                places[kind] = places.get(kind, 0) + 1
+                parts.append({"type": kind, kind: next(taken.get(kind, iter(())), None)})
+        found.append({**message, "content": parts})
+    for kind, count in places.items():
+        have = len(given.get(kind, ()))
+        if count != have:
+            column = COLUMNS[kind]
+            raise DataError(
+                f"{place}: the column {column!r} holds {have} and the prompt has places for {count}; the numbers must be "
+                f"equal. Write <{kind}> into the prompt where each belongs, or give the part {{'type': {kind!r}}}"
+            )
+    return found, {**fields, **{COLUMNS[kind]: values for kind, values in given.items()}}
+
+
+def _parts(content: Any, *, split: bool) -> Iterator[Mapping[str, Any]]:
+    """The content as parts; placeholders in texts become parts that hold nothing yet."""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        # parquet gives every part the keys of all of them
+        part = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not split or not isinstance(text, str) or not _PLACEHOLDER.search(text):
+            yield part if isinstance(part, Mapping) else {"type": "text", "text": part}
+            continue
+        for piece in _PLACEHOLDER.split(text):
+            if piece in ("<image>", "<video>"):
+                yield {"type": piece[1:-1]}
+            elif piece:
+                yield {"type": "text", "text": piece}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
+    """The value as it goes into the message: a path made whole, anything else as it is.
+
+    Raises DataError if there is no image.
+    """
+    if kind == "image":
+        probe_image(value, where=where, folder=folder)
+        return _whole(value, folder)
+    if isinstance(value, Mapping):
+        value = media_value({"type": "video", **value})
+    if isinstance(value, list | tuple) and value:
+        return [_checked("image", frame, f"{where}, frame {n}", folder) for n, frame in enumerate(value, 1)]
+    if not isinstance(value, str | Path) or not str(value):
+        raise DataError(f"{where} is {value!r:.80}; a video is a path, or a list of frames (images)")
+    whole = _whole(str(value).removeprefix("file://"), folder)
+    if not Path(whole).is_file():
+        raise DataError(f"{where}: there is no video file {whole}")
+    return whole
+
+
+def _whole(value: Any, folder: Path | None) -> Any:
+    """A relative path made whole; it is relative to the data file."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is None and value.get("path") is not None:
+            return _whole(value["path"], folder)
+        return value
+    if not isinstance(value, str | Path) or str(value).startswith(("data:", "file://")):
+        return value
+    path = Path(value).expanduser()
+    return str(path if path.is_absolute() or folder is None else (folder / path).absolute())
