@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
 FILES = sorted(SOURCE.rglob("*.py"))
-HEAVY = {"torch", "transformers", "datasets", "matplotlib", "vllm", "sglang", "ray"}
+HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sglang", "ray"}
 
 MAY_KNOW: dict[str, set[str]] = {
     # our own modules and folders that a part may import; its own folder goes without saying
@@ -51,7 +51,7 @@ LIGHT = [
 ]
 """Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
 
-LAZY = {("rollout", "transformers"), ("data", "datasets")}
+LAZY = {("rollout", "transformers"), ("data", "datasets"), ("environments", "mcp")}
 """Heavy libraries that a part may load inside a function, where it is needed."""
 
 EXCEPT_EXCEPTION = {"errors.py": 1, "engines/local/engine.py": 1}
@@ -71,6 +71,11 @@ def imports(path: Path, *, nested: bool = True) -> set[str]:
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for node in ast.walk(function)
+    } | {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for node in ast.walk(block)
     }
     found: set[str] = set()
     for node in ast.walk(tree):

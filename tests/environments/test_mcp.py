@@ -1,0 +1,459 @@
+"""MCP: real servers, started by the tests, over stdio and over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp.types import TextContent
+from PIL import Image
+
+from support.conversations import Says, call, hold, hold_all
+from turnwise.environments.mcp import McpServer, McpServers
+from turnwise.environments.tool_result import Answer
+from turnwise.environments.tools import Tool, ToolResponse, Tools
+from turnwise.errors import ConfigError
+from turnwise.types import ToolCall
+
+SCRIPT = str(Path(__file__).parent.parent / "support" / "mcp_server.py")
+STDIO = McpServer(command=sys.executable, args=[SCRIPT, "stdio"], env={"SERVER_API_KEY": "k"})
+
+
+@contextlib.contextmanager
+def servers(**named: McpServer) -> Iterator[McpServers]:
+    made = McpServers(named)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def web_server(kind: str, port: int | None = None) -> Iterator[int]:
+    """A server process on a free port of this machine."""
+    if port is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, kind, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        for _ in range(1000):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.02)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def stdio() -> Iterator[list[Tool]]:
+    """The tools of one server over stdio."""
+    with pytest.MonkeyPatch.context() as patch, servers(tests=STDIO) as made:
+        patch.setenv("SECRET_TOKEN", "s")
+        yield made.tools(timeout=10.0)
+
+
+def ask(tools: list[Tool], name: str, /, **arguments: Any) -> Answer:
+    """One call, in an event loop of its own."""
+    return asyncio.run(asking(tools, name, **arguments))
+
+
+async def asking(tools: list[Tool], name: str, /, **arguments: Any) -> Answer:
+    (tool,) = [tool for tool in tools if tool.name == name]
+    return await tool.answer(ToolCall(id="call_0", name=name, arguments=arguments, text=""))
+
+
+def gone(pid: int) -> bool:
+    """Whether a process that was not ours to wait for has ended."""
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# schemas
+
+
+def test_the_schemas_of_a_server_are_told_whole(stdio: list[Tool]) -> None:
+    schemas = {tool.name: tool.schema for tool in stdio}
+    assert list(schemas) == ["add", "visit", "slow", "image", "fail", "die", "env", "pid", "large"]
+    assert schemas["visit"]["type"] == "function"
+    function = schemas["visit"]["function"]
+    assert (function["name"], function["description"]) == ("visit", "Go somewhere.")
+    parameters = function["parameters"]
+    assert parameters["properties"]["place"] == {"$ref": "#/$defs/Place"}
+    assert parameters["properties"]["tags"]["items"] == {"type": "string"}
+    assert parameters["properties"]["how"]["enum"] == ["foot", "train"]
+    assert parameters["properties"]["how"]["default"] == "foot"
+    assert parameters["$defs"]["Place"]["properties"]["zip"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert parameters["required"] == ["place", "tags"]
+
+
+def test_arguments_are_checked_before_the_server_is_asked(stdio: list[Tool]) -> None:
+    wrong = ask(stdio, "visit", place={"zip": 1}, tags="a")
+    assert wrong.outcome.error == "arguments"
+    assert wrong.content == (
+        "Error: place: 'city' is a required property; place.zip: 1 is not valid under any of the given schemas; "
+        "tags: 'a' is not of type 'array'"
+    )
+    assert ask(stdio, "visit", place={"city": "Rome"}, tags=["a"]).content == "Rome ['a'] foot"
+
+
+# results
+
+
+def test_calls_are_answered_over_one_session_from_whichever_event_loop(stdio: list[Tool]) -> None:
+    first, second = ask(stdio, "pid"), ask(stdio, "pid")
+    assert first.content == second.content
+    assert int(str(first.content)) != os.getpid()
+    assert ask(stdio, "add", a=2, b=3).content == "5"
+    assert ask(stdio, "add", a=2).content == "3"
+
+
+def test_images_arrive_as_images(stdio: list[Tool]) -> None:
+    answer = ask(stdio, "image", count=2)
+    assert [part["type"] for part in answer.content] == ["image", "image", "text"]  # type: ignore[index]
+    image = answer.content[0]["image"]  # type: ignore[index]
+    assert isinstance(image, Image.Image)
+    assert (image.size, image.getpixel((0, 0))) == ((3, 2), (255, 0, 0))
+    assert answer.outcome.content == "here\n[2 images]"
+
+
+def test_an_error_of_a_tool_is_told_and_not_tried_again(stdio: list[Tool]) -> None:
+    answer = ask(stdio, "fail")
+    assert (answer.outcome.error, answer.content) == ("raised", "Error: Error executing tool fail: the pump is broken")
+    assert ask([replace(tool, retries=3) for tool in stdio], "fail").outcome.attempts == 1
+
+
+def test_a_server_gets_nothing_of_our_environment_that_is_not_safe(stdio: list[Tool]) -> None:
+    assert os.environ["SECRET_TOKEN"] == "s"
+    seen = json.loads(str(ask(stdio, "env").content))
+    assert seen["SERVER_API_KEY"] == "k"
+    assert seen["PATH"] == os.environ["PATH"]
+    assert set(seen) <= {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER", "SERVER_API_KEY", "LC_CTYPE"}
+
+
+def test_calls_run_together_and_their_timeouts_are_obeyed(stdio: list[Tool]) -> None:
+    async def main() -> list[Answer]:
+        return list(await asyncio.gather(*(asking(stdio, "slow", seconds=0.2) for _ in range(8))))
+
+    started = time.perf_counter()
+    assert [answer.content for answer in asyncio.run(main())] == ["slept"] * 8
+    assert time.perf_counter() - started < 1.0
+
+    tools = [replace(tool, timeout=0.2) for tool in stdio]
+    answer = ask(tools, "slow", seconds=20)
+    assert (answer.outcome.error, answer.content) == ("timeout", "Error: slow took longer than 0.2 s")
+    assert answer.outcome.seconds < 1.0
+    assert ask(stdio, "pid").content == ask(stdio, "pid").content  # the session is as it was
+
+
+def test_conversations_call_the_tools_of_a_server(stdio: list[Tool]) -> None:
+    engine = Says(call("add", '{"a": 20, "b": 22}') + call("pid"), call("ad"), "42")
+    (one, two) = hold_all(engine, lambda: Tools(stdio), size=2)
+    for trajectory in (one, two):
+        assert (trajectory.stop, trajectory.error) == ("done", None)
+        assert trajectory.turns[0].outcomes[0].content == "42"
+        assert trajectory.turns[0].outcomes[1].error is None
+        assert trajectory.turns[1].outcomes[0].error == "unknown_tool"
+
+
+def test_what_a_result_means_can_be_overridden() -> None:
+    class Counting(McpServers):
+        def parse_result(self, content: list[Any]) -> ToolResponse:
+            return ToolResponse(text=f"{len(content)} blocks, the first says {content[0].text}")
+
+    made = Counting({"tests": STDIO})
+    try:
+        assert ask(made.tools(), "image").content == "2 blocks, the first says here"
+        assert (
+            ask(made.tools(), "fail").content
+            == "Error: 1 blocks, the first says Error executing tool fail: the pump is broken"
+        )
+    finally:
+        made.close()
+
+
+def test_content_of_other_kinds_is_named() -> None:
+    from mcp.types import AudioContent, EmbeddedResource, ResourceLink, TextResourceContents
+
+    with servers(tests=STDIO) as made:
+        response = made.parse_result(
+            [
+                TextContent(type="text", text="a"),
+                AudioContent(type="audio", data="", mime_type="audio/wav"),
+                ResourceLink(type="resource_link", name="page", uri="file:///page"),
+                EmbeddedResource(type="resource", resource=TextResourceContents(uri="file:///x", text="inside")),
+            ]
+        )
+        assert made.parse_result([]) == ToolResponse(text="")
+    assert response.text == ("a\n[audio of the type audio/wav, which cannot be heard here]\npage: file:///page\ninside")
+    assert response.image is None
+
+
+# a server's life
+
+
+def test_a_server_that_dies_is_told_and_started_again() -> None:
+    with servers(tests=STDIO) as made:
+        tools = made.tools()
+
+        async def main() -> list[Answer]:
+            slow = asyncio.create_task(asking(tools, "slow", seconds=20))
+            await asyncio.sleep(0.1)
+            return [await asking(tools, "die"), await slow]
+
+        before = int(str(ask(tools, "pid").content))
+        started = time.perf_counter()
+        for answer in asyncio.run(main()):
+            assert answer.outcome.error == "raised"
+            assert answer.content == "Error: ConnectionError: the MCP server 'tests' was lost (Connection closed)"
+        assert time.perf_counter() - started < 2.0
+        after = int(str(ask(tools, "pid").content))
+        assert after != before
+        assert gone(before)
+        # one that dies while nobody speaks with it is not even noticed
+        os.kill(after, signal.SIGKILL)
+        assert gone(after)
+        time.sleep(0.05)
+        answer = ask(tools, "add", a=1)
+        assert (answer.content, answer.outcome.error) == ("2", None)
+
+
+@pytest.mark.slow
+def test_a_lost_server_is_worth_a_further_attempt() -> None:
+    with servers(tests=STDIO) as made:
+        assert ask(made.tools(retries=1), "die").outcome.attempts == 2
+
+
+def test_a_conversation_outlives_a_server_that_dies() -> None:
+    with servers(tests=STDIO) as made:
+        tools = made.tools()
+        trajectory = hold(Says(call("die"), call("add", '{"a": 1}'), "2"), lambda: Tools(tools))
+    assert trajectory.error is None
+    assert [turn.outcomes[0].error for turn in trajectory.turns[:2]] == ["raised", None]
+
+
+def test_closing_ends_the_servers_process() -> None:
+    with servers(tests=STDIO) as made:
+        tools = made.tools(["pid"])
+        pid = int(str(ask(tools, "pid").content))
+        os.kill(pid, 0)  # it is there
+    assert gone(pid)
+    made.close()  # once more is nothing
+    answer = ask(tools, "pid")
+    assert answer.content == "Error: ConnectionError: the MCP server 'tests' was closed"
+    with pytest.raises(ConfigError, match="these MCP servers were closed; make others"):
+        made.tools()
+
+
+def test_servers_that_nobody_closes_end_all_the_same() -> None:
+    made = McpServers({"tests": STDIO})
+    tools = made.tools(["pid"])
+    pid = int(str(ask(tools, "pid").content))
+    del made, tools
+    gc.collect()
+    assert gone(pid)
+
+
+@pytest.mark.slow
+def test_servers_end_with_the_process() -> None:
+    script = (
+        "import asyncio, sys; from turnwise.environments.mcp import *; from turnwise.types import ToolCall\n"
+        f"made = McpServers({{'t': McpServer(command=sys.executable, args=[{SCRIPT!r}, 'stdio'])}})\n"
+        "(tool,) = made.tools(['pid'])\n"
+        "print(asyncio.run(tool.run(ToolCall(id='c', name='pid', arguments={}, text=''))).content)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert gone(int(ended.stdout))
+
+
+@pytest.mark.slow  # the SDK gives it two seconds to leave by itself
+def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path) -> None:
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+    made = McpServers({"mute": McpServer(command=sys.executable, args=["-c", script])}, start_timeout=0.5)
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=r"the MCP server 'mute' could not be started: no answer in 0.5 s"):
+        made.tools()
+    assert time.perf_counter() - started < 8.0
+    assert gone(int((tmp_path / "pid").read_text()))
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (McpServer(command="/nowhere/server"), "could not be started: FileNotFoundError: .*/nowhere/server"),
+        (
+            McpServer(command=sys.executable, args=["-c", "import sys; sys.exit('no key is set')"]),
+            "could not be started: MCPError: .*; it wrote: no key is set",
+        ),
+        (McpServer(url="http://127.0.0.1:9/mcp"), "could not be reached: ConnectError: "),
+        (McpServer(url="http://127.0.0.1:9/sse"), "could not be reached: ConnectError: "),
+    ],
+)
+def test_a_server_that_cannot_be_had_is_told_at_the_start(server: McpServer, message: str) -> None:
+    with servers(bad=server) as made, pytest.raises(ConfigError, match=f"the MCP server 'bad' {message}"):
+        made.tools()
+
+
+def test_two_servers_with_a_tool_of_one_name_are_refused_unless_it_is_left_out() -> None:
+    other = McpServer(command=sys.executable, args=[SCRIPT, "stdio"])
+    with servers(one=STDIO, two=other) as made:
+        with pytest.raises(
+            ConfigError, match="the MCP servers 'one' and 'two' both have a tool 'add'; a model could not"
+        ):
+            made.tools()
+        with pytest.raises(ConfigError, match="no MCP server has a tool 'ad'; did you mean 'add'"):
+            made.tools(["ad"])
+        assert made.tools([]) == []
+
+
+def test_the_sdk_keeps_quiet(stdio: list[Tool]) -> None:
+    assert logging.getLogger("mcp").level == logging.WARNING
+    assert not logging.getLogger("httpx2").isEnabledFor(logging.INFO)
+
+
+# HTTP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "path"), [("http", "mcp"), ("sse", "sse")])
+def test_the_same_over_http(kind: str, path: str) -> None:
+    with contextlib.ExitStack() as first:
+        port = first.enter_context(web_server(kind))
+        address = McpServer(url=f"http://127.0.0.1:{port}/{path}", auth_token="t")
+        with servers(tests=address) as made:
+            tools = made.tools(timeout=2.0)
+            assert [tool.name for tool in tools][:2] == ["add", "visit"]
+            assert ask(tools, "add", a=2, b=3).content == "5"
+            assert ask(tools, "image").outcome.content == "here\n[1 image]"
+            assert ask(tools, "fail").content == "Error: Error executing tool fail: the pump is broken"
+
+            async def main() -> list[Answer]:
+                return list(await asyncio.gather(*(asking(tools, "slow", seconds=0.3) for _ in range(8))))
+
+            started = time.perf_counter()
+            assert [answer.content for answer in asyncio.run(main())] == ["slept"] * 8
+            assert time.perf_counter() - started < 1.5
+            late = ask(tools, "slow", seconds=20)
+            assert (late.outcome.error, late.outcome.seconds < 2.5) == ("timeout", True)
+
+            before = ask(tools, "pid").content
+            lost = ask(tools, "die")
+            assert lost.outcome.error == "raised"
+            assert str(lost.content).startswith("Error: ConnectionError: the MCP server 'tests' was lost")
+            absent = ask(tools, "add", a=1)
+            assert absent.outcome.error == "raised"
+            assert str(absent.content).startswith("Error: ConnectionError: the MCP server 'tests' could not be reached")
+            first.close()
+            with web_server(kind, port):
+                assert ask(tools, "add", a=1).content == "2"
+                assert ask(tools, "pid").content != before
+
+
+@pytest.mark.slow
+def test_a_token_is_sent_with_every_request() -> None:
+    seen: list[str] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        seen.append(head.decode())
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        listening = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        address = McpServer(url=f"http://127.0.0.1:{port}/mcp", auth_token="secret", headers={"X-Team": "a"})
+        made = McpServers({"closed": address}, start_timeout=5.0)
+        try:
+            with pytest.raises(ConfigError, match="the MCP server 'closed' could not be reached"):
+                await asyncio.to_thread(made.tools)
+        finally:
+            await made.aclose()
+            listening.close()
+
+    asyncio.run(main())
+    assert seen
+    for head in seen:
+        assert "authorization: bearer secret" in head.lower()
+        assert "x-team: a" in head.lower()
+
+
+# files
+
+
+def test_a_file_names_servers_of_both_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text(
+        json.dumps(
+            {
+                "mcpServers": {
+                    "SSE Server": {"url": "https://example.org/sse?x=1", "auth_token": "t"},
+                    "HTTP Server": {"url": "https://example.org/mcp", "type": "streamable-http"},
+                    "STDIO Server": {"command": "npx", "args": ["-y", "server-mcp@0.2.1"], "env": {"KEY": "k"}},
+                }
+            }
+        )
+    )
+    made = McpServers.from_file(path)
+    try:
+        connections = {one.name: one._server for one in made._connections}
+    finally:
+        made.close()
+    assert [server.sse for server in connections.values()] == [True, False, False]
+    assert connections["STDIO Server"].args == ["-y", "server-mcp@0.2.1"]
+    assert McpServer(url="http://x/sse", type="http").sse is False
+    assert McpServer(url="http://x/events", type="sse").sse is True
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"mcp.json is not JSON: Expecting property name"),
+        ("[]", r'mcp.json must hold \{"mcpServers": '),
+        ('{"servers": {}}', r'mcp.json must hold \{"mcpServers": '),
+        ('{"mcpServers": {}}', "no MCP server is named"),
+        ('{"mcpServers": {"a": {}}}', r"mcp.json: mcpServers.a: it needs either a url or a command"),
+        ('{"mcpServers": {"a": {"url": "http://x", "command": "y"}}}', "needs either a url or a command"),
+        ('{"mcpServers": {"a": {"url": "x"}}}', "the url 'x' must begin with http:// or https://"),
+        ('{"mcpServers": {"a": {"url": "http://x", "env": {}}}}', "env has no effect with a url"),
+        ('{"mcpServers": {"a": {"command": "x", "auth_token": "t"}}}', "auth_token has no effect with a command"),
+        ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "it has no option 'arg'; did you mean 'args'?"),
+        ('{"mcpServers": {"a": {"command": "x", "args": "y"}}}', "args: Input should be a valid list"),
+        ('{"mcpServers": {"a": {"command": "x", "env": {"N": 1}}}}', "env.N: Input should be a valid string"),
+        ('{"mcpServers": {"a": {"command": "x", "type": "sse"}}}', "the type 'sse' does not fit a command"),
+        ('{"mcpServers": {"a": "npx"}}', "mcpServers.a: Input should be a valid dictionary"),
+        (None, "the MCP servers cannot be read: .*No such file"),
+    ],
+)
+def test_a_file_that_names_none_is_told(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "mcp.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        McpServers.from_file(path)

@@ -1,0 +1,97 @@
+"""A real MCP server for the tests: `python tests/support/mcp_server.py stdio`, or `http <port>`, or `sse <port>`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Annotated, Literal
+
+from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from PIL import Image as Picture
+from pydantic import BaseModel, Field
+
+
+class Place(BaseModel):
+    """A place."""
+
+    city: str
+    zip: str | None = None
+
+
+server = MCPServer("tests")
+STARTED = time.monotonic()
+
+
+@server.tool()
+def add(a: int, b: Annotated[int, Field(description="The second one.")] = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def visit(place: Place, tags: list[str], how: Literal["foot", "train"] = "foot") -> str:
+    """Go somewhere."""
+    return f"{place.city} {tags} {how}"
+
+
+@server.tool()
+async def slow(seconds: float) -> str:
+    """Take a while."""
+    await asyncio.sleep(seconds)
+    return "slept"
+
+
+@server.tool()
+def image(count: int = 1) -> list[str | Image]:
+    """Show images."""
+    import io
+
+    buffer = io.BytesIO()
+    Picture.new("RGB", (3, 2), "red").save(buffer, format="PNG")
+    return ["here", *(Image(data=buffer.getvalue(), format="png") for _ in range(count))]
+
+
+@server.tool()
+def fail() -> str:
+    """Fail."""
+    raise ToolError("the pump is broken")
+
+
+@server.tool()
+def die() -> str:
+    """Die."""
+    os._exit(3)
+
+
+@server.tool()
+def env() -> dict[str, str]:
+    """Show the environment."""
+    return dict(os.environ)
+
+
+@server.tool()
+def pid() -> int:
+    """Tell who is there."""
+    return os.getpid()
+
+
+@server.tool()
+def large(characters: int) -> str:
+    """Talk."""
+    print("and chatter on stderr", file=sys.stderr)
+    return "x" * characters
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["stdio"]:
+            server.run("stdio")
+        case ["http", port]:
+            server.run("streamable-http", host="127.0.0.1", port=int(port))
+        case ["sse", port]:
+            server.run("sse", host="127.0.0.1", port=int(port))
+        case _:
+            sys.exit(__doc__)
