@@ -42,7 +42,9 @@ class Part:
     kind: Kind
     value: Any
     where: str
-    """For messages: `image 2 of the 'user' message`."""
+    """For messages: `image (part 2) of a 'user' message`."""
+    said: bool = False
+    """The model itself said the placeholder: it stands for nothing and stays what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,14 @@ class Vision:
         self.processor = processor
         self.files = tuple(files)
         self._pads = dict(pads)
-        self._placeholders = {
-            kind: token for kind in self._pads if isinstance(token := getattr(processor, f"{kind}_token", None), str)
+        kinds: tuple[Kind, ...] = ("image", "video")
+        self._placeholders: dict[Kind, str] = {
+            kind: token
+            for kind in kinds
+            if kind in self._pads and isinstance(token := getattr(processor, f"{kind}_token", None), str)
         }
+        self._kind_of: dict[str, Kind] = {token: kind for kind, token in self._placeholders.items()}
+        self._written = re.compile("|".join(map(re.escape, self._kind_of)))
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._kept: dict[str, _Seen] = {}
 
@@ -152,7 +159,7 @@ class Vision:
             role, content = message.get("role"), message.get("content")
             for number, part in enumerate([content] if isinstance(content, str) else content or (), 1):
                 if isinstance(part, str) or part.get("type") == "text" or (part.get("type") is None and "text" in part):
-                    self._refuse_placeholders(part if isinstance(part, str) else str(part.get("text", "")), role)
+                    found += self._literal(part if isinstance(part, str) else str(part.get("text", "")), role)
                     continue
                 kind = media_kind(part)
                 if kind is None:
@@ -186,16 +193,17 @@ class Vision:
                     f"{token!r} literally: take it out"
                 )
         queues = {kind: iter([part for part in parts if part.kind == kind]) for kind in ("image", "video")}
-        kind_of = {token: kind for kind, token in self._placeholders.items()}
         media: list[Media] = []
 
         def expanded(match: re.Match[str]) -> str:
-            part = next(queues[kind_of[match[0]]])
+            part = next(queues[self._kind_of[match[0]]])
+            if part.said:
+                return match[0]
             source, seen = self._look(part)
             media.append(Media(kind=part.kind, start=-1, length=seen.pads, source=source, inputs=seen.inputs))
             return seen.text
 
-        return re.sub("|".join(map(re.escape, kind_of)), expanded, text), media
+        return self._written.sub(expanded, text), media
 
     def place(self, token_ids: Sequence[int], found: Sequence[Media]) -> list[Media]:
         """The same media with their places in `token_ids`, which encode the text that `expand` gave.
@@ -288,17 +296,17 @@ class Vision:
                 f"must be equal. The processor and its tokenizer do not belong together"
             )
 
-    def _refuse_placeholders(self, text: str, role: Any) -> None:
-        if role == "assistant":
-            return  # the model's own words are tokens already
-        for kind, token in self._placeholders.items():
-            if token in text:
-                at = text.index(token)
-                raise TemplateError(
-                    f"a text of a {role!r} message holds {token!r}, which stands for an {kind} here: "
-                    f"{text[max(0, at - 20) : at + len(token) + 20]!r}. Take it out of the text; images are parts of their "
-                    f"own, {{'type': 'image', 'image': ...}}"
-                )
+    def _literal(self, text: str, role: Any) -> list[Part]:
+        """The placeholders in a text: the model may say them, nobody else."""
+        found = [match[0] for match in self._written.finditer(text)]
+        if found and role != "assistant":
+            at = text.index(found[0])
+            raise TemplateError(
+                f"a text of a {role!r} message holds {found[0]!r}, which stands for an image or a video here: "
+                f"{text[max(0, at - 20) : at + len(found[0]) + 20]!r}. Take it out of the text; images are parts of their "
+                f"own, {{'type': 'image', 'image': ...}}"
+            )
+        return [Part(self._kind_of[token], None, "a text of the model", said=True) for token in found]
 
 
 def _load_video(part: Part) -> Any:

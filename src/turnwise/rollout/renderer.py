@@ -1,61 +1,95 @@
 """Messages to token ids and back: the one border between what users write and what models read.
 
-Everything comes from the model's own chat template; there is no table of model families. The opening is rendered once.
-After that only the *bridge* is encoded: what the template puts between the model's words and its next cue. It is found by
-rendering a fixed base conversation of a question and a placeholder answer, followed by the new messages, and taking what
-comes after the placeholder; so its cost does not grow with the conversation. What the model sampled is never rendered
-and never encoded again. This module knows no engine and no environment.
+Everything comes from the model's own chat template (`template`); there is no table of model families. The opening is
+rendered once. After that only the *bridge* is encoded: what the template puts between the model's words and its next cue,
+found by rendering the new messages behind a fixed base conversation; so its cost does not grow with the conversation. What
+the model sampled is never rendered and never encoded again. This module knows no engine and no environment.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import TemplateError
-from turnwise.rollout.tool_calls import ToolFormat, detect
-from turnwise.types import Message, Segment, ToolCall, ToolSchema
+from turnwise.rollout.media import Vision, refuse_media
+from turnwise.rollout.probes import QUESTION, TOOL, Base, probe_call
+from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
+from turnwise.rollout.stops import find_stops, generation_stops, special_tokens
+from turnwise.rollout.template import Template
+from turnwise.rollout.tool_calls import ToolFormat, by_name, detect
+from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
+from turnwise.types import Media, Message, Segment, ToolCall, ToolSchema
 
-__all__ = ["Renderer", "SanityMode"]
+__all__ = ["Piece", "Renderer", "Said", "SanityMode", "Thinking"]
 
-SanityMode = Literal["strict", "ignore_strippable", "disable"]
+Thinking = Literal["keep", "branch", "strip_at_user"]
 
-_PLACEHOLDER = "placeholder-7f3a91"  # letters and digits: no template trims, escapes or splits it
-_QUESTION: Message = {"role": "user", "content": "A question."}
-_ANSWER: Message = {"role": "assistant", "content": _PLACEHOLDER}
-_SHOWN = 60  # characters of context around a difference
+_THOUGHT = "thought-4b9e27"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens that the model did not say, ready to be appended."""
+
+    token_ids: Sequence[int]
+    media: Sequence[Media] = ()
+    messages: Sequence[Message] = ()
+    """The messages in it, as the template was given them."""
+    thinking: str = ""
+    """What its cue ends with where it opens a thought: `<think>` and a line end, say. The model then begins inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A sampled turn, read."""
+
+    text: str
+    """Without the stop token."""
+    message: Message
+    """`content`, and where there are any `tool_calls` and `reasoning_content`."""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    opened: str = ""
+    """What its cue had opened a thought with, if it had."""
 
 
 class Renderer:
     """Renders with one tokenizer and its chat template.
 
     `tokenizer` is a transformers tokenizer. `generation_stop_ids` are the stop tokens that the model's generation config
-    names in addition to the tokenizer's own.
+    names in addition to the tokenizer's own. `tool_format` names the format of tool calls where the template does not show
+    it. `vision` is the processor of a model that sees.
 
     Raises TemplateError if the tokenizer has no chat template, or one that cannot be continued.
     """
 
     def __init__(
-        self, tokenizer: Any, *, sanity: SanityMode = "strict", generation_stop_ids: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        *,
+        sanity: SanityMode = "strict",
+        generation_stop_ids: Sequence[int] = (),
+        tool_format: str = "auto",
+        vision: Vision | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.sanity: SanityMode = sanity
-        where = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        if not tokenizer.chat_template:
-            raise TemplateError(
-                f"{where} has no chat template, so messages cannot be turned into tokens. Put a chat_template.jinja into "
-                f"the model directory, or use the instruction-tuned variant of the model"
-            )
-        self._closing = self._after_placeholder([_QUESTION, _ANSWER], cue=False)
-        self.stop_token_ids = self._find_stops(generation_stop_ids, where)
-        self._stop_texts = {token: self.decode([token]) for token in self.stop_token_ids}
-        self._check_bridge(where)
+        self.vision = vision
+        self.where = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        self.template = Template(tokenizer, self.where)
+        self._named_format = None if tool_format == "auto" else by_name(tool_format)
+        self._special = special_tokens(tokenizer)
         self._encode = functools.lru_cache(maxsize=4096)(self._encode_text)
+        self._cut = functools.lru_cache(maxsize=1024)(self._find_cut)
+        self.stop_token_ids = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
+        self._stop_texts = {token: self.decode([token]) for token in self.stop_token_ids}
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, sanity: SanityMode = "strict") -> Renderer:
+    def from_pretrained(cls, path: str | Path, *, sanity: SanityMode = "strict", tool_format: str = "auto") -> Renderer:
         """Load the tokenizer, and the stop tokens of the generation config where there is one.
 
         Raises TemplateError if there is no tokenizer at `path`.
@@ -76,7 +110,13 @@ class Renderer:
             raise TemplateError(
                 f"no tokenizer could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
             ) from error
-        return cls(tokenizer, sanity=sanity, generation_stop_ids=_generation_stops(path))
+        return cls(
+            tokenizer,
+            sanity=sanity,
+            generation_stop_ids=generation_stops(path),
+            tool_format=tool_format,
+            vision=Vision.from_pretrained(path, tokenizer),
+        )
 
     @functools.cached_property
     def tool_format(self) -> ToolFormat:
@@ -84,160 +124,267 @@ class Renderer:
 
         Raises TemplateError if it is none that can be read.
         """
+        if self._named_format is not None:
+            return self._named_format
 
         def write(name: str, arguments: dict[str, Any]) -> str:
-            call = {"type": "function", "id": "call_0", "function": {"name": name, "arguments": arguments}}
-            asked: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            return self._render([_QUESTION, asked], cue=False)
+            return self.template.said(probe_call(arguments, name=name))
 
-        found = detect(write)
+        found = detect(write) if self.template.call_shape is not None else None
+        if found is not None:  # a format that reads the call, but not what the template puts around it, is another one
+            left = found.parse(write("probe_tool", {"text": "x"}), tools=[TOOL]).content
+            plain = self.decode([token for token in self.encode(left) if token not in self._special])
+            found = found if not plain.strip() else None
         if found is None:
+            why = (
+                "writes tool calls in a format that cannot be read back"
+                if self.template.call_shape is not None
+                else "writes no tool calls"
+            )
             raise TemplateError(
-                "the chat template writes tool calls in a format that cannot be read back yet (only hermes, "
-                '<tool_call>{"name": ..., "arguments": ...}</tool_call>, can). Use a model of that format, or no tools'
+                f"the chat template of {self.where} {why}, so it is unknown how the model is to write them. "
+                f"Name the format (tool_format=hermes, say), use a model whose template has tools, or no tools"
             )
         return found
 
     @functools.cached_property
-    def _cue_thinks(self) -> bool:
-        """Whether the cue opens a thinking block, as that of QwQ does: the model then only closes it."""
-        cue = self._render([_QUESTION], cue=True)
-        return cue.rfind("<think>") > cue.rfind("</think>")
+    def thinks(self) -> bool:
+        """Whether the template knows of thinking: only then is a turn's text split into thoughts and words."""
+        if self.template.reasoning_key is not None:
+            return True
+        return any(opening in self.template.source or closing in self.template.source for opening, closing in MARKS)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Sequence[int]:
-        """Token ids of the opening messages, the tools' description and the first cue.
+    @functools.cached_property
+    def strips_at(self) -> tuple[str, ...]:
+        """The roles of messages before which the template leaves out what the model has thought so far."""
+        if not self.thinks:
+            return ()
+        said = Said(
+            text=f"{_THOUGHT}</think>\n\nSaid.", message={"role": "assistant", "content": "Said."}, reasoning=_THOUGHT
+        )
+        if self.template.reasoning_key is not None:
+            sample: Message = {"role": "assistant", "content": "Said.", self.template.reasoning_key: _THOUGHT}
+            said = replace(said, text=self.template.said(sample).partition("Said.")[0] + "Said.")
+        else:
+            said = replace(said, text=f"<think>\n{said.text}")
+        return tuple(role for role in ("user", "tool") if not self._keeps(said, role))
+
+    def _keeps(self, said: Said, role: str) -> bool:
+        asked: Message = {"role": role, "content": "Go on."}
+        if role == "tool":
+            asked |= {"tool_call_id": "callprob0", "name": "probe_tool"}
+            if self.template.structured:
+                call = ToolCall(id="callprob0", name="probe_tool", arguments={"text": "x"}, text="")
+                said = replace(said, calls=(call,))
+        try:
+            handed = self.template.plan([asked]).apply([asked])
+            return _THOUGHT in self.template.render([QUESTION, self.spoken(said), *handed], cue=True)
+        except TemplateError:
+            return True  # it takes no such message: there is nothing that it would leave out
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
+        """The opening messages, the tools' description and the first cue.
 
         Raises TemplateError if the template refuses the messages.
         """
-        return self._encode(self._render(messages, tools=tools, cue=True))
+        handed = self.template.opening(messages, tools)
+        text = self.template.render(handed, tools=tools, cue=True)
+        return self._piece(text, handed, None)
 
-    def bridge(self, last_token: int, messages: Sequence[Message]) -> Sequence[int]:
-        """Token ids of what comes between the model's turn, which ended with `last_token`, and its next cue.
+    def whole(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
+        """A conversation that was handed to the template before, in one pass, with the next cue: a new segment's beginning."""
+        return self._piece(self.template.render(messages, tools=tools, cue=True), messages, None)
 
+    def bridge(self, last_token: int, messages: Sequence[Message], *, again: bool = False) -> Piece:
+        """What comes between the model's turn, which ended with `last_token`, and its next cue.
+
+        `again` says that tools have answered earlier in the segment: some templates write the first answer differently.
         Raises TemplateError if the template refuses the messages.
         """
-        text = self._after_placeholder([_QUESTION, _ANSWER, *messages], cue=True)
-        if last_token in self.stop_token_ids:  # the model closed its turn itself: only the rest is missing
-            text = text.removeprefix(self._stop_texts[last_token])
-        return self._encode(text)
+        plan = self.template.plan(messages, again=again)
+        handed = plan.apply(messages)
+        roles = tuple(str(message["role"]) for message in handed)
+        for base in plan.bases:
+            cut = self._cut(roles, base, again, last_token)
+            if cut is not None:
+                break
+        else:
+            base, cut = plan.bases[-1], 0
+        return self._piece(self.template.after_turn(handed, base, again=again)[cut:], handed, last_token)
+
+    def resumed(self, last_token: int | None, text: str) -> Sequence[int]:
+        """Token ids of words that are put into the model's mouth behind `last_token`."""
+        return self._encode(text, last_token)
 
     def parse(
-        self, token_ids: Sequence[int], *, tools: bool, first_call: int = 0
-    ) -> tuple[str, Message, tuple[ToolCall, ...]]:
-        """Read a sampled turn: its text without the stop token, the assistant message, and the tool calls in it."""
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        first_call: int = 0,
+        thinking: str = "",
+        before: str = "",
+    ) -> Said:
+        """Read a sampled turn. `thinking` is what its cue has opened a thought with.
+
+        `before` is what of the same turn stands already, where it was resumed; the turn is read with it.
+        """
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_token_ids else token_ids
-        text = self.decode(ids)
-        if not tools:
-            return text, {"role": "assistant", "content": text}, ()
-        reading = self.tool_format.parse(text, first_id=first_call, thinking=self._cue_thinks)
-        content, calls = reading.content, reading.calls
+        text = before + self.decode(ids)
+        if tools:
+            reading = self.tool_format.parse(text, first_id=first_call, thinking=bool(thinking), tools=tools)
+            reasoning, content, calls = reading.reasoning, reading.content, reading.calls
+        elif self.thinks:
+            (reasoning, content), calls = split_reasoning(text, opened=bool(thinking)), ()
+        else:
+            reasoning, content, calls = "", text, ()
         message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         good = [call for call in calls if call.error is None]
         if good:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-                for call in good
-            ]
-        return text, message, calls
+            message["tool_calls"] = [_written(call) for call in good]
+        return Said(text=text, message=message, reasoning=reasoning, calls=calls, opened=thinking)
+
+    def spoken(self, said: Said) -> Message:
+        """A turn as the template is given it when the whole conversation is rendered: its own words wherever they are taken."""
+        if not self.template.structured:
+            return {"role": "assistant", "content": said.opened + said.text}
+        message: Message = {"role": "assistant", "content": said.message["content"]}
+        if said.reasoning and self.template.reasoning_key is not None:
+            message[self.template.reasoning_key] = said.reasoning
+        if said.calls:  # those that could not be read too: an answer without a call is refused
+            message["tool_calls"] = [_written(call) for call in said.calls]
+        return message
+
+    def probe(self, said: Said, number: int) -> tuple[str, Message]:
+        """A probe word, and the turn as `spoken` has it with the word for its thought."""
+        word = f"{_THOUGHT}-{number}-"
+        if self.template.structured:
+            return word, self.spoken(replace(said, reasoning=word))
+        thought = next((one.text for one in thoughts(said.text, opened=bool(said.opened)) if one.text), said.reasoning)
+        return word, {"role": "assistant", "content": said.opened + said.text.replace(thought, word, 1)}
+
+    def prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
+        """How many of the tokens spell a beginning of `text`, and that beginning: whole tokens, as many as there are."""
+        low, high = 0, len(token_ids)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if len(self.decode(token_ids[:middle])) <= len(text) else (low, middle - 1)
+        while low and not text.startswith(self.decode(token_ids[:low])):  # it ends inside a character
+            low -= 1
+        return low, self.decode(token_ids[:low])
+
+    def without_thoughts(self, text: str, opened: bool = False) -> str:
+        """A turn's text without what was thought; `opened` says that it begins inside a thought."""
+        return split_reasoning(text, opened=opened)[1] if self.thinks else text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included, nothing tidied up."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def drift(self, segment: Segment, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str | None:
-        """The sanity check at the end of a trajectory: where the segment's text leaves the template's, or None.
+    def encode(self, text: str) -> Sequence[int]:
+        """The token ids of a plain text: of a scripted line, say."""
+        return self._encode(text, None)
 
-        `messages` has the model's turns as they were sampled. `strict` finds every difference, `ignore_strippable` those
-        that are more than white space, `disable` none.
+    def drift(
+        self,
+        segment: Segment,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        resumed: Collection[int] = (),
+    ) -> str | None:
+        """The sanity check at the end of a trajectory: where the segment leaves what the template writes in one pass, or None.
+
+        `messages` is the segment's conversation as it was handed to the template, its turns as `spoken` has them. `resumed`
+        are the places of words that an environment has put into the model's mouth.
         """
         if self.sanity == "disable":
             return None
-        written, whole = self.decode(segment.token_ids).rstrip("�"), self._render(messages, tools=tools, cue=False)
+        written, whole = (
+            self.decode(segment.token_ids).rstrip("�"),
+            self.template.render(messages, tools=tools, cue=False),
+        )
+        if self.vision is not None:
+            whole, _ = self.vision.expand(whole, self.vision.parts(messages))
         if whole.startswith(written):
             return None
-        if self.sanity == "ignore_strippable":
-            bare = "".join(written.split())
-            if "".join(whole.split()).startswith(bare):
-                return None
-        at = next(
-            (i for i, (a, b) in enumerate(zip(written, whole, strict=False)) if a != b), min(len(written), len(whole))
+        reading = Reading(
+            encode=self.encode,
+            decode=self.decode,
+            special=self._special,
+            plain=self.without_thoughts,
         )
-        return (
-            f"from character {at} on the tokens say {written[at : at + _SHOWN]!r} where the template says "
-            f"{whole[at : at + _SHOWN]!r} (after {written[max(0, at - _SHOWN) : at]!r})"
-        )
+        return difference(self._runs(segment, resumed), whole, mode=self.sanity, reading=reading)
 
-    def _render(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] = ()) -> str:
-        for message in messages:
-            if not isinstance(message.get("content"), str | None):
-                raise TemplateError(
-                    f"the content of a {message.get('role')!r} message is a {type(message['content']).__name__}; "
-                    f"content must be text so far (images and other parts are not supported yet)"
+    def _runs(self, segment: Segment, resumed: Collection[int]) -> list[Context | Words]:
+        """The segment as what was said by turns: context and the model's words."""
+        runs: list[Context | Words] = []
+        start, turns = 0, segment.turn
+        for end in range(1, len(segment) + 1):
+            if end < len(segment) and turns[end] == turns[start]:
+                continue
+            ids = list(segment.token_ids[start:end])
+            if turns[start] < 0:
+                text = self.decode(ids)
+                runs.append(Context(text, ids, start, bare=without_open_thought(text), inside=start in resumed))
+            else:
+                closed = ids[-1] in self._stop_texts
+                words = ids[:-1] if closed else ids
+                runs.append(
+                    Words(
+                        self.decode(words).rstrip("�"),
+                        words,
+                        start,
+                        compared=not self.template.structured,
+                        opened=bool(runs) and bool(open_thought(runs[-1].text)),
+                        closed=closed,
+                    )
                 )
-        import jinja2
+            start = end
+        return runs
 
-        try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=cue, tokenize=False
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(str(message.get("role")) for message in messages[-4:])
-            raise TemplateError(f"the chat template refuses messages of the roles [... {roles}]: {error}") from error
+    def ends_turns(self, token: int) -> bool:
+        """Whether a token is one that no text is written with: a mark of the template's."""
+        return token in self._special
 
-    def _after_placeholder(self, messages: Sequence[Message], *, cue: bool) -> str:
-        rendered = self._render(messages, cue=cue)
-        _, found, after = rendered.rpartition(_PLACEHOLDER)
-        if not found:
-            raise TemplateError(
-                "the chat template does not write an assistant message's content as it is, so a conversation cannot be "
-                f"continued without rendering it again. It wrote: {rendered[-200:]!r}"
-            )
-        return after
+    # tokens
 
-    def _find_stops(self, generation_stop_ids: Sequence[int], where: str) -> tuple[int, ...]:
-        """The tokens that end a turn, the template's own first: it is the one that a scripted turn ends with."""
-        closing = self._encode_text(self._closing)
-        special = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        stops = [closing[0]] if closing and closing[0] in special else []
-        if self.tokenizer.eos_token_id is not None:
-            stops.append(self.tokenizer.eos_token_id)
-        stops = list(dict.fromkeys([*stops, *generation_stop_ids]))
-        if not stops:
-            raise TemplateError(
-                f"{where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
-                f"{self._closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token"
-            )
-        return tuple(stops)
+    def _piece(self, text: str, messages: Sequence[Message], last_token: int | None) -> Piece:
+        thinking = open_thought(text)
+        if self.vision is None:
+            refuse_media(messages, self.where)
+            return Piece(token_ids=self._encode(text, last_token), messages=messages, thinking=thinking)
+        text, found = self.vision.expand(text, self.vision.parts(messages))
+        ids = self._encode(text, last_token)
+        return Piece(token_ids=ids, media=self.vision.place(ids, found), messages=messages, thinking=thinking)
 
-    def _check_bridge(self, where: str) -> None:
-        """A bridge that is cut out of a longer rendering must say the same there as on its own."""
-        asked: Message = {"role": "user", "content": "Go on."}
-        try:
-            longer = self._after_placeholder(
-                [_QUESTION, {"role": "assistant", "content": "x"}, asked, _ANSWER], cue=False
-            )
-        except TemplateError:
-            return  # it will be told where it matters: not every environment speaks as a user
-        if longer != self._closing:
-            raise TemplateError(
-                f"the chat template of {where} closes the second assistant turn with {longer!r} and the first with "
-                f"{self._closing!r}; such a template cannot be continued turn by turn"
-            )
+    def _find_cut(self, roles: tuple[str, ...], base: Base, again: bool, last_token: int) -> int | None:
+        """How much of what follows the model's words it has said itself; None where that cannot be told from `base`."""
+        head = self.template.head(roles, base, again=again)
+        stop = self._stop_texts.get(last_token)
+        if stop is None:  # it was stopped by a text of the user's, say: the template's own end of turn is still missing
+            return 0 if base == "words" else None
+        if stop in head:
+            return head.index(stop) + len(stop)
+        if base != "words":
+            return None
+        first = next(iter(self._encode(head, None)), -1)
+        if self.template.closing.startswith(stop) and first in self._special:
+            # a last turn ends with `stop`, and any other with the token that now stands in its place
+            return len(self.decode([first]))
+        return 0
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
+        if behind is not None and behind in self._special:
+            # behind the token that it follows, as in one pass: some tokenizers put a space before what stands alone
+            ids = self.tokenizer.encode(self.decode([behind]) + text, add_special_tokens=False)
+            if ids and ids[0] == behind:
+                return tuple(ids[1:])
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def encode(self, text: str) -> Sequence[int]:
-        """The token ids of a plain text: of a scripted line, say."""
-        return self._encode(text)
 
-
-def _generation_stops(path: str | Path) -> list[int]:
-    """The stop tokens in a model's generation config; none where it has no such file."""
-    from transformers import GenerationConfig
-
-    try:
-        stops = GenerationConfig.from_pretrained(str(path)).eos_token_id
-    except OSError:
-        return []
-    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+def _written(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name or "unknown", "arguments": dict(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}

@@ -14,8 +14,22 @@ from dataclasses import replace
 from turnwise.engines.engine import Engine
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
-from turnwise.types import Failure, Message, Opening, Reply, Request, Sampling, Segment, Stop, Trajectory, Turn
+from turnwise.rollout.renderer import Piece, Renderer, Thinking
+from turnwise.rollout.script import Script
+from turnwise.types import (
+    Completion,
+    Failure,
+    Message,
+    Opening,
+    Reply,
+    Request,
+    Resume,
+    Sampling,
+    Segment,
+    Stop,
+    Trajectory,
+    Turn,
+)
 
 __all__ = ["Session"]
 
@@ -24,7 +38,14 @@ class Session:
     """One conversation in the making. `begin`, then `reached`, `generate` and `hear` by turns, then `finish`."""
 
     def __init__(
-        self, trajectory: Trajectory, *, engine: Engine, renderer: Renderer, sampling: Sampling, limits: Limits
+        self,
+        trajectory: Trajectory,
+        *,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling,
+        limits: Limits,
+        thinking: Thinking = "keep",
     ) -> None:
         self.trajectory = trajectory
         self._engine = engine
@@ -32,9 +53,11 @@ class Session:
         self._sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *renderer.stop_token_ids))
         self._limits = limits
         self._heard: list[Message] = []
-        self._bridge: Sequence[int] | None = None
-        self._spoken: list[Message] = []  # the conversation with the model's turns as they were sampled, for the check
+        self._next: Piece | None = None
         self._segment: Segment | None = None
+        self._script = Script(renderer, thinking)
+        self._opened = ""  # what the cue of the turn has opened a thought with
+        self._before = ""  # what of the turn that is going on stands already, where it is resumed
         self._calls = 0
         self.answered = 0
         """Turns that the environment has answered: the index of the turn that is going on."""
@@ -48,7 +71,7 @@ class Session:
                 raise ValueError("the environment's Opening has no messages; there is nothing to answer")
             _refuse_no_messages(opening.messages)
         self.trajectory.messages.extend(opening.messages)
-        self.trajectory.tools = tuple(opening.tools)
+        self.trajectory.tools = self._script.tools = tuple(opening.tools)
         self._heard = list(opening.messages)
 
     def reached(self) -> Stop | None:
@@ -56,7 +79,8 @@ class Session:
         limits, trajectory = self._limits, self.trajectory
         if (stop := limits.reached(trajectory, 0)) is not None:
             return stop  # before anything is encoded that nobody would read
-        length = len(self._segment or ()) + len(self._encoded())
+        piece = self._encoded()
+        length = len(self._segment or ()) + len(piece.token_ids)
         stop = limits.reached(trajectory, length)
         if stop is Stop.CONTEXT and not trajectory.turns:
             raise Failed(
@@ -70,20 +94,23 @@ class Session:
 
     async def generate(self) -> Turn:
         """Let the model speak; what was heard before becomes tokens now."""
-        encoded = self._encoded()
+        piece = self._encoded()
         if self._segment is None:
             self._segment = Segment()
             self.trajectory.segments.append(self._segment)
         segment, trajectory = self._segment, self.trajectory
-        segment.context(encoded)
-        self._spoken.extend(self._heard)
-        self._heard, self._bridge = [], None
+        segment.context(piece.token_ids, piece.media)
+        self._script.hear(piece)
+        self._heard, self._next = [], None
+        if not self._before:
+            self._opened = piece.thinking
 
         room, self.cut = self._limits.room(trajectory, len(segment))
         index = len(trajectory.turns)
         request = Request(
             conversation=trajectory.id,
             token_ids=segment.token_ids,
+            media=segment.media,
             sampling=replace(self._sampling, max_tokens=room),
             seed=_mix(trajectory.seed, index),
         )
@@ -91,42 +118,56 @@ class Session:
         with boundary("engine"):
             completion = await self._engine.generate(request)
             segment.sampled(index, completion)
-        seconds = time.perf_counter() - started
+        turn = self._read(completion, index)
+        turn.seconds_engine = time.perf_counter() - started
+        trajectory.logprob_kind = completion.logprob_kind
+        return turn
+
+    def _read(self, completion: Completion, index: int) -> Turn:
+        """Take in what the model has said."""
+        trajectory, before, self._before = self.trajectory, self._before, ""
         with boundary("tokens"):
-            text, message, calls = self._renderer.parse(
-                completion.token_ids, tools=bool(trajectory.tools), first_call=self._calls
+            said = self._renderer.parse(
+                completion.token_ids,
+                tools=trajectory.tools,
+                first_call=self._calls,
+                thinking=self._opened,
+                before=before,
             )
-        self._calls += len(calls)
+        self._calls += len(said.calls)
         turn = Turn(
             index=index,
-            message=message,
-            text=text,
-            calls=calls,
+            message=said.message,
+            text=said.text[len(before) :],
+            reasoning=said.reasoning,
+            calls=said.calls,
             finish_reason=completion.finish_reason,
             completion=completion,
-            seconds_engine=seconds,
         )
         trajectory.turns.append(turn)
-        trajectory.messages.append(message)
-        trajectory.logprob_kind = completion.logprob_kind
-        self._spoken.append({"role": "assistant", "content": text})
+        trajectory.messages.append(said.message)
+        with boundary("tokens"):
+            self._script.say(said)
         return turn
 
     def hear(self, turn: Turn, reply: Reply) -> None:
         """Take in the environment's answer to a turn."""
         trajectory = self.trajectory
         with boundary("environment"):
-            if not isinstance(reply, Reply):
-                raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
-            _refuse_no_messages([*(reply.rewrite or ()), *reply.messages])
+            _check_reply(reply, turn)
             turn.reward += reply.reward
             turn.info.update(reply.info)
             turn.outcomes = reply.outcomes
         self.answered += 1
+        if reply.resume is not None:
+            with boundary("tokens"):
+                self._resume(turn, reply.resume)
         if reply.rewrite is not None:
             self._check()  # the segment ends here, so this is its last chance
+            trajectory.former.append(list(trajectory.messages))
             trajectory.messages[:] = reply.rewrite
-            self._segment, self._spoken, self._heard = None, [], list(reply.rewrite)
+            self._segment, self._heard = None, list(reply.rewrite)
+            self._script.forget()
         trajectory.messages.extend(reply.messages)
         if not reply.done:
             self._heard.extend(reply.messages)
@@ -136,22 +177,60 @@ class Session:
         self.trajectory.stop = stop
         self._check()
 
+    def _resume(self, turn: Turn, resume: Resume) -> None:
+        """Take back what the environment has cut off, and put its words behind what stays."""
+        assert self._segment is not None
+        assert turn.completion is not None
+        segment, ids, text = self._segment, turn.completion.token_ids, turn.text
+        keep = len(text) if resume.keep is None else resume.keep
+        kept, words = self._renderer.prefix(ids, text[:keep])
+        turn.cut = kept
+        segment.cut(len(segment) - len(ids) + kept)
+        added = text[len(words) : keep] + resume.add
+        self._before = self._script.resume(len(segment), text, text[:keep] + resume.add)
+        self._next = Piece(token_ids=self._renderer.resumed(segment.token_ids[-1], added))
+        self._calls -= len(turn.calls)
+        del self.trajectory.messages[-1]  # the turn that goes on puts the whole message there
+
     def _check(self) -> None:
         if self._segment is not None and self.trajectory.drift is None:
             with boundary("tokens"):
-                self.trajectory.drift = self._renderer.drift(self._segment, self._spoken, self.trajectory.tools)
+                self.trajectory.drift = self._script.drift(self._segment)
 
-    def _encoded(self) -> Sequence[int]:
+    def _encoded(self) -> Piece:
         """The tokens of what was heard, and the cue. Encoded once, appended when the model speaks."""
-        if self._bridge is None:
+        if self._next is None:
             with boundary("tokens"):
                 if self._segment is None:
                     if self.trajectory.tools:
                         _ = self._renderer.tool_format  # refuse before a token is spent
-                    self._bridge = self._renderer.opening(self._heard, self.trajectory.tools)
+                    self._next = self._renderer.opening(self._heard, self.trajectory.tools)
+                elif self._script.leaves_thoughts_out(self._heard):
+                    self._check()
+                    self._next = self._script.anew(self._heard)
+                    self._segment = None
                 else:
-                    self._bridge = self._renderer.bridge(self._segment.token_ids[-1], self._heard)
-        return self._bridge
+                    self._next = self._renderer.bridge(
+                        self._segment.token_ids[-1], self._heard, again=self._script.tools_answered
+                    )
+        return self._next
+
+
+def _check_reply(reply: Reply, turn: Turn) -> None:
+    if not isinstance(reply, Reply):
+        raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
+    _refuse_no_messages([*(reply.rewrite or ()), *reply.messages])
+    if reply.resume is None:
+        return
+    if reply.messages or reply.done or reply.rewrite is not None:
+        raise ValueError(
+            "a Reply with `resume` has no messages, no rewrite and is not done: the model goes on by itself"
+        )
+    keep = reply.resume.keep
+    if keep is not None and not 0 <= keep <= len(turn.text):
+        raise ValueError(
+            f"Resume(keep={keep}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
+        )
 
 
 def _refuse_no_messages(messages: Sequence[Message]) -> None:

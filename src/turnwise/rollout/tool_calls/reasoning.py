@@ -11,7 +11,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MARKS", "Thought", "joined", "opened_thought", "split_reasoning", "thought_at", "thoughts"]
+__all__ = [
+    "MARKS",
+    "Thought",
+    "joined",
+    "open_thought",
+    "opened_thought",
+    "split_reasoning",
+    "thought_at",
+    "thoughts",
+    "without_open_thought",
+]
 
 MARKS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Nemotron, LFM2, Kimi K2 and most others
@@ -112,3 +122,20 @@ def joined(pieces: Sequence[str]) -> str:
         for n, piece in enumerate(pieces)
     )
     return "\n".join(piece for piece in trimmed if piece)
+
+
+_EMPTY_THOUGHT = re.compile(
+    "(?:" + "|".join(rf"{re.escape(opening)}\s*(?:{re.escape(closing)}\s*)?" for opening, closing in MARKS) + r")\Z"
+)
+
+
+def open_thought(text: str) -> str:
+    """What a cue ends with, if it leaves a thought open: the mark and the white space behind it."""
+    bare = text.rstrip()
+    mark = next((opening for opening, _ in MARKS if bare.endswith(opening)), None)
+    return "" if mark is None else text[len(bare) - len(mark) :]
+
+
+def without_open_thought(text: str) -> str:
+    """A cue without the thought that it opens, or leaves empty."""
+    return _EMPTY_THOUGHT.sub("", text)
