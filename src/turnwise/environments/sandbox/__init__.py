@@ -1,0 +1,10 @@
+"""Programs that a model has written, run where they can do no harm: here, or on a server.
+
+`Sandbox`, `PythonSession` and `code_interpreter` lock Python in on this machine (Linux, bubblewrap); `SandboxFusion` sends
+programs to a SandboxFusion server.
+"""
+
+from turnwise.environments.sandbox.bounds import Bounds, Ran, SandboxError
+from turnwise.environments.sandbox.python import PythonSession, Sandbox, code_interpreter
+
+__all__ = ["Bounds", "PythonSession", "Ran", "Sandbox", "SandboxError", "code_interpreter"]

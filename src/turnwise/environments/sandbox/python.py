@@ -1,0 +1,255 @@
+"""Python that a model has written, run where it can do no harm.
+
+`Sandbox` runs one program at a time and keeps nothing. `PythonSession` is a tool for one conversation, whose files are there
+again in the next call. `code_interpreter` is the tool without options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from turnwise.environments.sandbox.bounds import Bounds, Ran, SandboxError
+from turnwise.environments.sandbox.jail import (
+    WORK,
+    boot_arguments,
+    find_jail,
+    first_process,
+    interpreter,
+    scratch_file,
+)
+from turnwise.environments.sandbox.process import run
+from turnwise.environments.sandbox.seccomp import filter_program
+from turnwise.errors import ConfigError
+
+__all__ = ["PythonSession", "Sandbox", "code_interpreter"]
+
+_CODE = "/code/main.py"
+_LONGEST = 1_000_000  # characters of a program
+
+
+class Sandbox:
+    """Runs Python programs: each in its own process, without network, in bounds (docs/sandbox.md).
+
+    `packages` are directories that programs may import from besides the standard library. `concurrent` is how many programs
+    run at once; others wait, and their time does not run yet. `unsandboxed=True` runs programs with the rights and the files of
+    whoever runs this, where a jail is impossible or unwanted.
+
+    Raises ConfigError where this machine cannot lock a program in, and it was not said that this is as wanted.
+    """
+
+    def __init__(
+        self,
+        *,
+        bounds: Bounds | Mapping[str, float] | None = None,
+        concurrent: int = 8,
+        packages: Sequence[str | Path] = (),
+        unsandboxed: bool = False,
+    ) -> None:
+        self.bounds = Bounds.of(bounds)
+        if concurrent < 1:
+            raise ConfigError(f"the sandbox's concurrent is {concurrent}; at least one program must run at once")
+        if not isinstance(unsandboxed, bool):
+            raise ConfigError(
+                f"the sandbox's unsandboxed is {unsandboxed!r}; it takes true or false, and nothing like it"
+            )
+        self._packages = tuple(Path(package).resolve() for package in packages)
+        for package in self._packages:
+            if not package.is_dir() or ":" in str(package):
+                raise ConfigError(f"the sandbox's packages: there is no directory {package} (nor may it have a colon)")
+        self._concurrent = concurrent
+        self._jail = None if unsandboxed else find_jail()
+        for package in self._packages:
+            if self._jail is not None and self._jail.setpriv is not None and package.stat().st_mode & 0o005 != 0o005:
+                raise ConfigError(
+                    f"the sandbox's packages: programs run as nobody, who may not read {package}: chmod -R o+rX {package}"
+                )
+        # a semaphore belongs to one event loop, and a sandbox may outlive several
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def locked(self) -> bool:
+        """Whether programs are locked in."""
+        return self._jail is not None
+
+    async def code_interpreter(self, code: str) -> str:
+        """Run a Python program and get what it printed. Print what you want to see. Nothing is kept between two calls.
+
+        Args:
+            code: The program.
+        """
+        return (await self.run(code)).told()
+
+    async def run(self, code: str, *, files: int | None = None, directory: Path | None = None) -> Ran:
+        """Run a program.
+
+        In the jail `files` is an open file with an archive of the working directory, which is replaced by one of how the
+        program left it; without a jail, `directory` is the working directory. A session keeps them.
+
+        Raises SandboxError if the program could not be started at all.
+        """
+        if len(code) > _LONGEST:
+            raise ValueError(f"the program has {len(code)} characters; at most {_LONGEST} are allowed")
+        source = code.encode("utf-8", errors="replace")
+        async with self._slot():
+            if self._jail is None:
+                return await self._run_free(source, directory)
+            return await self._run_jailed(source, files)
+
+    def _slot(self) -> asyncio.Semaphore:
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrent))
+
+    async def _run_jailed(self, source: bytes, files: int | None) -> Ran:
+        assert self._jail is not None
+        with contextlib.ExitStack() as opened:
+
+            def scratch(content: bytes = b"") -> int:
+                file = scratch_file(content)
+                opened.callback(os.close, file)
+                return file
+
+            code, seccomp, info, started = scratch(source), scratch(filter_program()), scratch(), scratch()
+            data, fds, after = [(code, _CODE)], [code, seccomp, info, started], -1
+            if files is not None:
+                os.lseek(files, 0, os.SEEK_SET)
+                after = scratch()
+                data, fds = [*data, (files, "/code/files.tar")], [*fds, files, after]
+            command = self._jail.command(
+                [*boot_arguments(self.bounds, started=started, files=after), *_program(_CODE)],
+                bounds=self.bounds,
+                packages=self._packages,
+                data=data,
+                seccomp=seccomp,
+                info=info,
+            )
+            ran = await run(
+                command,
+                bounds=self.bounds,
+                env={},
+                pass_fds=fds,
+                first=functools.partial(first_process, info),
+                counted=(WORK, "/dev/shm"),
+            )
+            said = os.pread(started, 2, 0)
+            if not said and ran.stopped is None:
+                raise SandboxError(
+                    f"the sandbox could not be set up, the program was not run: {ran.output.strip()[-500:]}"
+                )
+            if files is None:
+                return ran
+            return _kept(ran, files, after, said == b"12")
+
+    async def _run_free(self, source: bytes, directory: Path | None) -> Ran:
+        with contextlib.ExitStack() as opened:
+            place = Path(
+                opened.enter_context(tempfile.TemporaryDirectory(prefix="turnwise-", ignore_cleanup_errors=True))
+            )
+            work = directory if directory is not None else place / "work"
+            work.mkdir(exist_ok=True)
+            (place / "main.py").write_bytes(source)
+            started = opened.enter_context(tempfile.TemporaryFile())
+            path = ":".join(map(str, [work, *self._packages]))
+            command = boot_arguments(self.bounds, started=started.fileno(), alone=False)
+            ran = await run(
+                [*command, *_program(str(place / "main.py"))],
+                bounds=self.bounds,
+                env={"HOME": str(work), "TMPDIR": str(work), "LANG": "C.UTF-8", "PYTHONPATH": path},
+                cwd=str(work),
+                pass_fds=[started.fileno()],
+            )
+            started.seek(0)
+            if not started.read() and ran.stopped is None:
+                raise SandboxError(f"the program could not be started: {ran.output.strip()[-500:]}")
+            return ran
+
+
+class PythonSession:
+    """A Python interpreter for one conversation: variables go with each call, files stay until the conversation is over.
+
+    Where there is a jail, nothing is ever written on this machine: between two calls the files are an archive in memory, of at
+    most `disk_mb`. Sessions of the same options share one sandbox, and so its `concurrent`.
+
+    Raises ConfigError as `Sandbox` does.
+    """
+
+    def __init__(
+        self,
+        *,
+        bounds: Bounds | Mapping[str, float] | None = None,
+        concurrent: int = 8,
+        packages: Sequence[str | Path] = (),
+        unsandboxed: bool = False,
+    ) -> None:
+        self._sandbox = shared(Bounds.of(bounds), concurrent, tuple(map(str, packages)), unsandboxed)
+        self._files: int | None = None
+        self._directory: Path | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def code_interpreter(self, code: str) -> str:
+        """Run a Python program and get what it printed. Print what you want to see. Files are kept for later calls.
+
+        Args:
+            code: The program.
+        """
+        async with self._turn:  # two programs at once would lose each other's files
+            if self._closed:
+                raise ValueError("this conversation is over")
+            if self._sandbox.locked and self._files is None:
+                self._files = scratch_file()
+            if not self._sandbox.locked and self._directory is None:
+                self._directory = Path(tempfile.mkdtemp(prefix="turnwise-session-"))
+            return (await self._sandbox.run(code, files=self._files, directory=self._directory)).told()
+
+    async def close(self) -> None:
+        """Forget the files."""
+        async with self._turn:
+            self._closed = True
+            if self._files is not None:
+                os.close(self._files)
+                self._files = None
+            if self._directory is not None:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = None
+
+
+async def code_interpreter(code: str) -> str:
+    """Run a Python program and get what it printed. Print what you want to see. Nothing is kept between two calls.
+
+    Args:
+        code: The program.
+    """
+    return await shared(Bounds(), 8, (), False).code_interpreter(code)
+
+
+@functools.lru_cache(maxsize=64)
+def shared(bounds: Bounds, concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
+    """The sandbox of these options: one for all who ask."""
+    return Sandbox(bounds=bounds, concurrent=concurrent, packages=packages, unsandboxed=unsandboxed)
+
+
+def _program(path: str) -> list[str]:
+    # without the user's site directory, bytecode files and buffering: what was printed before a program is killed is told
+    return [interpreter(), "-P", "-s", "-B", "-u", "-X", "utf8", path]
+
+
+def _kept(ran: Ran, files: int, after: int, packed: bool) -> Ran:
+    """Replace the archive of before by that of after, if the program lived to see it packed."""
+    if not packed:
+        note = "files are as they were before this call"
+        return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
+    os.ftruncate(files, 0)
+    os.lseek(after, 0, os.SEEK_SET)
+    size, offset = os.fstat(after).st_size, 0
+    while offset < size:
+        offset += os.copy_file_range(after, files, size - offset, offset_src=offset, offset_dst=offset)
+    return ran

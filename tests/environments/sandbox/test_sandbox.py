@@ -1,0 +1,318 @@
+"""The sandbox as a tool: what the model is told, what is kept, and what happens where there is no jail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import turnwise
+from support.conversations import Says, call, hold
+from turnwise.environments.sandbox import Bounds, PythonSession, Ran, Sandbox, SandboxError, code_interpreter
+from turnwise.environments.sandbox.jail import find_jail
+from turnwise.environments.sandbox.python import shared
+from turnwise.environments.sandbox.seccomp import MACHINES, filter_program
+from turnwise.environments.tools import Tools
+from turnwise.errors import ConfigError
+
+
+def missing() -> str:
+    try:
+        find_jail()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+jail = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a jail")
+
+
+@pytest.mark.parametrize(
+    ("ran", "told"),
+    [
+        (Ran(output="4\n", status=0), "4"),
+        (Ran(output="", status=0), "[the program ended without printing anything]"),
+        (Ran(output="no\n", status=1), "no\n[exit status 1]"),
+        (Ran(output="", status=139), "[exit status 139, SIGSEGV]"),
+        (Ran(output="", status=255), "[exit status 255]"),
+        (Ran(output="on", status=137, stopped="it ran longer than 1 s"), "on\n[stopped: it ran longer than 1 s]"),
+        (Ran(output="on", status=0, notes=("a", "b")), "on\n[a]\n[b]"),
+    ],
+)
+def test_the_model_is_told_what_came_of_it_in_words(ran: Ran, told: str) -> None:
+    assert ran.told() == told
+
+
+@jail
+def test_a_model_calls_it_like_any_tool() -> None:
+    engine = Says(call("code_interpreter", '{"code": "print(6 * 7)"}'), "42")
+    trajectory = hold(engine, lambda: Tools([code_interpreter]))
+    assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == ["42"]
+    assert trajectory.error is None
+
+
+@jail
+def test_nothing_is_kept_between_two_calls() -> None:
+    sandbox = Sandbox()
+    assert asyncio.run(sandbox.code_interpreter("x = 1; open('x', 'w').write('1')")) != ""
+    assert asyncio.run(sandbox.code_interpreter("import os; print(os.listdir(), 'x' in globals())")) == "[] False"
+
+
+@jail
+def test_a_session_keeps_files_and_close_forgets_them() -> None:
+    async def talk() -> list[str]:
+        session = PythonSession()
+        answers = [
+            await session.code_interpreter("import os\nos.mkdir('d'); open('d/helper.py', 'w').write('X = 5')"),
+            await session.code_interpreter("import d.helper; print(d.helper.X)\nraise SystemExit(2)"),
+            await session.code_interpreter("import os; os.remove('d/helper.py'); print(os.listdir('d'))"),
+        ]
+        await session.close()
+        with pytest.raises(ValueError, match="this conversation is over"):
+            await session.code_interpreter("print(1)")
+        await session.close()
+        return answers
+
+    _, second, third = asyncio.run(talk())
+    assert (second, third) == ("5\n[exit status 2]", "[]")
+
+
+@jail
+def test_a_program_that_is_stopped_leaves_the_files_of_before() -> None:
+    async def talk() -> str:
+        session = PythonSession(bounds={"seconds": 0.5})
+        await session.code_interpreter("open('x', 'w').write('1')")
+        stopped = await session.code_interpreter("open('x', 'w').write('2')\nimport time; time.sleep(9)")
+        assert stopped == "[stopped: it ran longer than 0.5 s]\n[files are as they were before this call]"
+        kept = await session.code_interpreter("print(open('x').read())")
+        await session.close()
+        return kept
+
+    assert asyncio.run(talk()) == "1"
+
+
+@jail
+@pytest.mark.slow
+def test_sandboxes_run_side_by_side_up_to_a_number_and_nobody_waits_for_them() -> None:
+    async def several(concurrent: int) -> tuple[float, int]:
+        sandbox, ticks = Sandbox(concurrent=concurrent), 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        started = time.perf_counter()
+        await asyncio.gather(*(sandbox.run("import time; time.sleep(0.3)") for _ in range(4)))
+        ticking.cancel()
+        return time.perf_counter() - started, ticks
+
+    together, ticks = asyncio.run(several(4))
+    assert ticks > 10
+    one_by_one, _ = asyncio.run(several(1))
+    assert one_by_one > 1.2
+    assert together < one_by_one
+
+
+@jail
+def test_a_call_that_is_cancelled_leaves_nothing_alive() -> None:
+    async def cancel() -> float:
+        running = asyncio.create_task(Sandbox().run("import time\ntime.sleep(9)"))
+        await asyncio.sleep(0.3)
+        started = time.perf_counter()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return time.perf_counter() - started
+
+    assert asyncio.run(cancel()) < 2
+    running = [path for path in Path("/proc").glob("[0-9]*/comm") if path.is_file() and path.read_text() == "bwrap\n"]
+    assert [path for path in running if f"\nPPid:\t{os.getpid()}\n" in (path.parent / "status").read_text()] == []
+
+
+@jail
+def test_packages_can_be_lent(tmp_path: Path) -> None:
+    lent = tmp_path / "lent"
+    lent.mkdir()
+    (lent / "lent.py").write_text("WORD = 'hello'")
+    sandbox = Sandbox(packages=[lent])
+    assert asyncio.run(sandbox.code_interpreter("import lent; print(lent.WORD)")) == "hello"
+    refused = "try: open('/packages/0/lent.py', 'w')\nexcept OSError as error: print(error.strerror)"
+    assert asyncio.run(sandbox.code_interpreter(refused)) == "Read-only file system"
+    with pytest.raises(ConfigError, match="there is no directory /nowhere"):
+        Sandbox(packages=["/nowhere"])
+    lent.chmod(0o700)
+    if os.getuid() == 0:
+        with pytest.raises(ConfigError, match=r"as nobody, who may not read .*/lent: chmod -R o\+rX"):
+            Sandbox(packages=[lent])
+
+
+@jail
+def test_a_sandbox_that_cannot_be_set_up_is_no_failure_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "lent").mkdir()
+    sandbox = Sandbox(packages=[tmp_path / "lent"])
+    shutil.rmtree(tmp_path / "lent")
+    with pytest.raises(SandboxError, match="the program was not run: bwrap: Can't find source path"):
+        asyncio.run(sandbox.run("print(1)"))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"second": 3}, r"no bound 'second'; did you mean 'seconds'\?; its bounds are: seconds, cpu_seconds"),
+        ({"seconds": 0}, "the sandbox's seconds is 0; give a number above 0"),
+        ({"seconds": float("nan")}, "the sandbox's seconds is nan"),
+        ({"processes": 1.5}, "the sandbox's processes is 1.5; give a whole number"),
+        ({"processes": True}, "the sandbox's processes is True"),
+    ],
+)
+def test_bounds_are_numbers_above_zero(bounds: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Bounds.of(bounds)
+
+
+def test_the_filter_knows_its_machines() -> None:
+    for machine in MACHINES:
+        program = filter_program(machine)
+        assert len(program) % 8 == 0
+        assert len(program) // 8 < 4096
+    assert filter_program("x86_64") != filter_program("aarch64")
+
+
+# --- where there is no jail
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find_jail.cache_clear()
+    shared.cache_clear()
+    yield
+    find_jail.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_without_bubblewrap_it_refuses_and_says_what_to_do() -> None:
+    for make in (Sandbox, PythonSession):
+        with pytest.raises(ConfigError, match=r"no `bwrap` on the PATH: install bubblewrap .* say unsandboxed=True"):
+            make()
+    with pytest.raises(ConfigError, match="no `bwrap`"):
+        asyncio.run(code_interpreter("print(1)"))
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_a_bubblewrap_that_does_not_work_is_refused_with_its_own_words(tmp_path: Path) -> None:
+    for name, script in (
+        ("bwrap", "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"),
+        ("setpriv", "#!/bin/sh\nexit 1\n"),
+    ):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(ConfigError, match="cannot run on this machine: bwrap: No permissions to create new namespace"):
+        Sandbox()
+
+
+@pytest.mark.parametrize("almost", [1, "yes", None])
+def test_unsandboxed_is_never_said_by_accident(almost: object) -> None:
+    with pytest.raises(ConfigError, match="it takes true or false"):
+        Sandbox(unsandboxed=almost)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+@pytest.mark.slow
+def test_unsandboxed_runs_in_bounds_of_time_memory_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNWISE_TEST_SECRET", "swordfish")
+    sandbox = Sandbox(unsandboxed=True, bounds={"seconds": 2, "memory_mb": 512, "output_bytes": 200})
+
+    def told(code: str) -> str:
+        return asyncio.run(sandbox.code_interpreter(code))
+
+    assert told("import os; print(6 * 7, 'TURNWISE_TEST_SECRET' in os.environ)") == "42 False"
+    assert told("x = bytearray(10**10)").endswith("MemoryError\n[exit status 1]")
+    assert told("open('f', 'wb').truncate(10**10)").endswith("File too large\n[exit status 1]")
+    assert "bytes of output left out" in told("print('x' * 1000)")
+    assert told("import os\nif os.fork() == 0:\n    import time; time.sleep(9)\nprint('on')") == "on"
+    assert told("import time; time.sleep(9)") == "[stopped: it ran longer than 2 s]"
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_unsandboxed_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def talk() -> str:
+        await Sandbox(unsandboxed=True).run("open('x', 'w')")
+        session = PythonSession(unsandboxed=True)
+        await session.code_interpreter("open('x', 'w').write('kept')")
+        kept = await session.code_interpreter("print(open('x').read())")
+        await session.close()
+        return kept
+
+    assert asyncio.run(talk()) == "kept"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- who is not root
+
+
+PLAIN = '''
+import asyncio, sys
+sys.path[:0] = {path!r}
+from turnwise.environments.sandbox import Sandbox
+from turnwise.environments.sandbox.jail import find_jail
+assert find_jail().setpriv is None
+sandbox = Sandbox(bounds={{"processes": 16, "seconds": 1, "files": 100}})
+fork = """
+import os, time
+n = 0
+try:
+    while n < 100:
+        if os.fork() == 0:
+            time.sleep(1)
+            os._exit(0)
+        n += 1
+except OSError:
+    print(8 < n < 16)
+os._exit(0)
+"""
+for code in ("import os; print(os.getuid(), os.listdir())", fork, "import time; time.sleep(9)",
+             "import os, time\\nfor n in range(200): os.mkdir(str(n))\\ntime.sleep(9)",
+             "import ctypes, os; os.kill(1, 9); print(ctypes.CDLL(None).unshare(0x10000000))"):
+    print(asyncio.run(sandbox.code_interpreter(code)))
+'''
+
+
+@jail
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+@pytest.mark.slow
+def test_who_is_not_root_has_the_same_sandbox_in_a_user_namespace() -> None:
+    python = "/usr/bin/python3"
+    path = [str(Path(turnwise.__file__).parent.parent), *site.getsitepackages()]
+    plain = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-B", "-c"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    probe = f"import sys; sys.path[:0] = {path!r}; import turnwise, pydantic; print('%d.%d' % sys.version_info[:2])"
+    try:
+        done = subprocess.run([*plain, probe], capture_output=True, text=True, cwd="/", timeout=60, check=False)
+    except OSError as error:
+        pytest.skip(f"there is no {python} to be run by somebody else: {error}")
+    if done.stdout.strip() != version:
+        pytest.skip(f"{python} cannot load turnwise as somebody else: {done.stderr[-200:]}")
+    done = subprocess.run(
+        [*plain, PLAIN.format(path=path)], capture_output=True, text=True, cwd="/", timeout=60, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "65534 []",
+        "True",
+        "[stopped: it ran longer than 1 s]",
+        "[stopped: it made more than 100 files]",
+        "-1",
+    ], done.stderr
