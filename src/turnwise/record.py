@@ -21,32 +21,36 @@ import yaml
 
 from turnwise.config import Config
 from turnwise.errors import RunError
+from turnwise.gallery import Gallery
 from turnwise.types import Trajectory, Turn
 
 __all__ = ["RunDirectory", "trajectory_record", "write_config", "write_trajectories"]
 
 
-def trajectory_record(trajectory: Trajectory, **extra: Any) -> dict[str, Any]:
-    """A trajectory as plain data: what one line of `trajectories.jsonl` holds."""
+def trajectory_record(trajectory: Trajectory, *, gallery: Gallery | None = None, **extra: Any) -> dict[str, Any]:
+    """A trajectory as plain data: what one line of `trajectories.jsonl` holds. Its images are hung in the `gallery`."""
+    shown = gallery or Gallery(None)
+    fields = {name: value for name, value in trajectory.row.fields.items() if name != "multi_modal_inputs"}  # tensors
     return {
         **extra,
         "id": trajectory.id,
         "group": trajectory.group,
-        "row": {**trajectory.row.fields, "id": trajectory.row.id},
+        "row": {**shown.plain(fields), "id": trajectory.row.id},
         "stop": trajectory.stop,
         "error": None
         if trajectory.error is None
         else {"kind": trajectory.error.kind, "message": trajectory.error.message},
         "reward": trajectory.reward,
         "rewards": trajectory.rewards,
-        "messages": trajectory.messages,
-        "turns": [_turn(turn, trajectory) for turn in trajectory.turns],
+        "messages": shown.plain(trajectory.messages),
+        "turns": [_turn(turn, trajectory, shown) for turn in trajectory.turns],
         "segments": [
             {
                 "token_ids": list(segment.token_ids),
                 "logprobs": [round(logprob, 7) for logprob in segment.logprobs],
                 "turn": list(segment.turn),
                 "version": list(segment.version),
+                **({"media": [shown.label(one) for one in segment.media]} if segment.media else {}),
             }
             for segment in trajectory.segments
         ],
@@ -56,7 +60,7 @@ def trajectory_record(trajectory: Trajectory, **extra: Any) -> dict[str, Any]:
     }
 
 
-def _turn(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
+def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
     outcomes = {outcome.id: outcome for outcome in turn.outcomes}
     calls: list[dict[str, Any]] = []
     for call in turn.calls:
@@ -78,7 +82,7 @@ def _turn(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
         "reward": turn.reward if math.isfinite(turn.reward) else None,
         "advantage": trajectory.advantages[turn.index] if trajectory.advantages else None,
         "weight": turn.weight,
-        "info": turn.info,
+        "info": shown.plain(turn.info),
         "tool_calls": calls,
         "finish_reason": turn.finish_reason,
         "seconds": {"engine": round(turn.seconds_engine, 4), "environment": round(turn.seconds_environment, 4)},
@@ -106,9 +110,10 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: Any) -> None:
     """Append trajectories to a jsonl file, each with the keys in `extra` first."""
+    gallery = Gallery(path.parent / "media")
     # half of a surrogate pair, which a model can write, becomes \\udxxx: JSON's own way to say it
     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(_line(trajectory_record(one, **extra)) for one in trajectories)
+        file.writelines(_line(trajectory_record(one, gallery=gallery, **extra)) for one in trajectories)
 
 
 def write_config(path: Path, config: Config) -> None:

@@ -173,3 +173,12 @@ def test_places_count_from_the_segment_when_images_are_appended(vision: Vision) 
     first, second = segment.media
     assert second.start == first.start + len(ids)
     assert all(segment.token_ids[one.start] == PAD for one in segment.media)
+
+
+def test_a_placeholder_that_the_model_said_stays_a_word(vision: Vision) -> None:
+    said: list[Message] = [{"role": "assistant", "content": "so <|image_pad|> it is"}]
+    messages = [*asked(image_part(picture())), *said, *asked(image_part(picture(8, 8)))]
+    text, found = vision.expand(written(messages), vision.parts(messages))
+    assert [one.length for one in found] == [4, 1]
+    assert text.count("<|image_pad|>") == 6
+    assert "so <|image_pad|> it is" in text
