@@ -33,7 +33,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     rows = build.rows(config, limit=config.rollout.rows)
     scorer, make_environment = build.scorer(config), build.environment_factory(config)
     mask = build.loss_mask(config)
-    renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity)
+    renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
     table = Table(
@@ -42,6 +42,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
         make_environment=make_environment,
         sampling=build.sampling(config),
         limits=build.limits(config, longest=longest),
+        thinking=config.thinking,
         concurrent=config.concurrent,
         lockstep=config.deterministic,
     )

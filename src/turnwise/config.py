@@ -236,6 +236,13 @@ class Config(Part):
     limits: Limits = Limits()
     sanity: Literal["strict", "ignore_strippable", "disable"] = "strict"
     """How the tokens of a finished conversation are compared with the template's."""
+    thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
+    """What becomes of earlier thoughts when a conversation goes on: they stay; or a new segment begins wherever the template
+    leaves them out (`branch`), or at every user message (`strip_at_user`)."""
+    use_inference_chat_template: bool = False
+    """Train on what the template would serve, thoughts left out of earlier turns: the same as `thinking=branch`."""
+    tool_format: str = "auto"
+    """How the model writes tool calls; `auto` finds it out from the template (docs/tool_calls.md)."""
     reward: Reward = Reward()
     credit: Credit = Credit()
     loss_mask: Use = Use(use="all")
@@ -256,6 +263,19 @@ class Config(Part):
     """`auto` goes on where the run in `output` was ended, or begins one."""
     replace: bool = False
     """Move a former run in `output` out of the way instead of refusing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_thinking_policy(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping) or tree.get("use_inference_chat_template") is not True:
+            return tree
+        if tree.get("thinking", "branch") != "branch":
+            raise PydanticCustomError(
+                "thinking",
+                "use_inference_chat_template=true means thinking=branch, and the recipe says thinking={thinking}: remove one",
+                {"thinking": tree["thinking"]},
+            )
+        return {**tree, "thinking": "branch"}
 
     @field_validator("loss_mask")
     @classmethod

@@ -239,7 +239,7 @@ def assemble(config: Config) -> Run:
     mask = build.loss_mask(config)
     state = checkpoints.load() if config.resume == "auto" else None
     source = config.model.path if state is None else checkpoints.newest
-    renderer = Renderer.from_pretrained(source, sanity=config.sanity)
+    renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
@@ -260,6 +260,7 @@ def assemble(config: Config) -> Run:
         make_environment=make_environment,
         sampling=sampling,
         limits=limits,
+        thinking=config.thinking,
         concurrent=config.concurrent,
         lockstep=config.deterministic,
     )

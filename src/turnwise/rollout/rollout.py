@@ -18,7 +18,7 @@ from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.session import Session
 from turnwise.types import Failure, Group, Row, Sampling, Stop, Trajectory
 
@@ -37,6 +37,8 @@ class Table:
     make_environment: EnvironmentFactory
     sampling: Sampling
     limits: Limits
+    thinking: Thinking = "keep"
+    """What becomes of earlier thoughts when a conversation goes on."""
     concurrent: int = 256
     """Conversations that are held at once."""
     lockstep: bool = False
@@ -71,7 +73,14 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
     """Fill a trajectory with one conversation. What breaks is recorded in it; only cancellation is raised."""
     started = time.perf_counter()
     limits = table.limits
-    session = Session(trajectory, engine=table.engine, renderer=table.renderer, sampling=table.sampling, limits=limits)
+    session = Session(
+        trajectory,
+        engine=table.engine,
+        renderer=table.renderer,
+        sampling=table.sampling,
+        limits=limits,
+        thinking=table.thinking,
+    )
     environment: Environment | None = None
     try:
         with boundary("environment"):
