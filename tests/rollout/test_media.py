@@ -11,9 +11,9 @@ import torch
 from support import byte_tokenizer
 from support.tiny import save_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_tokenizer
-from turnwise.errors import DataError, TemplateError, TurnwiseError
-from turnwise.rollout.media import Vision, has_media, refuse_media, without_cut_media
-from turnwise.types import Media, Message, Segment
+from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
+from turnwise.rollout.media import Vision, has_media, ready_media, refuse_media, without_cut_media
+from turnwise.types import Media, Message, Row, Segment
 
 TOKENIZER = vision_tokenizer()
 PAD = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
@@ -182,3 +182,33 @@ def test_a_placeholder_that_the_model_said_stays_a_word(vision: Vision) -> None:
     assert [one.length for one in found] == [4, 1]
     assert text.count("<|image_pad|>") == 6
     assert "so <|image_pad|> it is" in text
+
+
+def test_images_of_rows_can_be_made_ready_at_the_start(vision: Vision) -> None:
+    rows = [
+        Row(
+            id="1",
+            messages=asked(image_part(picture(seed=20)), image_part(picture(8, 8, seed=21))),
+            fields={"answer": 1},
+        ),
+        Row(id="2", messages=[{"role": "user", "content": "Hi"}]),
+    ]
+    assert ready_media(rows, vision, wanted=None) == rows
+    assert "multi_modal_inputs" not in ready_media(rows, vision, wanted=False)[0].fields
+    ready, text = ready_media(rows, vision, wanted=True)
+    assert [grid.tolist() for grid in ready["multi_modal_inputs"]["image_grid_thw"]] == [[[1, 4, 4]], [[1, 2, 2]]]
+    assert (ready["answer"], text.fields) == (1, {})
+    found = vision.expand(written(list(rows[0].messages)), vision.parts(rows[0].messages))[1]
+    assert found[0].inputs["pixel_values"] is ready["multi_modal_inputs"]["pixel_values"][0]
+
+
+def test_making_ready_is_refused_where_it_can_do_nothing(vision: Vision) -> None:
+    text = Row(id="1", messages=[{"role": "user", "content": "Hi"}])
+    for wanted in (True, False):
+        with pytest.raises(ConfigError, match=f"return_multi_modal_inputs={str(wanted).lower()} has no effect"):
+            ready_media([text], vision, wanted=wanted)
+    seen = Row(id="7", messages=asked(image_part(picture(8, 8 * 201))))
+    with pytest.raises(DataError, match=r"row '7': image .* is refused"):
+        ready_media([seen], vision, wanted=True)
+    with pytest.raises(TemplateError, match="the model takes none"):
+        ready_media([seen], None, wanted=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import DataError, TemplateError, TurnwiseError
+from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.images import digest, load_image, media_kind, media_value
-from turnwise.types import Media, Message
+from turnwise.types import Media, Message, Row
 
-__all__ = ["Part", "Vision", "has_media", "load_image", "refuse_media", "without_cut_media"]
+__all__ = ["Part", "Vision", "has_media", "load_image", "ready_media", "refuse_media", "without_cut_media"]
 
 Kind = Literal["image", "video"]
 
@@ -76,6 +76,39 @@ def refuse_media(messages: Iterable[Message], model: str) -> None:
             f"a message holds an image or a video, and {model or 'the model'} takes none: its directory has no image "
             f"processor. Use a model that sees (such as Qwen2.5-VL), or messages of text"
         )
+
+
+def ready_media(rows: Sequence[Row], vision: Vision | None, *, wanted: bool | None) -> list[Row]:
+    """The rows, with `multi_modal_inputs` among their fields if that is `wanted` (`data.return_multi_modal_inputs`).
+
+    True runs the processor once for each image now; every conversation on the row takes those tensors. False and None leave
+    it to the first conversation that shows the image, and the last of them are remembered.
+
+    Raises ConfigError if something is said where there is nothing to see, DataError if an image is refused.
+    """
+    if wanted is None:
+        return list(rows)
+    seeing = [has_media(row.messages) for row in rows]
+    if not any(seeing):
+        raise ConfigError(
+            f"data.return_multi_modal_inputs={str(wanted).lower()} has no effect: no row holds an image or a video. Remove it"
+        )
+    if not wanted:
+        return list(rows)
+    ready: list[Row] = []
+    for row, sees in zip(rows, seeing, strict=True):
+        if not sees:
+            ready.append(row)
+            continue
+        if vision is None:
+            refuse_media(row.messages, "the model")
+        assert vision is not None
+        try:
+            inputs = vision.keep(row.messages)
+        except TurnwiseError as error:
+            raise DataError(f"row {row.id!r}: {error}") from error
+        ready.append(replace(row, fields={**row.fields, "multi_modal_inputs": inputs}))
+    return ready
 
 
 def without_cut_media(
