@@ -18,6 +18,7 @@ from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError
 from turnwise.metrics import conversation_metrics, failures
 from turnwise.record import write_config, write_trajectories, writing
+from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Group, Trajectory
@@ -34,6 +35,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     scorer, make_environment = build.scorer(config), build.environment_factory(config)
     mask = build.loss_mask(config)
     renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
+    rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
     table = Table(

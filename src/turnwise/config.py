@@ -74,6 +74,9 @@ class Data(Part):
     shuffle: bool = True
     limit: Positive | None = None
     """Use only the first rows."""
+    return_multi_modal_inputs: bool | None = None
+    """Of rows with images: true runs the processor on them once at the start, and the tensors ride with the row
+    (`multi_modal_inputs`); false leaves it to the conversations that show them, as null does."""
 
 
 class ToolUse(Part):

@@ -23,6 +23,7 @@ from turnwise.evaluate import evaluate
 from turnwise.metrics import conversation_metrics, failures
 from turnwise.record import RunDirectory
 from turnwise.report import Report
+from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.scoring.credit import Credit
@@ -199,7 +200,10 @@ def _save(run: Run) -> None:
         "lengths": run.directory.lengths(),
         "policy": run.policy.state(),
     }
-    run.checkpoints.save(run.step, model=run.policy.model, tokenizer=run.table.renderer.tokenizer, state=state)
+    renderer = run.table.renderer
+    run.checkpoints.save(
+        run.step, model=run.policy.model, tokenizer=renderer.tokenizer, state=state, processor=renderer.vision
+    )
     run.saved = run.step
 
 
@@ -240,6 +244,8 @@ def assemble(config: Config) -> Run:
     state = checkpoints.load() if config.resume == "auto" else None
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    rows, held_out = every[: len(rows)], every[len(rows) :]
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
