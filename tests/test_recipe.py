@@ -59,7 +59,7 @@ def test_a_text_is_short_for_use(tmp_path: Path) -> None:
     }
     config = loaded(write(tmp_path, tree))
     assert (config.environment.use, config.environment.arguments) == ("a:b", {})
-    assert [(tool.use, tool.timeout) for tool in config.tools] == [("c:d", 30.0), ("e:f", 2.0)]
+    assert [(tool.use, tool.timeout) for tool in config.tools] == [("c:d", None), ("e:f", 2.0)]
     assert [(one.use, one.weight, one.arguments) for one in config.reward.trajectory] == [
         ("g:h", 1.0, {}),
         ("i:j", 0.5, {"x": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from turnwise import types
-from turnwise.config import Config, LocalEngine, ToolUse, Use
+from turnwise.config import Config, LocalEngine, Mcp, Part, ToolCalls, ToolUse, Use
 from turnwise.data.rows import read_rows
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.mcp import McpServers
+from turnwise.environments.tools import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer
@@ -27,6 +29,7 @@ from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Row
 
 __all__ = [
+    "Environments",
     "credit",
     "environment_factory",
     "limits",
@@ -95,18 +98,88 @@ def _callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> Callable[...,
     return functools.partial(found, **use.arguments)
 
 
-def _tool(use: ToolUse, *, key: str) -> Tool:
-    function = resolve(use.use, key=key)
-    if not callable(function):
-        raise ConfigError(f"{key}: {use.use} is a {type(function).__name__} and cannot be called")
-    return Tool.of(function, timeout=use.timeout)
+def _tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
+    found = resolve(use.use, key=key)
+    options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
+    if isinstance(found, type):
+        return Toolbox.of(found, arguments=use.arguments, **options)
+    if use.arguments:
+        raise ConfigError(
+            f"{key}: arguments are for classes, which are made for each conversation; {use.use} is a "
+            f"{type(found).__name__}, whose arguments the model gives: remove them"
+        )
+    if isinstance(found, Tool):
+        return dataclasses.replace(found, **options)
+    if isinstance(found, Toolbox):
+        return dataclasses.replace(found, tools=tuple(dataclasses.replace(tool, **options) for tool in found.tools))
+    if not callable(found):
+        raise ConfigError(f"{key}: {use.use} is a {type(found).__name__} and cannot be called")
+    return Tool.of(found, **options)
 
 
-def environment_factory(config: Config) -> EnvironmentFactory:
+def _mcp_servers(config: Config) -> McpServers | None:
+    options = config.mcp
+    if options.servers is None:
+        return None
+    kind = resolve(options.use, key="mcp.use")
+    if not (isinstance(kind, type) and issubclass(kind, McpServers)):
+        raise ConfigError(f"mcp.use: {options.use} must be a subclass of turnwise.environments.mcp:McpServers")
+    return kind.from_file(options.servers, start_timeout=options.start_timeout)
+
+
+def _truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) -> Truncation | None:
+    options = config.tool_calls
+    if options.max_tool_response_length is None:
+        return None
+    return Truncation(
+        options.max_tool_response_length,
+        side=options.tool_response_truncate_side,
+        unit=options.tool_response_unit,
+        encode=encode,
+    )
+
+
+def _refuse_idle_tools(config: Config) -> None:
+    """Refuse options of tools that would do nothing, in training and without."""
+
+    def changed(part: Part, default: Part) -> list[str]:
+        return [name for name in type(part).model_fields if getattr(part, name) != getattr(default, name)]
+
+    mcp, calls = changed(config.mcp, Mcp()), changed(config.tool_calls, ToolCalls())
+    if mcp and config.mcp.servers is None:
+        raise ConfigError(f"mcp.{mcp[0]} has no effect without servers: set mcp.servers to a file that names them")
+    if calls and not config.tools and config.mcp.servers is None:
+        raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers")
+    cut = [name for name in calls if name.startswith("tool_response_")]
+    if cut and config.tool_calls.max_tool_response_length is None:
+        raise ConfigError(
+            f"tool_calls.{cut[0]} has no effect without a length: set tool_calls.max_tool_response_length"
+        )
+
+
+class Environments:
+    """Makes the environment of each conversation, and holds what all of them share until `aclose`."""
+
+    def __init__(self, make: EnvironmentFactory, servers: McpServers | None = None) -> None:
+        self._make = make
+        self._servers = servers
+
+    def __call__(self) -> Environment:
+        return self._make()
+
+    async def aclose(self) -> None:
+        """Give back what is shared: after the last conversation, on every path out."""
+        if self._servers is not None:
+            await self._servers.aclose()
+
+
+def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
     """Makes the environment of the recipe, its tools in front, for each conversation.
 
-    Raises ConfigError, also if what is made is no environment.
+    `encode` gives the tokens of a text, for answers of tools that are measured in tokens. Raises ConfigError, also if what is
+    made is no environment, or an MCP server cannot be reached.
     """
+    _refuse_idle_tools(config)
     make = _callable(config.environment, key="environment")
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
@@ -121,7 +194,18 @@ def environment_factory(config: Config) -> EnvironmentFactory:
             f"environment: {config.environment.use} makes a {type(one).__name__} without {', '.join(missing)}; an "
             f"environment has async begin(row), step(turn) and close(), or is an async generator under @environment"
         )
-    return (lambda: Tools(tools, then=make())) if tools else make
+    truncation = _truncation(config, encode)
+    if (servers := _mcp_servers(config)) is not None:
+        options = config.mcp
+        listed = servers.tools(
+            options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
+        )
+        tools = [*tools, *listed]
+        Tools(tools)  # refuses two of one name
+    if not tools:
+        return Environments(make)
+    most = config.tool_calls.max_parallel_calls
+    return Environments(lambda: Tools(tools, then=make(), max_parallel_calls=most, truncation=truncation), servers)
 
 
 def scorer(config: Config) -> Scorer:

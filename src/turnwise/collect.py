@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -31,17 +32,23 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
 
     Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError.
     """
-    rows = build.rows(config, limit=config.rollout.rows)
-    scorer, make_environment = build.scorer(config), build.environment_factory(config)
-    mask = build.loss_mask(config)
     renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
+    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
+        return await _collect(config, environments, renderer, out, console)
+
+
+async def _collect(
+    config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
+) -> dict[str, Any]:
+    rows = build.rows(config, limit=config.rollout.rows)
+    scorer, mask = build.scorer(config), build.loss_mask(config)
     rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
     table = Table(
         engine=engine,
         renderer=renderer,
-        make_environment=make_environment,
+        make_environment=environments,
         sampling=build.sampling(config),
         limits=build.limits(config, longest=longest),
         thinking=config.thinking,

@@ -14,7 +14,18 @@ from pydantic_core import PydanticCustomError
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError, nearest
 
-__all__ = ["LOSS_MASKS", "Config", "LocalEngine", "Part", "ScriptedEngine", "Use", "refuse_without_effect"]
+__all__ = [
+    "LOSS_MASKS",
+    "Config",
+    "LocalEngine",
+    "Mcp",
+    "Part",
+    "ScriptedEngine",
+    "ToolCalls",
+    "ToolUse",
+    "Use",
+    "refuse_without_effect",
+]
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -80,13 +91,51 @@ class Data(Part):
 
 
 class ToolUse(Part):
-    """A tool: a typed function. A plain text is short for `{use: text}`."""
+    """A tool: a typed function, or a class whose public methods are tools. A plain text is short for `{use: text}`."""
 
     use: str
-    timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds."""
+    arguments: dict[str, Any] = {}
+    """Of the class's constructor, called for each conversation."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds for each attempt; 30 unless the tool says something else itself."""
+    retries: Annotated[int, Field(ge=0)] | None = None
+    """Further attempts after an exception that is no ValueError; none unless the tool says something else itself."""
+    retry_timeouts: bool | None = None
+    """Whether a timeout is worth a further attempt too."""
 
     _short = model_validator(mode="before")(_short)
+
+
+class Mcp(Part):
+    """Tools of MCP servers."""
+
+    servers: str | None = None
+    """A JSON file with `mcpServers`."""
+    select: list[str] | None = None
+    """Names of tools; null takes all that the servers offer."""
+    use: str = "turnwise.environments.mcp:McpServers"
+    """A reference to a subclass that reads results in its own way."""
+    timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds for each attempt of a call."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """Further attempts when a server is lost."""
+    retry_timeouts: bool = False
+    """Whether a timeout is worth a further attempt too."""
+    start_timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds until a server must have answered for the first time."""
+
+
+class ToolCalls(Part):
+    """What holds for all tools in front of the environment."""
+
+    max_parallel_calls: Positive | None = None
+    """Calls of one turn that are run; those beyond it are told so. Null runs all."""
+    max_tool_response_length: Positive | None = None
+    """Of a tool's text, the mark of the cut not counted. Null cuts at a million characters."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """The side that is cut off: `left` keeps the end, `right` the beginning, `middle` half of the length of each."""
+    tool_response_unit: Literal["characters", "tokens"] = "characters"
+    """What the length counts."""
 
 
 class LocalEngine(Part):
@@ -228,7 +277,9 @@ class Config(Part):
     environment: Use = Use(use="turnwise.environments.environment:Once")
     """Who answers the model: a reference."""
     tools: list[ToolUse] = []
-    """Typed functions in front of the environment: references."""
+    """Typed functions and classes in front of the environment: references (docs/tools.md)."""
+    mcp: Mcp = Mcp()
+    tool_calls: ToolCalls = ToolCalls()
     engine: Annotated[
         Annotated[LocalEngine, Tag("local")] | Annotated[ScriptedEngine, Tag("scripted")],
         Discriminator(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ class Run:
     held_out: Sequence[Row]
     order: Order
     table: Table
+    environments: build.Environments
     scorer: Scorer
     mask: Rule
     credit: Credit
@@ -72,7 +73,7 @@ async def train(run: Run, show: Report) -> None:
     """
     config, options = run.config, run.config.train
     show.begin(run.config, done=run.step, notes=run.notes)
-    with _going_on_later(run):
+    async with contextlib.aclosing(run.environments), _going_on_later(run):
         waiting: asyncio.Task[_Rollouts] | None = None
         while run.step < options.steps:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
@@ -207,8 +208,8 @@ def _save(run: Run) -> None:
     run.saved = run.step
 
 
-@contextlib.contextmanager
-def _going_on_later(run: Run) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _going_on_later(run: Run) -> AsyncIterator[None]:
     """On Ctrl-C, leave a checkpoint of the last finished step behind."""
     try:
         yield
@@ -239,11 +240,12 @@ def assemble(config: Config) -> Run:
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
     rows = build.rows(config)
     held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
-    make_environment, scorer, credit = build.environment_factory(config), build.scorer(config), build.credit(config)
+    scorer, credit = build.scorer(config), build.credit(config)
     mask = build.loss_mask(config)
     state = checkpoints.load() if config.resume == "auto" else None
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    environments = build.environment_factory(config, encode=renderer.encode)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
     if config.deterministic:
@@ -263,7 +265,7 @@ def assemble(config: Config) -> Run:
     table = Table(
         engine=build.local_engine(config, model, renderer, version=step),
         renderer=renderer,
-        make_environment=make_environment,
+        make_environment=environments,
         sampling=sampling,
         limits=limits,
         thinking=config.thinking,
@@ -282,6 +284,7 @@ def assemble(config: Config) -> Run:
         held_out=held_out,
         order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
         table=table,
+        environments=environments,
         scorer=scorer,
         mask=mask,
         credit=credit,
