@@ -192,7 +192,7 @@ class DeepSeek(_NameFirst):
     name = "deepseek"
     how = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><tool><｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     opening = "<｜tool▁call▁begin｜>"
-    close, closing = "(?:```\\s*)?(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))", "<｜tool▁call▁end｜>"
+    close, closing = "(?:```\\s*)?(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))|```\\s*\\Z", "<｜tool▁call▁end｜>"
     scaffold = f"{SCAFFOLD}|<｜tool▁calls▁(?:begin|end)｜>"
     head = re.compile(
         r"\s*(?:function<｜tool▁sep｜>\s*)?(?P<name>[^\s<{}`\"']+)\s*(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?"

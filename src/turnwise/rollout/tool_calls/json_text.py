@@ -16,6 +16,9 @@ from turnwise.rollout.tool_calls.reading import Problem, skip_space
 __all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_unwritable"]
 
 _SHOWN = 20  # characters of what is wrong
+_FIRST = frozenset(
+    '{["-0123456789tfnNI'
+)  # what a value begins with, NaN and Infinity included, which are refused by name
 
 
 def decode(text: str, begin: int) -> tuple[Any, int]:
@@ -23,6 +26,8 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
 
     Raises Problem.
     """
+    if text[begin : begin + 1] not in _FIRST:  # the decoder says so too, but counts the lines of the whole text first
+        raise Problem(f"Expecting value at {text[begin : begin + _SHOWN]!r}", begin)
     try:
         value, end = _DECODER.raw_decode(text, begin)
     except json.JSONDecodeError as error:

@@ -42,12 +42,12 @@ class _Pythonic(Tagged):
     """Whether the opening mark is so weak that what it opens may be no call."""
 
     def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
-        following = re.compile(self.opening).search(text, mark.end())
-        limit = following.start() if following else len(text)
         begin = skip_space(text, mark.end())
+        following = re.compile(self.opening).search(text, begin + 1)
+        limit = following.start() if following else len(text)
         calls, at = self._items(text, begin + text.startswith("[", begin), limit)
         if self.bare and not _meant(calls, tools):
-            return [], mark.end()
+            return [], begin + 1
         if not calls:
             calls.append(self.bad("the list is empty", text[begin:at]))
         close = re.compile(rf"\s*(?:{self.close}|\Z)").match(text, at, limit)
@@ -67,13 +67,13 @@ class _Pythonic(Tagged):
                 return calls, at + 1
             if re.compile(self.close).match(text, at):
                 return calls, at
-            name = ""
             try:
                 name, written, end = _one(text, at, limit)
             except Problem as problem:
                 following = None if problem.hopeless else beyond.search(text, at, limit)
                 first, end = following.span() if following else (limit, limit)
-                calls.append(self.bad(problem, text[at:first]))
+                head = _HEAD.match(text, at, limit)
+                calls.append(self.bad(problem, text[at:first], head["name"] if head else ""))
                 at = end
                 continue
             try:

@@ -94,6 +94,7 @@ class Tagged(abc.ABC):
                 at = mark.end()
             else:
                 found, at = self.read(text, mark, tools)
+                at = max(at, mark.start() + 1)
                 if not found:
                     continue  # it stays content
                 calls.extend(found)
