@@ -32,6 +32,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "recipe": {"config", "errors"},
     "record": {"types", "errors", "config", "gallery"},
     "show": {"errors"},
+    "serve": {"errors"},
     "evaluate": {"types", "metrics", "rollout", "scoring"},
 }
 """Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
@@ -50,6 +51,7 @@ LIGHT = [
     "recipe",
     "record",
     "show",
+    "serve",
 ]
 """Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
 

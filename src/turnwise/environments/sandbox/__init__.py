@@ -5,6 +5,7 @@ programs to a SandboxFusion server.
 """
 
 from turnwise.environments.sandbox.bounds import Bounds, Ran, SandboxError
+from turnwise.environments.sandbox.fusion import SandboxFusion
 from turnwise.environments.sandbox.python import PythonSession, Sandbox, code_interpreter
 
-__all__ = ["Bounds", "PythonSession", "Ran", "Sandbox", "SandboxError", "code_interpreter"]
+__all__ = ["Bounds", "PythonSession", "Ran", "Sandbox", "SandboxError", "SandboxFusion", "code_interpreter"]

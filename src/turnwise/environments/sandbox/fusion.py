@@ -1,0 +1,112 @@
+"""Programs that a model has written, sent to a SandboxFusion server (github.com/bytedance/SandboxFusion, `POST /run_code`).
+
+Unlike verl's client, this one tells the model what went wrong: what was written to standard error, a time limit, a program
+that does not compile. What the server itself cannot do is an error of the tool and never looks like one of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from turnwise.environments.sandbox.bounds import Ran, SandboxError
+from turnwise.environments.service import service
+from turnwise.errors import ConfigError
+
+__all__ = ["SandboxFusion"]
+
+
+class SandboxFusion:
+    """A tool that runs a program on a SandboxFusion server.
+
+    `url` is the server's, with or without `/run_code`. `run_timeout` and `compile_timeout` are the server's, in seconds;
+    `timeout` is that of a whole request, `retries` further ones follow where the server is away, overloaded or broken, with a
+    pause that grows by `pause` seconds. `output_chars` of standard output and of standard error each are told.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        language: str = "python",
+        run_timeout: float = 10.0,
+        compile_timeout: float = 10.0,
+        memory_limit_mb: int = 1024,
+        timeout: float | None = None,
+        retries: int = 3,
+        pause: float = 1.0,
+        concurrent: int = 10,
+        output_chars: int = 16_000,
+    ) -> None:
+        for name, value in {
+            "run_timeout": run_timeout,
+            "compile_timeout": compile_timeout,
+            "memory_limit_mb": memory_limit_mb,
+            "output_chars": output_chars,
+        }.items():
+            if not value > 0:
+                raise ConfigError(f"SandboxFusion: {name} is {value}; give a number above 0")
+        address = url.rstrip("/")
+        self._service = service(
+            address if address.endswith("/run_code") else f"{address}/run_code",
+            timeout=timeout if timeout is not None else run_timeout + compile_timeout + 10,
+            retries=retries,
+            pause=pause,
+            concurrent=concurrent,
+        )
+        self._request = {
+            "language": language,
+            "run_timeout": run_timeout,
+            "compile_timeout": compile_timeout,
+            "memory_limit_MB": memory_limit_mb,
+        }
+        self._output_chars = output_chars
+
+    async def code_interpreter(self, code: str) -> str:
+        """Run a program and get what it printed. Print what you want to see. Nothing is kept between two calls.
+
+        Args:
+            code: The program.
+        """
+        answer = await self._service.ask({**self._request, "code": code})
+        return self._read(answer).told()
+
+    def _read(self, answer: Mapping[str, Any]) -> Ran:
+        """What came of a program.
+
+        Raises SandboxError if the server says that it is its own fault, or says something else than agreed.
+        """
+        if answer.get("status") not in ("Success", "Failed"):
+            said = answer.get("message") or answer.get("status") or answer
+            raise SandboxError(f"the server {self._service.url} could not run the program: {str(said)[:300]}")
+        built = answer.get("compile_result")
+        if isinstance(built, Mapping) and (built.get("status") != "Finished" or built.get("return_code")):
+            return self._ran(built, "compiling it took longer than", self._request["compile_timeout"])
+        run = answer.get("run_result")
+        if not isinstance(run, Mapping):
+            raise SandboxError(f"the server {self._service.url} gave no run_result: {str(answer)[:300]}")
+        return self._ran(run, "it ran longer than", self._request["run_timeout"])
+
+    def _ran(self, result: Mapping[str, Any], too_long: str, seconds: Any) -> Ran:
+        spoken = [self._cut(str(result.get(name) or "")) for name in ("stdout", "stderr")]
+        output = "\n".join(text.rstrip("\n") for text in spoken if text.strip())
+        status, code = result.get("status"), result.get("return_code")
+        stopped = None
+        if status == "TimeLimitExceeded":
+            stopped = f"{too_long} {seconds:g} s"
+        elif status != "Finished":
+            stopped = f"the server says {status}"
+        took = result.get("execution_time")
+        return Ran(
+            output=output,
+            status=code if isinstance(code, int) else 0,
+            stopped=stopped,
+            seconds=took if isinstance(took, int | float) else 0.0,
+        )
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._output_chars:
+            return text
+        half = self._output_chars // 2
+        missing = len(text) - 2 * half
+        return f"{text[:half]}\n[... {missing} characters of output left out ...]\n{text[len(text) - half :]}"
