@@ -14,7 +14,7 @@ from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import EnvironmentFactory, Once
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Request, Row, Sampling, Segment, Trajectory
 
@@ -108,6 +108,7 @@ def a_table(
     limits: Limits | None = None,
     concurrent: int = 256,
     lockstep: bool = False,
+    thinking: Thinking = "keep",
 ) -> Table:
     """A table with room for long conversations."""
     return Table(
@@ -118,6 +119,7 @@ def a_table(
         limits=limits or Limits(turns=8, tokens_per_turn=400),
         concurrent=concurrent,
         lockstep=lockstep,
+        thinking=thinking,
     )
 
 

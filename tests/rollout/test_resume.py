@@ -1,0 +1,250 @@
+"""Answers that are cut and continued, and histories that are replaced: nothing lost, nothing trained twice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.conversations import RENDERER, STOP, Says, a_row, call, hold, spoken
+from turnwise.environments.environment import environment, say
+from turnwise.environments.tools import Tools
+from turnwise.rollout.limits import Limits
+from turnwise.types import Opening, Reply, Resume, Row, Trajectory, Turn
+
+ASKED = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@environment
+async def resumes(row: Row, resume: Resume, then: Reply | None = None) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Cuts the first answer and lets the model go on."""
+    yield Opening(messages=row.messages)
+    yield Reply(resume=resume)
+    yield then or Reply(done=True)
+
+
+def resumed(*said: Any, resume: Resume, then: Reply | None = None) -> Trajectory:
+    trajectory = hold(Says(*said), lambda: resumes(resume=resume, then=then))
+    assert trajectory.error is None, trajectory.error
+    return trajectory
+
+
+def test_what_is_kept_stays_sampled_what_is_added_is_context_and_the_model_goes_on() -> None:
+    trajectory = resumed("It is 5, so done.", " It is 6.", resume=Resume(keep=7, add=" Wait."))
+    (segment,) = trajectory.segments
+    assert spoken(segment) == [(-1, ASKED), (0, "It is 5"), (-1, " Wait."), (1, " It is 6.<|im_end|>")]
+    sampled = [logprob for logprob, turn in zip(segment.logprobs, segment.turn, strict=True) if turn == 0]
+    assert sampled == [-(n + 1) / 8 for n in range(7)]
+    first, second = trajectory.turns
+    assert (first.text, first.cut) == ("It is 5, so done.", 7)  # nothing that was said is lost
+    assert (second.text, second.cut) == (" It is 6.", None)
+    # it is one answer to one question
+    assert trajectory.messages == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "It is 5 Wait. It is 6."},
+    ]
+    assert trajectory.drift is None
+
+
+def test_keeping_all_only_takes_the_end_of_the_turn_off() -> None:
+    trajectory = resumed("Four.", " Sure.", resume=Resume())
+    assert spoken(trajectory.segments[0]) == [(-1, ASKED), (0, "Four."), (1, " Sure.<|im_end|>")]
+    assert trajectory.turns[0].cut == 5
+    assert trajectory.messages[-1]["content"] == "Four. Sure."
+
+
+def test_keeping_nothing_begins_the_answer_anew_with_the_added_words() -> None:
+    trajectory = resumed("Four.", " five.", resume=Resume(keep=0, add="Rather"))
+    assert spoken(trajectory.segments[0]) == [(-1, ASKED + "Rather"), (1, " five.<|im_end|>")]
+    assert trajectory.messages[-1]["content"] == "Rather five."
+
+
+def test_a_token_that_is_cut_in_two_becomes_context() -> None:
+    from test_renderer import merging_tokenizer  # type: ignore[import-not-found]
+
+    from turnwise.rollout.renderer import Renderer
+
+    renderer = Renderer(merging_tokenizer())
+    trajectory = hold(
+        Says([259, 259, STOP], [259, STOP]), lambda: resumes(resume=Resume(keep=3, add="!")), renderer=renderer
+    )
+    assert trajectory.error is None
+    (segment,) = trajectory.segments
+    assert spoken(segment, renderer) == [(-1, ASKED), (0, "ab"), (-1, "a!"), (1, "ab<|im_end|>")]
+    assert trajectory.turns[0].cut == 1
+
+
+def test_an_answer_can_be_resumed_again_and_then_be_answered() -> None:
+    @environment
+    async def twice(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        yield Reply(resume=Resume(keep=3, add="+"), reward=0.25)
+        yield Reply(resume=Resume(keep=3, add="-"))
+        yield say("And?")
+        yield Reply(done=True, reward=1.0)
+
+    trajectory = hold(Says("one two", "1 two", "2", "end"), twice)
+    assert trajectory.error is None
+    assert spoken(trajectory.segments[0]) == [
+        (-1, ASKED),
+        (0, "one"),
+        (-1, "+"),
+        (1, "1 t"),
+        (-1, "-"),
+        (2, "2<|im_end|>"),
+        (-1, "\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
+        (3, "end<|im_end|>"),
+    ]
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "one+1 t-2", "And?", "end"]
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0, 0.0, 1.0]
+    assert trajectory.drift is None
+
+
+def test_a_call_that_the_continuation_completes_is_a_call() -> None:
+    heard: list[list[str]] = []
+
+    @environment
+    async def listens(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        turn = yield Opening(messages=row.messages, tools=[TOOL])
+        heard.append([one.name for one in turn.calls])
+        turn = yield Reply(resume=Resume(keep=len("Let me. <tool_call>"), add='\n{"name": "add",'))
+        heard.append([one.name for one in turn.calls])
+        yield Reply(done=True)
+
+    said = "Let me. " + call("sub")
+    trajectory = hold(Says(said, ' "arguments": {"a": 1}}\n</tool_call>'), listens)
+    assert trajectory.error is None, trajectory.error
+    assert heard == [["sub"], ["add"]]
+    assert trajectory.turns[1].calls[0].arguments == {"a": 1}
+    assert trajectory.messages[-1]["content"] == "Let me."
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    said=st.lists(st.integers(3, 258), min_size=1, max_size=12),
+    goes_on=st.lists(st.integers(3, 258), min_size=1, max_size=6),
+    keep=st.integers(0, 12),
+    add=st.text(max_size=6),
+)
+def test_whatever_is_cut_the_record_holds_a_beginning_of_what_was_sampled(
+    said: list[int], goes_on: list[int], keep: int, add: str
+) -> None:
+    text = RENDERER.decode(said)
+    resume = Resume(keep=min(keep, len(text)), add=add)
+    trajectory = hold(Says([*said, STOP], [*goes_on, STOP]), lambda: resumes(resume=resume))
+    assert trajectory.error is None, trajectory.error
+    (segment,) = trajectory.segments
+    assert len({len(segment.token_ids), len(segment.logprobs), len(segment.turn), len(segment.version)}) == 1
+    of = {n: [t for t, turn in zip(segment.token_ids, segment.turn, strict=True) if turn == n] for n in (0, 1)}
+    assert of[0] == said[: len(of[0])]
+    assert trajectory.turns[0].cut == len(of[0])
+    assert of[1] == [*goes_on, STOP]
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        (
+            Reply(resume=Resume(keep=99)),
+            r"ValueError: Resume\(keep=99\) of an answer of 2 characters; keep 0 to 2 of it",
+        ),
+        (Reply(resume=Resume(keep=-1)), r"keep 0 to 2 of it"),
+        (Reply(resume=Resume(), done=True), r"a Reply with `resume` has no messages, no rewrite and is not done"),
+        (Reply(resume=Resume(), messages=[{"role": "user", "content": "x"}]), r"has no messages"),
+    ],
+)
+def test_a_resume_that_makes_no_sense_breaks_its_own_conversation(reply: Reply, why: str) -> None:
+    @environment
+    async def wrong(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        yield reply
+
+    trajectory = hold(Says("Yo"), wrong)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    import re
+
+    assert re.search(why, trajectory.error.message), trajectory.error.message
+
+
+def test_a_resumed_answer_counts_as_a_turn_so_that_nothing_goes_on_for_ever() -> None:
+    @environment
+    async def never_content(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        while True:
+            yield Reply(resume=Resume(keep=0))
+
+    trajectory = hold(Says(*["x"] * 9), never_content, limits=Limits(turns=3, tokens_per_turn=50))
+    assert (trajectory.stop, len(trajectory.turns)) == ("max_turns", 3)
+
+
+# histories that are replaced
+
+
+@environment
+async def compresses(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """After two answers, puts a summary in place of the conversation."""
+    yield Opening(messages=row.messages)
+    yield say("More.")
+    summary = {"role": "user", "content": "So far: a, b."}
+    yield Reply(
+        rewrite=[summary], messages=[{"role": "assistant", "content": "I see."}, {"role": "user", "content": "Go on."}]
+    )
+    yield Reply(done=True)
+
+
+def test_a_compressed_context_is_a_new_segment_and_nothing_is_lost_or_trained_twice() -> None:
+    trajectory = hold(Says("a", "b", "c"), compresses, row=a_row("Count."))
+    assert trajectory.error is None
+    first, second = trajectory.segments
+    assert spoken(first) == [
+        (-1, "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\n"),
+        (0, "a<|im_end|>"),
+        (-1, "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"),
+        (1, "b<|im_end|>"),
+    ]
+    assert spoken(second) == [
+        (
+            -1,
+            "<|im_start|>user\nSo far: a, b.<|im_end|>\n<|im_start|>assistant\nI see.<|im_end|>\n"
+            "<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (2, "c<|im_end|>"),
+    ]
+    # the history that was replaced is in the record, and so is the one that stands for it
+    assert [[message["content"] for message in former] for former in trajectory.former] == [
+        ["Count.", "a", "More.", "b"]
+    ]
+    assert [message["content"] for message in trajectory.messages] == ["So far: a, b.", "I see.", "Go on.", "c"]
+    places = [turn for segment in trajectory.segments for turn in segment.turn if turn >= 0]
+    assert len(places) == trajectory.sampled_tokens
+    assert trajectory.drift is None
+
+
+def test_tools_may_stand_in_front_of_somebody_who_resumes() -> None:
+    async def add(a: int) -> str:
+        """Add one.
+
+        Args:
+            a: A number.
+        """
+        return str(a + 1)
+
+    trajectory = hold(
+        Says(call("add", '{"a": 1}'), "So 2, done", "?"),
+        lambda: Tools([add], then=resumes(resume=Resume(keep=4, add=" or"))),
+    )
+    assert trajectory.error is None
+    runs = spoken(trajectory.segments[0])
+    assert [text for turn, text in runs if turn >= 0] == [call("add", '{"a": 1}') + "<|im_end|>", "So 2", "?<|im_end|>"]
+    assert "<tool_response>\n2\n</tool_response>" in runs[2][1]
+    assert runs[4] == (-1, " or")
