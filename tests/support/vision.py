@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support import byte_tokenizer
+from turnwise.environments.environment import environment
+from turnwise.types import Opening, Reply, Row, Turn
 
 TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -110,3 +113,12 @@ def image_part(image: Any) -> dict[str, Any]:
 def text_part(text: str) -> dict[str, Any]:
     """A part of a message."""
     return {"type": "text", "text": text}
+
+
+@environment
+async def shows_another(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Answers the first turn with an image of its own; likes short turns."""
+    turn = yield Opening(messages=row.messages)
+    shown = [image_part(picture(24, 16, seed=int(row.id))), text_part("And this?")]
+    turn = yield Reply(messages=[{"role": "user", "content": shown}], reward=-len(turn.text) / 10)
+    yield Reply(reward=-len(turn.text) / 10, done=True)
