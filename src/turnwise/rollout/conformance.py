@@ -61,6 +61,8 @@ class Finding:
     """Whether the tokens are those of the one pass."""
     differs: str = ""
     """Where they are not: what the template writes when the conversation goes on, and what it wrote before."""
+    harmless: bool = False
+    """Whether only what the model itself has the say in differs: the end of its turn, its thoughts, how a text is cut."""
     handed: tuple[str, ...] = ()
     """What had to be handed over in another shape: "system as user", "neighbours of one role as one message"."""
     refused: str = ""
@@ -129,11 +131,12 @@ def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
             answered = answered or any(message["role"] == "tool" for message in piece.messages)
     held.last()
     if not held.differs and held.ids != list(renderer.encode(held.whole))[: len(held.ids)]:
-        held.differs = "cuts the same text into other tokens in one pass"
+        held.differs, held.harmless = "cuts the same text into other tokens in one pass", True
     return Finding(
         scenario=scenario.name,
         exact=not held.differs,
         differs=held.differs,
+        harmless=held.harmless,
         handed=tuple(sorted(handed)),
         encoded=held.encoded,
         kept=len(held.ids),
@@ -149,6 +152,7 @@ class _Held:
         self.whole = whole
         self.ids: list[int] = []
         self.differs = ""
+        self.harmless = False
         self.encoded = 0
         self._at = 0
 
@@ -157,7 +161,7 @@ class _Held:
         text = self._renderer.decode(piece.token_ids)
         bare = without_open_thought(text)
         if not self.whole.startswith(text):
-            self.differs = self.differs or self._cue_differs(text, bare, 0)
+            self._cue_differs(text, bare, 0)
         self._take(piece, text if self.whole.startswith(text) else bare)
 
     def turn(self, answers: Sequence[Message], *, again: bool) -> Piece:
@@ -188,7 +192,7 @@ class _Held:
         self._at = end
         text = decode(piece.token_ids)
         if written != text:
-            self.differs = self.differs or self._cue_differs(text, written, end)
+            self._cue_differs(text, written, end)
         self._take(piece, written)
         return piece
 
@@ -209,18 +213,26 @@ class _Held:
         token = list(self._renderer.encode(said))[-1]
         written = self._renderer.decode([token]) if self._renderer.ends_turns(token) else ""
         own = self._renderer.decode([stop])
-        self.differs = (
-            self.differs or f"ends a turn that is not the last with {written!r}, and the last one with {own!r}"
-        )
+        self._note(f"ends a turn that is not the last with {written!r}, and the last one with {own!r}", harmless=True)
         return said.removesuffix(written) + own
 
-    def _cue_differs(self, text: str, bare: str, at: int) -> str:
+    def _note(self, what: str, *, harmless: bool) -> None:
+        """Keep the first difference; one that is not harmless takes the place of one that is."""
+        if not self.differs or (self.harmless and not harmless):
+            self.differs, self.harmless = what, harmless
+
+    def _cue_differs(self, text: str, bare: str, at: int) -> None:
         mark = text[len(bare) :]
         if bare != text and self.whole.startswith(bare, at):
             after = self.whole[at + len(bare) : at + len(bare) + len(mark)]
-            return f"opens a thought in the cue ({mark!r}) and writes the turn without it ({after!r}...)"
+            self._note(
+                f"opens a thought in the cue ({mark!r}) and writes the turn without it ({after!r}...)", harmless=True
+            )
+            return
         same = next((n for n, (a, b) in enumerate(zip(text, self.whole, strict=False)) if a != b), 0)
-        return f"writes {self.whole[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}"
+        self._note(
+            f"writes {self.whole[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}", harmless=False
+        )
 
 
 def _shapes(asked: Sequence[Message], given: Sequence[Message]) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TemplateError
@@ -85,7 +86,7 @@ class Template:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(
                 f"the chat template of {self._where} is no valid Jinja: {error.message} in line {error.lineno}. Correct "
-                f"chat_template.jinja (or chat_template in tokenizer_config.json)"
+                f"{_file(self._where)}"
             ) from error
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # a template that adds None to a text, or takes the first of nothing, refuses what it was given
@@ -149,12 +150,23 @@ class Template:
 
     # what it is like
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether it takes content as a list of parts only, texts too."""
+        return self._in_parts
+
     @functools.cached_property
     def closing(self) -> str:
         """What stands behind the model's last words when nothing follows them."""
         after = self._after([QUESTION, words(PLACEHOLDER)], cue=False)
         assert after is not None, "seen to by __init__"
         return after
+
+    @functools.cached_property
+    def lead(self) -> str:
+        """White space that the template writes in front of the model's words and leaves to the model: a cue `Assistant:`."""
+        before, _, _ = self.said(words(PLACEHOLDER)).partition(PLACEHOLDER)
+        return before if before.isspace() else ""
 
     @functools.cached_property
     def call_shape(self) -> tuple[bool, str | None] | None:
@@ -327,6 +339,15 @@ class Template:
             as_text, empty = self.call_shape
             message = with_calls(message, as_text=as_text, empty=empty)
         return message
+
+
+def _file(where: str) -> str:
+    """Where the template of a model directory is written, for messages."""
+    if Path(where, "chat_template.jinja").is_file():
+        return f"{Path(where, 'chat_template.jinja')}"
+    if Path(where, "tokenizer_config.json").is_file():
+        return f"chat_template in {Path(where, 'tokenizer_config.json')}"
+    return "chat_template.jinja (or chat_template in tokenizer_config.json)"
 
 
 def _check_part(part: Any, message: Message) -> None:
