@@ -197,11 +197,15 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     truncation = _truncation(config, encode)
     if (servers := _mcp_servers(config)) is not None:
         options = config.mcp
-        listed = servers.tools(
-            options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
-        )
-        tools = [*tools, *listed]
-        Tools(tools)  # refuses two of one name
+        try:
+            listed = servers.tools(
+                options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
+            )
+            tools = [*tools, *listed]
+            Tools(tools)  # refuses two of one name
+        except ConfigError:
+            servers.close()
+            raise
     if not tools:
         return Environments(make)
     most = config.tool_calls.max_parallel_calls

@@ -97,7 +97,7 @@ def gone(pid: int) -> bool:
 
 def test_the_schemas_of_a_server_are_told_whole(stdio: list[Tool]) -> None:
     schemas = {tool.name: tool.schema for tool in stdio}
-    assert list(schemas) == ["add", "visit", "slow", "image", "fail", "die", "env", "pid", "large"]
+    assert list(schemas) == ["add", "visit", "slow", "given_up", "image", "fail", "die", "env", "pid", "large"]
     assert schemas["visit"]["type"] == "function"
     function = schemas["visit"]["function"]
     assert (function["name"], function["description"]) == ("visit", "Go somewhere.")
@@ -167,6 +167,7 @@ def test_calls_run_together_and_their_timeouts_are_obeyed(stdio: list[Tool]) -> 
     assert (answer.outcome.error, answer.content) == ("timeout", "Error: slow took longer than 0.2 s")
     assert answer.outcome.seconds < 1.0
     assert ask(stdio, "pid").content == ask(stdio, "pid").content  # the session is as it was
+    assert ask(stdio, "given_up").content == "1"  # and the server does not go on for nobody
 
 
 def test_conversations_call_the_tools_of_a_server(stdio: list[Tool]) -> None:

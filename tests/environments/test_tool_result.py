@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from PIL import Image
@@ -11,6 +11,12 @@ from PIL import Image
 from turnwise.environments.tool_result import Answer, ToolResponse
 from turnwise.environments.tools import Tool, Tools, Truncation
 from turnwise.types import ToolCall, Turn
+
+
+class Named(NamedTuple):
+    text: str
+    number: float
+
 
 RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (2, 2), "blue")
 
@@ -85,6 +91,9 @@ def test_images_and_videos_are_lists(arguments: dict[str, Any], message: str) ->
         ((ToolResponse(text="x"), 2.0), "x", 2.0, {}),
         # what is no scored answer is a value like any other
         ((3, 1), "[3, 1]", 0.0, {}),
+        (("x", True), '["x", true]', 0.0, {}),
+        (("x", 1.0, ["y"]), '["x", 1.0, ["y"]]', 0.0, {}),
+        (Named("x", 1.0), '["x", 1.0]', 0.0, {}),
         (("a", "b"), '["a", "b"]', 0.0, {}),
         (("x", 1.0, {}, 4), '["x", 1.0, {}, 4]', 0.0, {}),
         (["x", 1.0, {}], '["x", 1.0, {}]', 0.0, {}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from typing import Annotated, Literal
 
 from mcp.server.mcpserver import Image, MCPServer
@@ -22,7 +21,7 @@ class Place(BaseModel):
 
 
 server = MCPServer("tests")
-STARTED = time.monotonic()
+GIVEN_UP: list[float] = []
 
 
 @server.tool()
@@ -40,8 +39,18 @@ def visit(place: Place, tags: list[str], how: Literal["foot", "train"] = "foot")
 @server.tool()
 async def slow(seconds: float) -> str:
     """Take a while."""
-    await asyncio.sleep(seconds)
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        GIVEN_UP.append(seconds)
+        raise
     return "slept"
+
+
+@server.tool()
+def given_up() -> int:
+    """Count the calls of `slow` that were cancelled."""
+    return len(GIVEN_UP)
 
 
 @server.tool()

@@ -138,7 +138,8 @@ class Connection:
                 self._session = _Session(self.name, self._server)
             session = self._session
             try:
-                async with asyncio.timeout(self._start_timeout):
+                # counted from its beginning, however many calls were given up while they waited for it
+                async with asyncio.timeout_at(session.began + self._start_timeout):
                     await asyncio.shield(session.client)
             except TimeoutError:
                 problem = f"no answer in {self._start_timeout:g} s"
@@ -157,7 +158,9 @@ class _Session:
 
     def __init__(self, name: str, server: McpServer) -> None:
         self._server = server
-        self.client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.began = loop.time()
+        self.client: asyncio.Future[Client] = loop.create_future()
         self.over = asyncio.Event()
         """Set when the other side is gone, or is not needed any more."""
         self._stderr = _Tail()

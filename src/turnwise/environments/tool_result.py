@@ -130,19 +130,13 @@ def read_result(result: Any) -> Result:
 
     Raises ValueError or TypeError if it can be told to nobody.
     """
-    match result:
-        case (str() | dict() | ToolResponse() as answer,) if isinstance(result, tuple):
-            return Result(_response(answer))
-        case (str() | dict() | ToolResponse() as answer, int() | float() | None as reward) if isinstance(result, tuple):
-            return Result(_response(answer), _finite(reward))
-        case (
-            str() | dict() | ToolResponse() as answer,
-            int() | float() | None as reward,
-            dict() | None as info,
-        ) if isinstance(result, tuple):
-            return Result(_response(answer), _finite(reward), info or {})
-        case _:
-            return Result(_response(result))
+    if type(result) is not tuple or not 1 <= len(result) <= 3:  # a named tuple has a meaning of its own
+        return Result(_response(result))
+    answer, reward, info = (*result, None, None)[:3]
+    scored = isinstance(reward, int | float | None) and not isinstance(reward, bool)
+    if not (isinstance(answer, str | dict | ToolResponse) and scored and isinstance(info, dict | None)):
+        return Result(_response(result))
+    return Result(_response(answer), _finite(reward), info or {})
 
 
 def _response(answer: Any) -> ToolResponse:

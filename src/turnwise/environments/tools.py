@@ -90,8 +90,12 @@ class Tools:
         if not behind:
             answers = await self._answer(ours)
             return _reply(answers)
-        answers, reply = await asyncio.gather(self._answer(ours), self._then.step(replace(turn, calls=tuple(behind))))
-        return _joined(turn, _reply(answers), reply)
+        answering = asyncio.create_task(self._answer(ours))
+        try:
+            reply = await self._then.step(replace(turn, calls=tuple(behind)))
+            return _joined(turn, _reply(await answering), reply)
+        finally:
+            answering.cancel()  # where the side behind broke; otherwise it is over
 
     async def close(self) -> None:
         instances, self._instances = self._instances, []
