@@ -7,7 +7,7 @@ end. It refuses to know how any of it is produced: no torch, no tokenizer, no en
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -230,7 +230,8 @@ class Turn:
 class Segment:
     """An unbroken token sequence: one row to train on. Four columns of equal length, appended to and never edited.
 
-    The one exception is `cut`: an environment may take the end of an answer back and continue it (`Reply.resume`).
+    There are two exceptions: an environment may take the end of an answer back and continue it (`cut`, by `Reply.resume`), and
+    it may declare that sampled tokens are not to be learnt from (`leave_out`, by `Reply.masked`).
 
     Example: prompt P0 (2 tokens), answer A0 (2), what the environment said E0 (1), answer A1 (1)::
 
@@ -285,6 +286,15 @@ class Segment:
             raise ValueError(f"only what the model said last can be taken back, not all after token {length}")
         for column in (self.token_ids, self.logprobs, self.turn, self.version):
             del column[length:]
+
+    def leave_out(self, turn: int, places: Collection[int]) -> None:
+        """Make context of tokens that turn `turn` sampled, by their places among those; what was cut off is left out already."""
+        sampled = [place for place, one in enumerate(self.turn) if one == turn]
+        for number in places:
+            if number < len(sampled):
+                place = sampled[number]
+                self.logprobs[place] = 0.0
+                self.turn[place] = self.version[place] = NOT_SAMPLED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -392,3 +402,8 @@ class Reply:
     """Replaces the history before `messages` are appended: the conversation goes on in a new segment."""
     resume: Resume | None = None
     """Instead of messages: the model goes on with its own answer, in the same segment."""
+    prefill: str = ""
+    """What the model's next answer begins with, behind `messages`: context, as if it had said it."""
+    masked: Mapping[int, Collection[int]] = field(default_factory=dict)
+    """What is not to be learnt from: index of a turn to places among the tokens that it sampled. They stay where they are,
+    and are context in the finished record: `{0: [3, 4]}` leaves out the fourth and fifth token of the first turn."""

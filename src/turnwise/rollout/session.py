@@ -8,7 +8,7 @@ piece: so two messages in a row, or an opening without a question, never leave a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from turnwise.engines.engine import Engine
@@ -58,6 +58,8 @@ class Session:
         self._script = Script(renderer, thinking)
         self._opened = ""  # what the cue of the turn has opened a thought with
         self._before = ""  # what of the turn that is going on stands already, where it is resumed
+        self._prefill = ""  # what the next turn begins with
+        self._masked: dict[int, set[int]] = {}
         self._calls = 0
         self.answered = 0
         """Turns that the environment has answered: the index of the turn that is going on."""
@@ -104,6 +106,7 @@ class Session:
         self._heard, self._next = [], None
         if not self._before:
             self._opened = piece.thinking
+            self._before, self._prefill = self._prefill, ""
 
         room, self.cut = self._limits.room(trajectory, len(segment))
         index = len(trajectory.turns)
@@ -155,6 +158,9 @@ class Session:
         trajectory = self.trajectory
         with boundary("environment"):
             _check_reply(reply, turn)
+            for index, places in reply.masked.items():
+                _check_masked(index, places, trajectory.turns)
+                self._masked.setdefault(index, set()).update(places)
             turn.reward += reply.reward
             turn.info.update(reply.info)
             turn.outcomes = reply.outcomes
@@ -171,11 +177,15 @@ class Session:
         trajectory.messages.extend(reply.messages)
         if not reply.done:
             self._heard.extend(reply.messages)
+            self._prefill = reply.prefill
 
     def finish(self, stop: Stop) -> None:
         """The conversation is over; compare its tokens with the template's."""
         self.trajectory.stop = stop
         self._check()
+        for index, places in self._masked.items():  # not before: until now it is told apart who said what
+            for segment in self.trajectory.segments:
+                segment.leave_out(index, places)
 
     def _resume(self, turn: Turn, resume: Resume) -> None:
         """Take back what the environment has cut off, and put its words behind what stays."""
@@ -213,6 +223,10 @@ class Session:
                     self._next = self._renderer.bridge(
                         self._segment.token_ids[-1], self._heard, again=self._script.tools_answered
                     )
+                if self._prefill:
+                    ids = self._next.token_ids
+                    words = self._renderer.resumed(ids[-1], self._prefill)
+                    self._next = replace(self._next, token_ids=(*ids, *words))
         return self._next
 
 
@@ -220,16 +234,33 @@ def _check_reply(reply: Reply, turn: Turn) -> None:
     if not isinstance(reply, Reply):
         raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
     _refuse_no_messages([*(reply.rewrite or ()), *reply.messages])
+    if reply.prefill and reply.done:
+        raise ValueError(
+            f"Reply(prefill={reply.prefill!r:.80}, done=True): nobody speaks any more; leave one of them out"
+        )
     if reply.resume is None:
         return
-    if reply.messages or reply.done or reply.rewrite is not None:
+    if reply.messages or reply.done or reply.prefill or reply.rewrite is not None:
         raise ValueError(
-            "a Reply with `resume` has no messages, no rewrite and is not done: the model goes on by itself"
+            "a Reply with `resume` has no messages, no rewrite and is not done, nor has it a prefill: the model goes on"
         )
     keep = reply.resume.keep
     if keep is not None and not 0 <= keep <= len(turn.text):
         raise ValueError(
             f"Resume(keep={keep}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
+        )
+
+
+def _check_masked(index: int, places: Collection[int], turns: Sequence[Turn]) -> None:
+    if index not in range(len(turns)):
+        raise ValueError(
+            f"Reply(masked={{{index}: ...}}): there is no turn {index}; the turns are 0 to {len(turns) - 1}"
+        )
+    completion = turns[index].completion
+    count = 0 if completion is None else len(completion.token_ids)
+    if wrong := [place for place in places if place not in range(count)]:
+        raise ValueError(
+            f"Reply(masked={{{index}: {wrong[:3]}}}): turn {index} sampled {count} tokens, 0 to {count - 1}"
         )
 
 
