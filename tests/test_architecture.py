@@ -19,7 +19,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "distribution": set(),
     "images": {"errors"},
     "gallery": {"errors", "images", "types"},
-    "data": {"types", "errors", "images"},
+    "data": {"types", "errors", "answers", "images"},
     "threads": set(),
     "vision": {"types", "errors"},
     "engines": {"types", "errors", "distribution", "threads", "vision"},
@@ -28,7 +28,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "scoring": {"types", "errors", "answers"},
     "training": {"types", "errors", "distribution", "threads", "vision"},
     "metrics": {"types"},
-    "config": {"errors", "data"},
+    "options": set(),
+    "config": {"errors", "data", "options"},
     "recipe": {"config", "errors"},
     "record": {"types", "errors", "config", "gallery"},
     "show": {"errors"},
@@ -47,6 +48,7 @@ LIGHT = [
     "scoring",
     "metrics",
     "rollout",
+    "options",
     "config",
     "recipe",
     "record",
@@ -129,7 +131,7 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {"training", "train", "evaluate", "collect", "report", "cli", "build"}
+    above = {"training", "train", "sft", "sft_report", "evaluate", "collect", "report", "cli", "build"}
     joins = {*above, "show"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"
@@ -178,7 +180,7 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
     alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
     assert with_torch <= {".", "training", "engines/local"}
-    assert alone <= {"distribution.py", "threads.py", "train.py", "vision.py"}
+    assert alone <= {"distribution.py", "threads.py", "train.py", "sft.py", "vision.py"}
     for name in ("engine", "scripted", "batched"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError, nearest
+from turnwise.options import NotNegative, Part, Positive, Sft, changed
 
 __all__ = [
     "LOSS_MASKS",
@@ -21,23 +22,15 @@ __all__ = [
     "Mcp",
     "Part",
     "ScriptedEngine",
+    "Sft",
     "ToolCalls",
     "ToolUse",
     "Use",
     "refuse_without_effect",
 ]
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-
 LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 """The rules of `scoring.mask`, by name."""
-
-
-class Part(BaseModel):
-    """A part of the recipe: frozen, and strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
 
 
 def _short(value: Any) -> Any:
@@ -305,6 +298,7 @@ class Config(Part):
     train: Train = Train()
     eval: Evaluation = Evaluation()
     rollout: Rollout = Rollout()
+    sft: Sft = Sft()
     checkpoint: Checkpoint = Checkpoint()
     concurrent: Positive = 256
     """Conversations that are held at once."""
@@ -352,10 +346,10 @@ def refuse_without_effect(config: Config) -> None:
     """
     train, data = config.train, config.data
     on_policy = train.minibatches == 1 and train.epochs == 1 and not train.overlap
-    changed = _changed(train)
+    of_train = changed(train)
     problems: list[tuple[bool, str]] = [
         (
-            on_policy and bool({"clip_low", "clip_high"} & changed),
+            on_policy and bool({"clip_low", "clip_high"} & of_train),
             "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
             "1): remove them, or set train.minibatches, train.epochs or train.overlap",
         ),
@@ -390,8 +384,8 @@ def refuse_without_effect(config: Config) -> None:
             f"or `turnwise rollout`",
         ),
         (
-            data.eval is None and bool(_changed(config.eval)),
-            f"eval.{next(iter(_changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
+            data.eval is None and bool(changed(config.eval)),
+            f"eval.{next(iter(changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
         ),
         (
             data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
@@ -432,14 +426,9 @@ def _file_problems(data: Data) -> list[tuple[bool, str]]:
     only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
     return [
         (
-            is_file(data.train) and "split" in _changed(data),
+            is_file(data.train) and "split" in changed(data),
             f"data.split has no effect on the single file {data.train}",
         ),
-        (is_file(data.eval) and "eval_split" in _changed(data), f"data.eval_split has no effect on {data.eval}"),
+        (is_file(data.eval) and "eval_split" in changed(data), f"data.eval_split has no effect on {data.eval}"),
         (only_files and data.subset is not None, f"data.subset has no effect on the single file {data.train}"),
     ]
-
-
-def _changed(part: Part) -> set[str]:
-    """Options that differ from their defaults: a resolved recipe, which names them all, must stay valid."""
-    return {name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default}

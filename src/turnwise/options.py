@@ -1,0 +1,57 @@
+"""What the schema of a recipe is built from, and the options of `turnwise sft`.
+
+`Part` is what every part of a recipe is. The options of fine-tuning stand here and not beside those of training, because no
+other part depends on them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["NotNegative", "Part", "Positive", "Sft", "changed"]
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+class Part(BaseModel):
+    """A part of the recipe: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
+
+
+def changed(part: Part) -> set[str]:
+    """Options that differ from their defaults: a resolved recipe, which names them all, must stay valid."""
+    return {name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default}
+
+
+class Sft(Part):
+    """What `turnwise sft` does: fine-tuning on the conversations of `data.train` (docs/sft.md)."""
+
+    steps: Positive | None = None
+    """Optimizer steps; null takes as many as `sft.epochs` need."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the rows, where `sft.steps` is null."""
+    batch_rows: Positive = 16
+    """Conversations of each step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: NotNegative = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    loss_average: Literal["token", "sequence"] = "token"
+    """Whether all tokens of a batch weigh the same, or all conversations do."""
+    micro_batch_tokens: Positive | None = None
+    """Tokens of one forward pass: memory against speed, never the result. Null takes 2048 on a CPU and 16384 elsewhere."""
+    too_long: Literal["leave_out", "cut"] = "leave_out"
+    """What becomes of a conversation with more tokens than `limits.context`: it is left out and counted, or learnt from up to
+    there."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between held-out losses; 0 takes them before and after training."""
+    eval_rows: Positive | None = None
+    """Only the first held-out rows."""
+    record_rows: Annotated[int, Field(ge=0)] = 32
+    """Conversations in trajectories.jsonl, token by token: the first ones that are learnt from."""
