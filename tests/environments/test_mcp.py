@@ -332,6 +332,15 @@ def test_two_servers_with_a_tool_of_one_name_are_refused_unless_it_is_left_out()
         assert made.tools([]) == []
 
 
+def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"MCP servers need the official SDK: pip install 'turnwise\[mcp\]'"):
+        McpServers({"tests": STDIO})
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ConfigError, match=r"needs jsonschema: pip install 'turnwise\[mcp\]'"):
+        Tool.from_schema({"type": "function", "function": {"name": "f"}}, lambda: "")
+
+
 def test_the_sdk_keeps_quiet(stdio: list[Tool]) -> None:
     assert logging.getLogger("mcp").level == logging.WARNING
     assert not logging.getLogger("httpx2").isEnabledFor(logging.INFO)

@@ -387,6 +387,26 @@ def test_a_turn_that_calls_tools_of_two_layers_is_answered_by_both_in_the_order_
     assert trajectory.turns[0].info == {"moves": 2}
 
 
+def test_a_layer_whose_other_side_breaks_leaves_no_call_behind() -> None:
+    class Broken(Game):
+        async def step(self, turn: Turn) -> Reply:
+            await asyncio.sleep(0.01)
+            raise RuntimeError("no")
+
+    async def linger() -> str:
+        """Linger."""
+        try:
+            await asyncio.sleep(5)
+        finally:
+            LOG.append("given up")
+        return ""
+
+    trajectory = hold(Says(call("move") + call("linger"), "x"), lambda: Tools([linger], then=Broken()))
+    assert trajectory.error is not None
+    assert (trajectory.error.kind, trajectory.error.message) == ("environment", "RuntimeError: no")
+    assert LOG == ["given up"]
+
+
 def test_a_name_that_the_environment_behind_offers_too_is_refused() -> None:
     async def move() -> str:
         """Move."""
