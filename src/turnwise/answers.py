@@ -1,6 +1,8 @@
 """Numbers in what a model says: finding the final answer and comparing it.
 
-Used by environments that check answers and by reward functions; knows texts only.
+Used by environments that check answers and by reward functions; knows texts only. There are two families. `final_answer` and
+`same_number` read numbers as people write them. `parsed` and `grade` do what verl's GSM8K scorer does (`strict`, `flexible`),
+to the letter, so that results can be compared with those of others, or read as people do (`robust`).
 """
 
 from __future__ import annotations
@@ -9,12 +11,27 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Literal
 
-__all__ = ["Method", "final_answer", "same_number", "truth"]
+__all__ = ["Grader", "Method", "final_answer", "grade", "parsed", "same_number", "solution_number", "truth"]
 
 Method = Literal["strict", "flexible"]
 
-_MARKED = re.compile(r"####\s*\$?\s*(-?\$?[\d.,]*\d)")
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+Grader = Literal["strict", "flexible", "robust"]
+"""How an answer is read and compared.
+
+`strict`: the last `#### number` among the last 300 characters; the same text as the truth. verl's default.
+`flexible`: the last number among the last 300 characters, commas and all; the same text as the truth. As verl does it, so
+`1,234` and `72.` are wrong where the truth is `1234` and `72`.
+`robust`: the number after the last `####`, or else the last number; the same number as the truth.
+"""
+
+_SPACED = r"\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d,])(?:\.\d+)?"  # 1 234: only where it is marked as one number
+_MARKED = re.compile(rf"####[\s*_`(\\$€£]*((?:[-−][ \\$€£]*)?(?:{_SPACED}|[\d.,]*\d))")
+_NUMBER = re.compile(r"[-−]?\$?\d[\d,]*(?:\.\d+)?|[-−]?\.\d+")
+_NO_PART_OF_IT = re.compile(r"[,$€£\\\s]")
+
+_VERL_END = 300
+_VERL_MARKED = re.compile(r"#### (\-?[0-9\.\,]+)")
+_VERL_NUMBER = re.compile(r"(\-?[0-9\.\,]+)")
 
 
 def final_answer(text: str, method: Method = "strict") -> str | None:
@@ -49,5 +66,35 @@ def same_number(one: str | None, other: str | None) -> bool:
         return one.strip() == other.strip()
 
 
+def parsed(text: str, grader: Grader = "strict") -> str | None:
+    """The answer that a grader reads out of a text, or None.
+
+    Example: `parsed("It is #### 1,234.", "strict")` is `"1234."`: the full stop is taken for a part of the number.
+    """
+    if grader == "robust":
+        return final_answer(text, "flexible")
+    end = text[-_VERL_END:]
+    if grader == "strict":
+        marked = _VERL_MARKED.findall(end)
+        return marked[-1].replace(",", "").replace("$", "") if marked else None
+    numbers = _VERL_NUMBER.findall(end)
+    # where nothing but full stops is found, verl ends with the first of them
+    return next((number for number in reversed(numbers) if number != "."), "." if numbers else None)
+
+
+def grade(text: str, truth: str, grader: Grader = "strict") -> float:
+    """1 if the text's answer is the truth, else 0. The truth is a number as a text, as `solution_number` gives it."""
+    answer = parsed(text, grader)
+    if grader == "robust":
+        return float(same_number(answer, truth))
+    return float(answer is not None and answer == truth)
+
+
+def solution_number(solution: str) -> str | None:
+    """The number of a GSM8K solution as verl's preprocessing takes it: after the first `#### `, without commas."""
+    found = _VERL_MARKED.search(solution)
+    return found.group(1).replace(",", "") if found else None
+
+
 def _plain(number: str) -> str:
-    return number.replace(",", "").replace("$", "").strip()
+    return _NO_PART_OF_IT.sub("", number).replace("−", "-")

@@ -1,0 +1,138 @@
+"""GSM8K as it is published, made into rows: `python -m turnwise.data.gsm8k --source train.jsonl --out data/gsm8k`.
+
+The rows have the columns that verl's preprocessing gives them, so that its users' files, rewards and environments fit:
+`--kind interaction` as for `gsm8k_multiturn_w_interaction`, `--kind tool` as for `gsm8k_tool_agent_loop`. The source is a file
+of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from turnwise.answers import solution_number
+from turnwise.errors import DataError, TurnwiseError
+
+__all__ = ["Kind", "main", "make_row", "preprocess"]
+
+Kind = Literal["interaction", "tool"]
+Format = Literal["jsonl", "parquet"]
+
+_SUFFIX = "Let's think step by step and output the final answer after `####`."
+_SYSTEM: dict[Kind, str] = {
+    "interaction": "You are good at mathematics. Solve the question step by step. If the user tells you that your answer is "
+    "wrong, think it over carefully and solve it again. Write your final answer as `#### <answer>`.",
+    "tool": "You are good at mathematics. Solve the question step by step before you call a tool. When you have an answer, check "
+    "it with the tool `calc_gsm8k_reward` at least once, and improve it where needed, before you give your final answer. "
+    "Write your final answer as `#### <answer>`.",
+}
+
+
+def make_row(question: str, answer: str, *, split: str, index: int, kind: Kind = "interaction") -> dict[str, Any]:
+    """A row in verl's format.
+
+    Raises ValueError if the answer does not end in `#### number`.
+    """
+    solution = solution_number(answer)
+    if solution is None:
+        raise ValueError(f"the answer has no `#### number`: {answer[-60:]!r}")
+    extra: dict[str, Any] = {"split": split, "index": index, "answer": answer, "question": question}
+    if kind == "interaction":
+        extra["interaction_kwargs"] = {"name": "gsm8k", "query": question, "ground_truth": solution}
+    else:
+        extra["need_tools_kwargs"] = True
+        extra["tools_kwargs"] = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": solution}}}
+    row: dict[str, Any] = {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "system", "content": _SYSTEM[kind]},
+            {"role": "user", "content": f"{question} {_SUFFIX}"},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": solution},
+        "extra_info": extra,
+    }
+    return row if kind == "interaction" else {**row, "agent_name": "tool_agent"}
+
+
+def preprocess(source: Path, out: Path, *, format: Format = "jsonl", kind: Kind = "interaction") -> tuple[Path, int]:
+    """Write the rows of a file to `out/<the file's name>.<format>`. Returns that path and how many they are.
+
+    Raises DataError if the source is missing or a line is not as it should be, with its number.
+    """
+    rows = _rows(source, kind)
+    path = out / f"{source.stem}.{format}"
+    if path.exists() and path.samefile(source):
+        raise DataError(f"--out {out} would overwrite the source {source}; give another directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if format == "parquet":
+            _write_parquet(rows, path)
+        else:
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} could not be written: {error.strerror or error}") from None
+    return path, len(rows)
+
+
+def _rows(source: Path, kind: Kind) -> list[dict[str, Any]]:
+    try:
+        lines = source.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{source} could not be read: {error.strerror}") from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # no JSON, or no UTF-8
+            raise DataError(f"{source}:{number}: this line is not JSON: {error}") from None
+        question, answer = (record.get(name) if isinstance(record, dict) else None for name in ("question", "answer"))
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise DataError(
+                f"{source}:{number}: a line needs the texts `question` and `answer`; this one is {line[:80]!r}"
+            )
+        try:
+            rows.append(make_row(question, answer, split=source.stem, index=len(rows), kind=kind))
+        except ValueError as error:
+            raise DataError(f"{source}:{number}: {error}") from None
+    if not rows:
+        raise DataError(f"{source} has no rows; at least one is needed")
+    return rows
+
+
+def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError("writing parquet needs the `datasets` package: pip install 'turnwise[data]'") from None
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m turnwise.data.gsm8k`."""
+    parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Make rows of GSM8K as it is published.")
+    parser.add_argument("--source", type=Path, required=True, help='a file with {"question", "answer"} a line')
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where <name of the source>.<format> goes"
+    )
+    parser.add_argument("--format", choices=get_args(Format), default="jsonl")
+    parser.add_argument("--kind", choices=get_args(Kind), default="interaction", help="what the rows are for")
+    options = parser.parse_args(arguments)
+    try:
+        path, count = preprocess(options.source, options.out, format=options.format, kind=options.kind)
+    except TurnwiseError as error:
+        print(f"turnwise: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} rows in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""GSM8K with a tool, and GSM8K with somebody who says whether the answer is right.
+
+Rows are those of `python -m turnwise.data.gsm8k`, of verl's preprocessing, or any with a column `answer`. Texts and scores are
+verl's, to the letter; how an answer is read is the `grader`'s business (`turnwise.answers.Grader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from turnwise.answers import Grader, grade, parsed, truth
+from turnwise.environments.environment import environment, say
+from turnwise.environments.tool import Tool
+from turnwise.environments.tools import Tools
+from turnwise.errors import DataError
+from turnwise.types import Opening, Reply, Row, Turn
+
+__all__ = ["CORRECT", "INCORRECT", "Gsm8kTool", "ground_truth", "gsm8k_interaction", "gsm8k_with_tool"]
+
+CORRECT = "Your response is correct!"
+INCORRECT = "Your response is incorrect! You need to reflect on your answer and try again."
+
+_TOOL = "calc_gsm8k_reward"
+_NOT_IMPROVED = -0.05
+
+
+class Gsm8kTool:
+    """Tells the model what its answer would earn; for one conversation, because it remembers.
+
+    A call that is no better than the one before costs 0.05; the first is compared with 0.
+    """
+
+    def __init__(self, ground_truth: str, *, grader: Grader = "flexible") -> None:
+        self._truth = ground_truth
+        self._grader: Grader = grader
+        self._reward = 0.0
+
+    async def calc_gsm8k_reward(self, answer: str) -> tuple[str, float]:
+        """A tool for calculating the reward of gsm8k: 1.0 if your answer is correct, 0.0 if it is not or cannot be read.
+
+        Args:
+            answer: Your answer to the math problem, in digits.
+        """
+        response = _marked(answer)
+        # verl says 0 where it finds no number, and 0.0 where it finds a wrong one
+        reward = 0 if parsed(response, self._grader) is None else grade(response, self._truth, self._grader)
+        earned = 0.0 if reward > self._reward else _NOT_IMPROVED
+        self._reward = reward
+        return f"Current parsed {answer=} {reward=}", earned
+
+
+@environment
+async def gsm8k_interaction(
+    row: Row, *, grader: Grader = "flexible", last_user: bool = False
+) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Says whether the model's last answer is right, until it is; how often it may try, `limits.turns` says.
+
+    A right answer earns 1 and ends the conversation. `last_user` reads the last user's message instead of the assistant's, as
+    verl's document has it: the model's answers are then never looked at, which upstream has fixed since.
+    """
+    right = ground_truth(row)
+    heard = _last_of(row.messages, "user")
+    turn = yield Opening(messages=row.messages)
+    while True:
+        content = heard if last_user else str(turn.message.get("content") or "")
+        response = content if grader == "robust" else _marked(content)
+        info = {"answer": parsed(response, grader)}
+        if grade(response, right, grader):
+            yield Reply(messages=say(CORRECT).messages, reward=1.0, done=True, info=info)
+            return
+        heard = INCORRECT
+        turn = yield Reply(messages=say(INCORRECT).messages, info=info)
+
+
+@environment
+async def gsm8k_with_tool(
+    row: Row, *, grader: Grader = "flexible", final: Grader = "strict"
+) -> AsyncGenerator[Opening | Reply, Turn]:
+    """GSM8K with `Gsm8kTool` at hand. The first turn without a call is the answer: graded by `final`, it earns 1 or 0."""
+    right = ground_truth(row)
+    tools = Tools([Tool.of(Gsm8kTool(right, grader=grader).calc_gsm8k_reward)])
+    try:
+        turn = yield await tools.begin(row)
+        while turn.calls:
+            turn = yield await tools.step(turn)
+        text = str(turn.message.get("content") or "")
+        yield Reply(reward=grade(text, right, final), done=True, info={"answer": parsed(text, final)})
+    finally:
+        await tools.close()
+
+
+def ground_truth(row: Row) -> str:
+    """The right number of a row, wherever its format has it: for the interaction, for the tool, for the reward, or `answer`.
+
+    Raises DataError if it is in none of these places.
+    """
+    for path in (
+        ("extra_info", "interaction_kwargs", "ground_truth"),
+        ("extra_info", "tools_kwargs", _TOOL, "create_kwargs", "ground_truth"),
+        ("reward_model", "ground_truth"),
+    ):
+        found: Any = row.fields
+        for name in path:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is not None:
+            return str(found)
+    answer = row.fields.get("answer")
+    if answer is None:
+        have = ", ".join(sorted(row.fields)) or "none"
+        raise DataError(
+            f"row {row.id!r} has no right answer: it needs extra_info.interaction_kwargs.ground_truth, "
+            f"extra_info.tools_kwargs.{_TOOL}.create_kwargs.ground_truth, reward_model.ground_truth or answer; its columns are: "
+            f"{have}. Make rows with: python -m turnwise.data.gsm8k"
+        )
+    return truth(answer)
+
+
+def _marked(answer: str) -> str:
+    return answer if answer.startswith("#### ") else f"#### {answer}"
+
+
+def _last_of(messages: Any, role: str) -> str:
+    texts = [str(message.get("content") or "") for message in messages if message.get("role") == role]
+    return texts[-1] if texts else ""
