@@ -116,8 +116,10 @@ class Eyes:
                 continue  # lists (seconds between frames) are for the positions, which the caller gives
             value = value.to(parameter.device)
             given[name] = value.to(parameter.dtype) if value.is_floating_point() else value
-        if media and "mm_token_type_ids" in self._takes:
-            given["mm_token_type_ids"] = kinds_BT
+        for name in ("mm_token_type_ids", "token_type_ids"):  # the latter is what Gemma calls it
+            if media and name in self._takes:
+                given[name] = kinds_BT
+                break
         pads = torch.tensor(list(self._pads.values()), device=token_ids_BT.device)
         stray_BT = torch.isin(token_ids_BT, pads) & (kinds_BT == 0)
         if not media or not bool(stray_BT.any()):

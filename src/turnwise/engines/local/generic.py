@@ -74,8 +74,9 @@ class GenericForward:
         *,
         given: Mapping[str, Any] | None = None,
         position_3NT: np.ndarray | None = None,
+        keep: int | torch.Tensor = 1,
     ) -> torch.Tensor:
-        """Run padded tokens and return float32 logits [N, V] of the last column.
+        """Run padded tokens and return float32 logits [N, V] of the last column, or [N, K, V] of those in `keep`.
 
         `given` are arguments of the model's forward, the token ids among them; `position_3NT` where places are not positions.
         """
@@ -98,9 +99,9 @@ class GenericForward:
             attention_mask=self._mask(positions_NT, length),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         )
-        return output.logits[:, -1].float()
+        return (output.logits if isinstance(keep, torch.Tensor) else output.logits[:, -1]).float()
 
     def _mask(self, positions_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """What is added to the scores [N, 1, T, L], by kind of layer where the model has several."""

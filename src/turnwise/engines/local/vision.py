@@ -111,7 +111,7 @@ class VisionForward(GenericForward):
             position_3NT[:, row, seen] = sight.position_3N[:, start:stop]
             media += sight.between(int(start), stop)
         with self._eyes.seeing(self._tensor(token_NT), self._tensor(kinds_NT), media) as given:
-            self._run(rows, rows_N, starts_N, lengths_N, token_NT, given=given, position_3NT=position_3NT)
+            self._run(rows, rows_N, starts_N, lengths_N, token_NT, given=given, position_3NT=self._axes(position_3NT))
 
     def decode_shifted(
         self, rows: Rows, rows_B: np.ndarray, places_B: np.ndarray, tokens_B: np.ndarray, shifts_B: np.ndarray
@@ -120,6 +120,10 @@ class VisionForward(GenericForward):
         position_3BT = np.tile((places_B + shifts_B)[:, None], (3, 1, 1))
         ones_B = np.ones_like(rows_B)
         return self._run(rows, rows_B, places_B, ones_B, tokens_B[:, None], position_3NT=position_3BT)
+
+    def _axes(self, position_3NT: np.ndarray) -> np.ndarray | None:
+        """None for a model whose positions are the places."""
+        return position_3NT if self._eyes.has_axes else None
 
     def _names(self, one: Media, count: int) -> np.ndarray:
         """A negative number for each of an image's placeholders, made of all that the processor made of the image."""
@@ -143,13 +147,15 @@ class VisionForward(GenericForward):
         rows = Rows(self.shapes, dtype=self._dtype, device=self._device, budget=1 << 40)
         rows.resize(1, token_1T.shape[1])
         zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
+        # where an image begins: a token that saw what comes after it would say so there
+        keep = self._tensor(np.array([*(one.start for one in media[:8]), token_1T.shape[1] - 1]))
         with self._eyes.seeing(self._tensor(token_1T), self._tensor(kinds_1T), media) as given:
-            position_31T = sight.position_3N[:, None]
-            slots_V = self._run(rows, zero, zero, length, token_1T, given=given, position_3NT=position_31T)[0]
+            axes = self._axes(sight.position_3N[:, None])
+            slots_KV = self._run(rows, zero, zero, length, token_1T, given=given, position_3NT=axes, keep=keep)[0]
             # on its own, it works out the positions too
             lists = {name: value for name, value in self._eyes.merged(media).items() if name not in given}
-            own_V = self._model(**given, **lists, use_cache=False).logits[0, -1].float()
-        gap, scale = (slots_V - own_V).abs().max().item(), max(1.0, own_V.abs().max().item())
+            own_KV = self._model(**given, **lists, use_cache=False, logits_to_keep=keep).logits[0].float()
+        gap, scale = (slots_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
         limit = scale * (1e-3 if self._dtype == torch.float32 else 1e-1)
         if not gap <= limit:
             raise EngineError(
