@@ -1,4 +1,4 @@
-"""The command line: `turnwise train`, `rollout` and `show`."""
+"""The command line: `turnwise train`, `rollout`, `show` and `retrieval`."""
 
 from __future__ import annotations
 
@@ -107,6 +107,16 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", action="store_true", help="with every token: its id, turn, log-probability and version"
     )
     show.set_defaults(command=_show)
+
+    retrieval = commands.add_parser(
+        "retrieval",
+        help="answer searches in a corpus, for the search tool",
+        description="Answer searches in a corpus by BM25, on this machine only (docs/search.md). "
+        "TURNWISE_RETRIEVAL_TOKEN holds the token, if there is to be one.",
+    )
+    retrieval.add_argument("corpus", type=Path, help='{"id", "title", "text"} or {"id", "contents"} a line')
+    retrieval.add_argument("--port", type=int, default=8000, help="8000 unless given; 0 takes a free one")
+    retrieval.set_defaults(command=_retrieval)
     return parser
 
 
@@ -165,6 +175,13 @@ def _show(options: argparse.Namespace, console: Console) -> int:
         failed=options.failed,
         tokens=options.tokens,
     )
+    return 0
+
+
+def _retrieval(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.serve.retrieval import TOKEN, serve
+
+    serve(options.corpus, port=options.port, token=os.environ.get(TOKEN) or None)
     return 0
 
 

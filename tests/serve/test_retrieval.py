@@ -151,7 +151,7 @@ def test_a_corpus_that_is_none_is_told_with_its_line(tmp_path: Path, line: str, 
 def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "1", "title": "Cats", "text": "A cat sleeps."}\n', encoding="utf-8")
-    command = [sys.executable, "-m", "turnwise.serve.retrieval", str(path), "--port", "0"]
+    command = [sys.executable, "-m", "turnwise.cli", "retrieval", str(path), "--port", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, TOKEN: "swordfish"}
     ) as process:
@@ -168,7 +168,7 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
     missing = subprocess.run(
-        [*command[:3], str(tmp_path / "no"), "--port", "0"], capture_output=True, text=True, check=False
+        [*command[:4], str(tmp_path / "no"), "--port", "0"], capture_output=True, text=True, check=False
     )
     assert missing.returncode == 1
     assert "could not be read" in missing.stderr

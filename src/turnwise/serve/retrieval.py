@@ -4,25 +4,22 @@ Speaks Search-R1's protocol: `POST /retrieve` with `{"queries": ["capital of Fra
 `{"result": [[{"document": {"id": "7", "contents": "Paris\\nParis is ..."}, "score": 2.5}, ...]]}`, the best first, and only
 documents that share a word with the query. It listens on this machine only; with a token, it answers nobody who has not got it.
 
-    python -m turnwise.serve.retrieval corpus.jsonl --port 8000
+    turnwise retrieval corpus.jsonl --port 8000
 """
 
 from __future__ import annotations
 
-import argparse
 import hmac
 import json
-import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError, DataError, TurnwiseError
+from turnwise.errors import ConfigError, DataError
 
-__all__ = ["TOKEN", "Document", "Index", "RetrievalServer", "main", "read_corpus"]
+__all__ = ["TOKEN", "Document", "Index", "RetrievalServer", "read_corpus", "serve"]
 
 TOKEN = "TURNWISE_RETRIEVAL_TOKEN"
 """The environment variable with the token; arguments of a command are seen by everybody on the machine."""
@@ -220,26 +217,3 @@ def serve(corpus: Path, *, port: int, token: str | None) -> None:
         address = f"http://127.0.0.1:{server.server_port}/retrieve"
         print(f"{len(documents)} documents at {address}{' (with a token)' if token else ''}", flush=True)
         server.serve_forever()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m turnwise.serve.retrieval`."""
-    parser = argparse.ArgumentParser(
-        prog="turnwise.serve.retrieval",
-        description=f"Answer searches in a corpus, on this machine only. {TOKEN} holds the token, if there is to be one.",
-    )
-    parser.add_argument("corpus", type=Path, help='a file with {"id", "title", "text"} or {"id", "contents"} a line')
-    parser.add_argument("--port", type=int, default=8000, help="8000 unless given; 0 takes a free one")
-    options = parser.parse_args(arguments)
-    try:
-        serve(options.corpus, port=options.port, token=os.environ.get(TOKEN) or None)
-    except TurnwiseError as error:
-        print(f"turnwise: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
