@@ -38,13 +38,14 @@ _TEXT = [
 
 
 def template_files() -> list[Path]:
-    """The templates that are there: those of ../shared, and those that the wheel of trl ships."""
-    found = sorted(SHARED.glob("*.jinja")) if SHARED.is_dir() else []
-    spec = importlib.util.find_spec("trl")
+    """The templates that are there: those that the wheel of trl ships, and what else there is in ../shared."""
+    found: list[Path] = []
+    spec = importlib.util.find_spec("trl")  # found, never imported
     if spec is not None and spec.origin is not None:
-        have = {path.read_text(encoding="utf-8") for path in found}
-        folder = Path(spec.origin).parent / "chat_templates"
-        found += [path for path in sorted(folder.glob("*.jinja")) if path.read_text(encoding="utf-8") not in have]
+        found += sorted((Path(spec.origin).parent / "chat_templates").glob("*.jinja"))
+    have = {path.read_text(encoding="utf-8") for path in found}
+    if SHARED.is_dir():
+        found += [path for path in sorted(SHARED.glob("*.jinja")) if path.read_text(encoding="utf-8") not in have]
     return found
 
 

@@ -123,6 +123,7 @@ def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
             messages.extend(given)
             answered = answered or any(message["role"] == "tool" for message in given)
     held = _Held(renderer, template.render(messages, cue=False, tools=tools))
+    held.differs = _lost(messages, held.whole)
     held.append(opening)
     answered = False
     for _, answers in scenario.rounds:
@@ -142,6 +143,18 @@ def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
         kept=len(held.ids),
         ids=held.ids,
     )
+
+
+def _lost(messages: Sequence[Message], whole: str) -> str:
+    """What the template leaves out of the messages it was given."""
+    for message in messages:
+        calls = [call["function"]["arguments"]["text"] for call in message.get("tool_calls", [])]
+        lost = [text for text in calls if text not in whole]
+        if lost and len(lost) < len(calls):
+            return f"leaves out all calls of a turn but the first {len(calls) - len(lost)}"
+        if lost or not all(text in whole for text in str(message.get("content") or "").split()):
+            return f"leaves out what a {message['role']!r} message says"
+    return ""
 
 
 class _Held:

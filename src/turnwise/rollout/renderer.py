@@ -173,7 +173,7 @@ class Renderer:
         asked: Message = {"role": role, "content": "Go on."}
         if role == "tool":
             asked |= {"tool_call_id": "callprob0", "name": "probe_tool"}
-            if self.template.structured:
+            if self.template.takes == "fields":
                 call = ToolCall(id="callprob0", name="probe_tool", arguments={"text": "x"}, text="")
                 said = replace(said, calls=(call,))
         try:
@@ -248,19 +248,26 @@ class Renderer:
 
     def spoken(self, said: Said) -> Message:
         """A turn as the template is given it when the whole conversation is rendered: its own words wherever they are taken."""
-        if not self.template.structured:
-            return {"role": "assistant", "content": said.opened + said.text}
-        message: Message = {"role": "assistant", "content": said.message["content"]}
+        text = said.text.removeprefix(self.template.lead)
+        if self.template.takes == "text":
+            return {"role": "assistant", "content": said.opened + text}
+        if self.template.takes == "thoughts apart":
+            text = self.without_thoughts(text, bool(said.opened))
+            message: Message = {"role": "assistant", "content": text}
+        else:
+            message = {"role": "assistant", "content": said.message["content"]}
         if said.reasoning and self.template.reasoning_key is not None:
             message[self.template.reasoning_key] = said.reasoning
-        if said.calls:  # those that could not be read too: an answer without a call is refused
+        if (
+            said.calls and self.template.takes == "fields"
+        ):  # those that could not be read too: an answer without a call is refused
             message["tool_calls"] = [_written(call) for call in said.calls]
         return message
 
     def probe(self, said: Said, number: int) -> tuple[str, Message]:
         """A probe word, and the turn as `spoken` has it with the word for its thought."""
         word = f"{_THOUGHT}-{number}-"
-        if self.template.structured:
+        if self.template.takes != "text":
             return word, self.spoken(replace(said, reasoning=word))
         thought = next((one.text for one in thoughts(said.text, opened=bool(said.opened)) if one.text), said.reasoning)
         return word, {"role": "assistant", "content": said.opened + said.text.replace(thought, word, 1)}
@@ -337,7 +344,7 @@ class Renderer:
                         self.decode(words).rstrip("�"),
                         words,
                         start,
-                        compared=not self.template.structured,
+                        compared=self.template.takes != "fields",
                         opened=bool(runs) and bool(open_thought(runs[-1].text)),
                         closed=closed,
                     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.errors import TemplateError
 from turnwise.rollout.probes import (
@@ -30,11 +30,13 @@ from turnwise.rollout.probes import (
     with_calls,
     words,
 )
-from turnwise.rollout.tool_calls.reasoning import without_open_thought
+from turnwise.rollout.tool_calls.reasoning import open_thought, without_open_thought
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["Template"]
 
+Shape = Literal["text", "thoughts apart", "fields"]
+"""Of a turn: its text as said; its text with the thoughts in a field of their own; or content, calls and thoughts in fields."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PARTS = ("text", "image", "image_url", "video")
 
@@ -198,22 +200,23 @@ class Template:
         return None
 
     @functools.cached_property
-    def structured(self) -> bool:
-        """Whether a turn must be given in fields (content, calls, reasoning): the template refuses or loses its raw text."""
+    def takes(self) -> Shape:
+        """In which shape a turn of the model is given, so that the template writes it as it was said."""
         sample = words("Said.")
         if self.reasoning_key is not None:
             sample[self.reasoning_key] = "Thought."
+        said = self.said(sample).partition("Said.")[0] + "Said."
+        raw = words(open_thought(self.render([QUESTION], cue=True)) + said)
         try:
-            self.render([QUESTION, words(self.said(sample)), QUESTION], cue=True)
+            alike = self.render([QUESTION, raw], cue=False) == self.render([QUESTION, sample], cue=False)
+            self.render([QUESTION, raw, QUESTION], cue=True)
         except TemplateError:
-            return True
-        if self.call_shape is None:
-            return False
-        answer: Message = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": probe(0)}
-        try:
-            return "words" not in self.plan([answer]).bases
-        except TemplateError:
-            return False
+            return "fields"
+        if self.call_shape is not None:
+            answer: Message = {"role": "tool", "tool_call_id": "callprob0", "name": "probe_tool", "content": probe(0)}
+            if "words" not in self.plan([answer]).bases:
+                return "fields"
+        return "text" if alike else "thoughts apart"
 
     @functools.cached_property
     def call_ends(self) -> tuple[str, str]:
