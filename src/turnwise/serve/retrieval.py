@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,6 +88,7 @@ class Index:
             raise ConfigError(
                 "the retrieval service needs the `bm25s` package: pip install 'turnwise[search]'"
             ) from None
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells every step, at a level of its own
         self._bm25s = bm25s
         self._documents = documents
         self._model: Any = None
