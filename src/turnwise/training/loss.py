@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["kl_k3", "ppo_clip"]
+__all__ = ["kl_k3", "nll", "ppo_clip"]
 
 
 def ppo_clip(
@@ -22,6 +22,11 @@ def ppo_clip(
     ratio_N = (logprob_N - old_logprob_N).exp()
     clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+
+
+def nll(logprob_N: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood of tokens that somebody else has written: `-logprob`, cross-entropy with the token itself."""
+    return -logprob_N
 
 
 def kl_k3(logprob_N: torch.Tensor, other_logprob_N: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from turnwise.errors import ConfigError
 from turnwise.threads import Threads
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.loss import kl_k3, ppo_clip
+from turnwise.training.loss import kl_k3, nll, ppo_clip
 from turnwise.types import Sampling
 
 __all__ = ["Optimization", "Policy", "Update", "load_model", "rate"]
@@ -40,6 +40,8 @@ class Optimization:
     """How the weights are changed."""
 
     lr: float
+    loss: Literal["policy_gradient", "likelihood"] = "policy_gradient"
+    """What is minimised: the clipped surrogate of the advantages, or the negative log-likelihood, whatever they are."""
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -74,10 +76,10 @@ class _Part:
     gradients: Sequence[torch.Tensor | None] | None
     """One for each parameter; None where they were added to the parameters' own."""
     loss: float
-    kl: float
-    max_deviation: float
-    clipped: float
     tokens: int
+    kl: float = 0.0
+    max_deviation: float = 0.0
+    clipped: float = 0.0
 
 
 def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
@@ -205,15 +207,24 @@ class Policy:
         """Loss and gradients of a micro-batch; the gradients `apart` from the parameters, or added to theirs."""
         options = self._options
         logprob_N, entropy_N = self._forward.logprobs(micro, entropy=options.entropy_coef != 0.0)
-        loss_N = ppo_clip(
-            logprob_N, micro.old_logprob_N, micro.advantage_N, clip_low=options.clip_low, clip_high=options.clip_high
-        )
+        sampled = options.loss == "policy_gradient"  # else somebody else has written the tokens, with no probability
+        if sampled:
+            loss_N = ppo_clip(
+                logprob_N,
+                micro.old_logprob_N,
+                micro.advantage_N,
+                clip_low=options.clip_low,
+                clip_high=options.clip_high,
+            )
+        else:
+            loss_N = nll(logprob_N)
+        kl_N = torch.zeros_like(loss_N)
         if self._reference is not None:
             with torch.no_grad():
                 reference_N, _ = self._reference.logprobs(micro)
             kl_N = kl_k3(logprob_N, reference_N)
             loss_N = loss_N + options.kl_coef * kl_N
-        else:
+        elif sampled:
             kl_N = kl_k3(logprob_N, micro.old_logprob_N)
         if entropy_N is not None:
             loss_N = loss_N - options.entropy_coef * entropy_N
@@ -224,16 +235,24 @@ class Policy:
         else:
             loss.backward()
         with torch.no_grad():
+            part = _Part(
+                gradients=gradients, loss=float(loss), tokens=len(loss_N), kl=float((kl_N * micro.weight_N).sum())
+            )
+            if not sampled:
+                return part
             ratio_N = (logprob_N - micro.old_logprob_N).exp()
             outside_N = (ratio_N < 1.0 - options.clip_low) | (ratio_N > 1.0 + options.clip_high)
-            return _Part(
-                gradients=gradients,
-                loss=float(loss),
-                kl=float((kl_N * micro.weight_N).sum()),
-                max_deviation=float((ratio_N - 1.0).abs().max()),
-                clipped=float(outside_N.sum()),
-                tokens=len(ratio_N),
-            )
+            return replace(part, max_deviation=float((ratio_N - 1.0).abs().max()), clipped=float(outside_N.sum()))
+
+    def measure(self, batch: Batch) -> float:
+        """The batch's negative log-likelihood, averaged by its weights; nothing is changed."""
+        total = 0.0
+        with torch.no_grad():
+            for micro in batch.micro_batches:
+                with self._threads.during("measure", micro.token_ids_BL.numel()):
+                    here = micro.to(self.model.device)
+                    total += float((nll(self._forward.logprobs(here)[0]) * here.weight_N).sum())
+        return total
 
     def _add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
