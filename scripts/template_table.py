@@ -1,0 +1,104 @@
+"""Write docs/templates.md's table: real chat templates, held turn by turn and in one pass.
+
+python scripts/template_table.py            # rewrite the file
+python scripts/template_table.py --check    # exit 1 if it is out of date
+
+The templates are those in the wheel of trl (`pip install trl==1.16.0`; nothing of it is imported) and, where it lies beside
+the checkout, in ../shared/templates. Each gets a byte-level BPE that carries its family's special tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.families import family_renderer, template_files  # noqa: E402
+
+from turnwise.errors import TemplateError  # noqa: E402
+from turnwise.rollout.conformance import SCENARIOS, Finding, examine  # noqa: E402
+from turnwise.rollout.renderer import Renderer  # noqa: E402
+
+PAGE = ROOT / "docs" / "templates.md"
+BEGIN, END = "<!-- table: made by scripts/template_table.py -->", "<!-- end of table -->"
+SHORT = {
+    "tool as user": "tool→user",
+    "system as user": "system→user",
+    "neighbours as one message": "joined",
+}
+
+
+class Notes:
+    """Footnotes, each text once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        """The number of a note."""
+        return f"[{self._numbers.setdefault(text, len(self._numbers) + 1)}]"
+
+    def lines(self) -> Iterator[str]:
+        """The notes, in order."""
+        for text, number in self._numbers.items():
+            yield f"{number}. {text}"
+
+
+def table() -> str:
+    """The table and its notes as Markdown."""
+    notes = Notes()
+    names = [scenario.name for scenario in SCENARIOS]
+    rows = [
+        "| template | calls | " + " | ".join(names) + " | leaves thoughts out at |",
+        "|" + "---|" * (len(names) + 3),
+    ]
+    for path in template_files():
+        renderer = family_renderer(path)
+        cells = [_cell(examine(renderer, scenario), notes) for scenario in SCENARIOS]
+        rows.append(
+            f"| {path.stem} | {_calls(renderer)} | " + " | ".join(cells) + f" | {', '.join(renderer.strips_at) or '–'} |"
+        )
+    return "\n".join([*rows, "", *notes.lines()])
+
+
+def _calls(renderer: Renderer) -> str:
+    try:
+        return renderer.tool_format.name
+    except TemplateError:
+        return "–"
+
+
+def _cell(found: Finding, notes: Notes) -> str:
+    handed = ", ".join(SHORT.get(one, one) for one in found.handed)
+    if found.refused:
+        return f"≠ {notes.mark(_tidy(found.refused))}"
+    if found.differs:
+        return f"≠ {notes.mark(_tidy(found.differs))}"
+    return f"= ({handed})" if handed else "="
+
+
+def _tidy(text: str) -> str:
+    """One line, without the probe words that differ from scenario to scenario."""
+    text = text.partition(" and writes the turn without it")[0] if text.startswith("opens a thought") else text
+    text = text.partition(": not ")[0]
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+
+
+def main() -> int:
+    page = PAGE.read_text(encoding="utf-8")
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    written = f"{head}{BEGIN}\n{table()}\n{END}{tail}"
+    if "--check" in sys.argv:
+        if written != page:
+            print(f"{PAGE} is out of date: python scripts/template_table.py", file=sys.stderr)
+        return int(written != page)
+    PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
