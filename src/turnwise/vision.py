@@ -92,11 +92,7 @@ class Eyes:
                 merged[name] = [item for part in parts for item in part]
                 continue
             if len({part.shape[1:] for part in parts}) > 1:
-                shapes = ", ".join(str(tuple(part.shape)) for part in parts[:4])
-                raise TurnwiseError(
-                    f"the images of one pass have {name} of the shapes {shapes}, which cannot be laid together. Have the "
-                    f"images of this model in one size, or its processor not split them"
-                )
+                parts = _evened(name, parts)
             merged[name] = torch.cat(parts)
         return merged
 
@@ -130,6 +126,22 @@ class Eyes:
             yield {"input_ids": token_ids_BT.masked_fill(stray_BT, self._other), **given}
         finally:
             _meant.reset(token)
+
+
+def _evened(name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors [1, pieces, ...] with blank pieces added, as processors do for images that they cut into several.
+
+    Raises TurnwiseError for any other difference.
+    """
+    if any(part.ndim < 4 for part in parts) or len({part.shape[2:] for part in parts}) > 1:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts[:4])
+        raise TurnwiseError(
+            f"the images of one pass have {name} of the shapes {shapes}, which cannot be laid together. Have the images of this "
+            f"model in one size"
+        )
+    most = max(part.shape[1] for part in parts)
+    blanks = [part.new_zeros((part.shape[0], most - part.shape[1], *part.shape[2:])) for part in parts]
+    return [torch.cat(pair, dim=1) for pair in zip(parts, blanks, strict=True)]
 
 
 def _embed_what_was_meant(module: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
