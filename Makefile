@@ -31,6 +31,7 @@ format: $(VENV)/ready-dev  ## put the code into shape
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/ready-dev  ## the benchmarks, a table each
+	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/local_engine.py
 	$(BIN)/python benchmarks/against_trl.py

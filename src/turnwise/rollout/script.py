@@ -24,6 +24,8 @@ class Script:
         self._renderer = renderer
         self._thinking: Thinking = thinking
         self.tools: Sequence[ToolSchema] = ()
+        self.tools_answered = False
+        """Whether tools have answered in this segment."""
         self._messages: list[Message] = []
         self._said: dict[int, Said] = {}
         """The model's turns, by their place in `_messages`."""
@@ -32,14 +34,10 @@ class Script:
         self._resumed: set[int] = set()
         """Places in the segment of words that an environment has put into the model's mouth."""
 
-    @property
-    def tools_answered(self) -> bool:
-        """Whether tools have answered in this segment."""
-        return any(message["role"] == "tool" for message in self._messages)
-
     def hear(self, piece: Piece) -> None:
         """Messages became tokens."""
         self._messages.extend(piece.messages)
+        self.tools_answered = self.tools_answered or any(message["role"] == "tool" for message in piece.messages)
 
     def say(self, said: Said) -> None:
         """The model has spoken, in its own words."""
@@ -61,6 +59,7 @@ class Script:
     def forget(self) -> None:
         """A new segment begins."""
         self._messages, self._said, self._thoughts, self._resumed = [], {}, set(), set()
+        self.tools_answered = False
 
     def drift(self, segment: Segment) -> str | None:
         """What the sanity check finds in the segment, or None."""
