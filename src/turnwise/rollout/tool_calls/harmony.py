@@ -18,6 +18,7 @@ from turnwise.types import ToolCall, ToolSchema
 __all__ = ["Harmony"]
 
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+_WORDS_END = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")
 _BEGINS = re.compile(r"\s*(?:<\|(?:start|channel|message)\|>|to=[^\s<]+\s*<\|)")
 _HEADER = re.compile(r"[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*(?P<message><\|message\|>)?")
 _TO = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
@@ -41,7 +42,7 @@ class Harmony:
         while at < len(text):
             header = _HEADER.match(text, at) if _BEGINS.match(text, at) else None
             if header is None:  # a model that writes none
-                at = self._body(text, at, content)
+                at = self._body(text, at, content, ends=_WORDS_END)
                 continue
             to, channel = _TO.search(header[0]), _CHANNEL.search(header[0])
             if to is not None:
@@ -54,9 +55,9 @@ class Harmony:
             content=joined([*content, ""]), reasoning=joined([*thoughts, ""]), calls=numbered(calls, first_id)
         )
 
-    def _body(self, text: str, at: int, into: list[str]) -> int:
+    def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
         """Put a message's text where it belongs, and return where the next message begins."""
-        first, last = _end(text, at)
+        first, last = _end(text, at, ends)
         into.append(text[at:first])
         return last
 
@@ -78,7 +79,7 @@ class Harmony:
             return malformed(problem, text[begin:first], how=self.how, name=name), last
 
 
-def _end(text: str, at: int) -> tuple[int, int]:
+def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:
     """Where the message in which `at` stands ends: before its closing mark, and after it."""
-    end = _ENDS.search(text, at)
+    end = ends.search(text, at)
     return end.span() if end else (len(text), len(text))

@@ -45,6 +45,7 @@ SCAFFOLD = (
 )
 """Regular expression of the headers of messages that are said."""
 _OPENS = re.compile(f"{_HEAD}(?P<mark>{'|'.join(re.escape(opening) for opening in _CLOSING_OF)})")
+_OPENS_AGAIN = re.compile(rf"\s*(?={OPENING})")
 _CLOSES = re.compile("|".join(re.escape(closing) for closing in _CLOSING_OF.values()))
 _THOUGHT_OR_SCAFFOLD = re.compile(f"(?P<thought>{OPENING})|{SCAFFOLD}")
 
@@ -72,10 +73,9 @@ def thought_at(text: str, start: int) -> Thought:
 
 def opened_thought(text: str) -> Thought:
     """The thought that the text begins in, because the cue has opened it; a model may open it once more."""
-    space = len(text) - len(text.lstrip())
-    if _OPENS.match(text, space):
-        again = thought_at(text, space)
-        return Thought(0, again.end, again.text)
+    if again := _OPENS_AGAIN.match(text):
+        thought = thought_at(text, again.end())
+        return Thought(0, thought.end, thought.text)
     closes = _CLOSES.search(text)
     if closes is None:
         return Thought(0, len(text), text.strip())
