@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise import types
 from turnwise.config import Config, LocalEngine, Mcp, Part, ToolCalls, ToolUse, Use
@@ -28,13 +28,18 @@ from turnwise.scoring.mask import RULES, Rule, custom, takes_trajectory
 from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Row
 
+if TYPE_CHECKING:
+    from turnwise.training.policy import Optimization
+
 __all__ = [
     "Environments",
     "credit",
     "environment_factory",
+    "learning_rate",
     "limits",
     "local_engine",
     "loss_mask",
+    "optimization",
     "resolve",
     "rows",
     "sampling",
@@ -288,6 +293,31 @@ def local_engine(config: Config, model: Any, renderer: Renderer, *, version: int
         decode=renderer.decode,
         version=version,
     )
+
+
+def optimization(config: Config) -> Optimization:
+    """The recipe's way of changing the weights."""
+    from turnwise.training.policy import Optimization  # torch
+
+    options = config.train
+    return Optimization(
+        lr=options.lr,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        kl_coef=options.kl_coef,
+        entropy_coef=options.entropy_coef,
+    )
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    from turnwise.training.policy import rate  # torch
+
+    options = config.train
+    return rate(step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps)
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:

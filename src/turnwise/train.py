@@ -31,7 +31,7 @@ from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
+from turnwise.training.policy import Policy, Update, load_model
 from turnwise.types import Group, Row
 
 __all__ = ["Run", "assemble", "train"]
@@ -90,7 +90,9 @@ async def train(run: Run, show: Report) -> None:
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
             run.whole = False
-            update = await run.policy.learn(batches, lr=_rate(run), epochs=options.epochs, beside=options.overlap)
+            update = await run.policy.learn(
+                batches, lr=build.learning_rate(run.config, run.step), epochs=options.epochs, beside=options.overlap
+            )
             # at once: what is sampled from here on is the new policy's
             await run.table.engine.load_weights(run.step + 1)
             now = time.perf_counter()
@@ -153,16 +155,9 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
     ]
 
 
-def _rate(run: Run) -> float:
-    options = run.config.train
-    return rate(
-        run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps
-    )
-
-
 def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update, seconds: dict[str, float]) -> None:
     """Write down what the step did."""
-    lr = _rate(run)
+    lr = build.learning_rate(run.config, run.step)
     run.whole = True
     run.step += 1
     run.position += run.config.train.rows
@@ -256,7 +251,7 @@ def assemble(config: Config) -> Run:
     policy = Policy(
         model,
         sampling=sampling,
-        options=_optimization(config),
+        options=build.optimization(config),
         share_prompts=config.train.share_prompts,
         threads=1 if config.deterministic else 0,
     )
@@ -294,18 +289,4 @@ def assemble(config: Config) -> Run:
         position=state["position"] if state is not None else 0,
         saved=step,
         notes=notes,
-    )
-
-
-def _optimization(config: Config) -> Optimization:
-    options = config.train
-    return Optimization(
-        lr=options.lr,
-        betas=options.betas,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        kl_coef=options.kl_coef,
-        entropy_coef=options.entropy_coef,
     )
