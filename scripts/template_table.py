@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.families import family_renderer, template_files  # noqa: E402
-
 from turnwise.errors import TemplateError  # noqa: E402
 from turnwise.rollout.conformance import SCENARIOS, Finding, examine  # noqa: E402
 from turnwise.rollout.renderer import Renderer  # noqa: E402

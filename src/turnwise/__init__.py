@@ -4,7 +4,7 @@ What most users need to write an environment, a tool or a reward is here; it imp
 """
 
 from turnwise.environments.environment import Environment, Once, environment, say
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools import Tool, Toolbox, ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.types import (
     Completion,
@@ -13,6 +13,7 @@ from turnwise.types import (
     Opening,
     Reply,
     Request,
+    Resume,
     Row,
     Sampling,
     Segment,
@@ -32,6 +33,7 @@ __all__ = [
     "Opening",
     "Reply",
     "Request",
+    "Resume",
     "Row",
     "Sampling",
     "ScriptedUser",
@@ -40,6 +42,8 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolOutcome",
+    "ToolResponse",
+    "Toolbox",
     "Tools",
     "Trajectory",
     "Turn",

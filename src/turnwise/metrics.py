@@ -23,6 +23,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     metrics: dict[str, float | int | None] = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "segments/mean": _mean([len(one.segments) for one in whole]),
         "turns/mean": _mean([len(one.turns) for one in whole]),
         "tool_calls/mean": _mean([sum(len(turn.calls) for turn in one.turns) for one in whole]),
         "tool_errors/mean": _mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
