@@ -198,6 +198,12 @@ def _python_inner(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
+def _lfm2_inner(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key}={as_json(value) if isinstance(value, dict) else repr(value)}" for key, value in arguments.items()
+    )
+
+
 _FENCE = "```"
 _SINGLE = ("{'x': '1'}", None)
 _STRING = json.dumps('{"x": 1}')
@@ -401,7 +407,7 @@ FAMILIES: list[Family] = [
     Family(
         format="lfm2",
         call=lambda name, inner: f"{name}({inner})",
-        inner=_python_inner,
+        inner=_lfm2_inner,
         around=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
         close="]<|tool_call_end|>",
         marks='it\'s, ]) "so"} <|tool_call_end|><think>',
