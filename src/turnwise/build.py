@@ -107,7 +107,9 @@ def _tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
     found = resolve(use.use, key=key)
     options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
     if isinstance(found, type):
-        return Toolbox.of(found, arguments=use.arguments, **options)
+        box = Toolbox.of(found, arguments=use.arguments, **options)
+        _try_out(box, key=key)
+        return box
     if use.arguments:
         raise ConfigError(
             f"{key}: arguments are for classes, which are made for each conversation; {use.use} is a "
@@ -120,6 +122,20 @@ def _tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
     if not callable(found):
         raise ConfigError(f"{key}: {use.use} is a {type(found).__name__} and cannot be called")
     return Tool.of(found, **options)
+
+
+def _try_out(box: Toolbox, *, key: str) -> None:
+    """Make one to see whether it can be, and forget it.
+
+    Raises ConfigError: now, and not in the first conversation.
+    """
+    try:
+        with boundary("tool"):
+            one = box.make()
+            if box.closes and not inspect.iscoroutinefunction(one.close):
+                one.close()
+    except Failed as failed:
+        raise ConfigError(f"{key}: {box.name} cannot be made: {failed.failure.message}") from failed
 
 
 def _mcp_servers(config: Config) -> McpServers | None:

@@ -17,7 +17,7 @@ from turnwise.config import Config, ScriptedEngine
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError
-from turnwise.metrics import conversation_metrics, failures
+from turnwise.metrics import conversation_metrics, drift, failures
 from turnwise.record import write_config, write_trajectories, writing
 from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
@@ -74,6 +74,8 @@ async def _collect(
 
         await rollout_groups(groups, table, done=done)
     await engine.close()
+    if (told := drift(groups)) is not None:
+        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for problem in failures(groups)[:5]:
         console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
     summary = {

@@ -384,6 +384,10 @@ def refuse_without_effect(config: Config) -> None:
             f"or `turnwise rollout`",
         ),
         (
+            config.thinking != "keep" and config.limits.turns == 1,
+            f"thinking={config.thinking} has no effect with limits.turns=1: nothing goes on after the first turn. Remove it",
+        ),
+        (
             data.eval is None and bool(changed(config.eval)),
             f"eval.{next(iter(changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
         ),

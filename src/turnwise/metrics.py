@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["conversation_metrics", "failures"]
+__all__ = ["drift", "conversation_metrics", "failures"]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
@@ -39,6 +39,19 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     for stop in Stop:
         metrics[f"stop/{stop}"] = _share(one.stop is stop for one in every)
     return metrics
+
+
+def drift(groups: Sequence[Group]) -> str | None:
+    """What the sanity check has found in these conversations, told once, or None."""
+    every = [one for group in groups for one in group.trajectories]
+    found = [one.drift for one in every if one.drift is not None]
+    if not found:
+        return None
+    return (
+        f"the tokens of {len(found)} of {len(every)} conversations are not those of the chat template, which may make training "
+        f"see what serving does not. The first: {found[0]}. Look at it with `turnwise doctor`; sanity=ignore_strippable does "
+        f"not count white space, sanity=disable counts nothing"
+    )
 
 
 def failures(groups: Sequence[Group]) -> list[str]:

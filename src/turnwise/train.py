@@ -20,7 +20,7 @@ from turnwise.config import Config, refuse_without_effect
 from turnwise.data.rows import Order
 from turnwise.errors import RolloutError
 from turnwise.evaluate import evaluate
-from turnwise.metrics import conversation_metrics, failures
+from turnwise.metrics import conversation_metrics, drift, failures
 from turnwise.record import RunDirectory
 from turnwise.report import Report
 from turnwise.rollout.media import ready_media
@@ -61,6 +61,8 @@ class Run:
     """Rows that those steps have used."""
     saved: int = 0
     """Steps that the newest checkpoint holds."""
+    drift_told: bool = False
+    """Whether the sanity check has been heard of: once is enough, the metrics go on counting."""
     whole: bool = True
     """Whether the weights are those after `step` steps, and not on the way to the next."""
     notes: list[str] = field(default_factory=list)
@@ -183,6 +185,9 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
             update.max_deviation,
             tolerance,
         )
+    if not run.drift_told and (told := drift(groups)) is not None:
+        run.drift_told = True
+        _log.warning("step %d: %s", run.step, told)
     run.directory.write_step(metrics, (one for group in groups for one in group.trajectories))
     show.step(metrics, failures(groups))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
