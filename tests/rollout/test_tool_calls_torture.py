@@ -43,7 +43,7 @@ JSON = st.recursive(
 
 
 @every_family
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_a_template_writes_is_read_back(family: Family, data: st.DataObject) -> None:
     pieces = st.sampled_from([family.marks, family.close, '"', "'", "\n", "\\", "{", "]", "</", "ü你", " "])
@@ -69,7 +69,7 @@ def _fits(family: Family, value: Any) -> bool:
 
 
 @every_format
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_whatever_is_sampled_can_be_read(format: ToolFormat, data: st.DataObject) -> None:
     family = data.draw(st.sampled_from([family for family in FAMILIES if family.format == format.name]))
@@ -98,7 +98,7 @@ def test_whatever_is_sampled_can_be_read(format: ToolFormat, data: st.DataObject
 def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
     of_format = [family for family in FAMILIES if family.format == format.name]
     good = [family.write([("f", {"x": "1"})]) for family in of_format]
-    units = ["[", '{"":', "['", " ", "\n[f(", '[{"name": 1},', "<tool_call>"]
+    units = ["[", "['", "\n[f(", "<tool_call>"]
     units += [one[: len(one) // 2] for one in good]
     units += [family.around[0] + family.call("f", family.broken) for family in of_format]
     for unit in units:
