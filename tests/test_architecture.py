@@ -131,7 +131,7 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {"training", "train", "sft", "sft_report", "evaluate", "collect", "report", "cli", "build"}
+    above = {"training", "train", "sft", "sft_report", "evaluate", "collect", "report", "cli", "build", "doctor"}
     joins = {*above, "show"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"
@@ -179,7 +179,7 @@ def test_a_part_loads_no_heavy_library_when_it_is_imported(part: str) -> None:
 def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
     alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
-    assert with_torch <= {".", "training", "engines/local"}
+    assert with_torch <= {".", "training", "engines/local", "doctor"}
     assert alone <= {"distribution.py", "threads.py", "train.py", "sft.py", "vision.py"}
     for name in ("engine", "scripted", "batched"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()

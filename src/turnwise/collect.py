@@ -14,6 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from turnwise import build
 from turnwise.config import Config, ScriptedEngine
+from turnwise.doctor.preflight import preflight
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError
@@ -33,6 +34,8 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError.
     """
     renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
+    for note in preflight(config, renderer):
+        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
         return await _collect(config, environments, renderer, out, console)
 

@@ -18,6 +18,7 @@ import torch
 from turnwise import build
 from turnwise.config import Config, refuse_without_effect
 from turnwise.data.rows import Order
+from turnwise.doctor.preflight import preflight
 from turnwise.errors import RolloutError
 from turnwise.evaluate import evaluate
 from turnwise.metrics import conversation_metrics, drift, failures
@@ -245,6 +246,7 @@ def assemble(config: Config) -> Run:
     state = checkpoints.load() if config.resume == "auto" else None
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    findings = preflight(config, renderer)
     environments = build.environment_factory(config, encode=renderer.encode)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
@@ -272,7 +274,7 @@ def assemble(config: Config) -> Run:
         concurrent=config.concurrent,
         lockstep=config.deterministic,
     )
-    notes = directory.prepare(config, resuming=state is not None)
+    notes = [*findings, *directory.prepare(config, resuming=state is not None)]
     if state is not None:
         policy.load_state(state["policy"])
         notes.append(f"going on after step {step}")

@@ -1,0 +1,28 @@
+"""What a run looks at before it begins: the template, for what the recipe will do with it. No weights, no conversation."""
+
+from __future__ import annotations
+
+from turnwise.config import Config
+from turnwise.doctor.template import continuing, thinking
+from turnwise.errors import TemplateError
+from turnwise.rollout.renderer import Renderer
+
+__all__ = ["preflight"]
+
+
+def preflight(config: Config, renderer: Renderer) -> list[str]:
+    """Notes on the model's template that a person should know before the run.
+
+    Raises TemplateError for what cannot work: tools in a format that cannot be read, a thinking policy without effect.
+    """
+    tools = bool(config.tools) or config.mcp.servers is not None
+    if tools:
+        _ = renderer.tool_format
+    policy = thinking(renderer, config.thinking)
+    if policy.status == "fail":
+        raise TemplateError(policy.text)
+    if config.limits.turns == 1:
+        return []  # nothing goes on: how it would is of no interest
+    kinds = ["tool turns", "user turns"] if tools else ["user turns"]
+    findings = [policy, *continuing(renderer, kinds)]
+    return [f"{one.name}: {one.text}" for one in findings if one.status != "ok"]
