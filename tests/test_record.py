@@ -71,7 +71,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
     for called in first["tool_calls"]:
         assert 0 <= called.pop("seconds") < 1
     unreadable = (
-        "this tool call cannot be read: Expecting value: line 1 column 84 (char 83). "
+        "Error: this tool call cannot be read: Expecting value at '?</tool_call>'. "
         'Write it as <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
     )
     good, unknown, malformed = first["tool_calls"]
@@ -91,7 +91,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
         "content": "Error: there is no tool 'sub' (the tools are: add)",
         "error": "unknown_tool",
     }
-    assert malformed["content"].partition(": line")[0] == f"Error: {unreadable.partition(': line')[0]}"
+    assert malformed["content"] == unreadable
     assert {key: malformed[key] for key in ("id", "name", "arguments", "text", "error")} == {
         "id": "call_2", "name": "", "arguments": {}, "text": "?", "error": "malformed"
     }  # fmt: skip
@@ -175,11 +175,13 @@ def test_what_a_user_keeps_with_a_turn_never_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_text_that_no_file_can_hold_never_ends_the_run(tmp_path: Path) -> None:
-    # half of a surrogate pair, as JSON lets a model write it
+    # half of a surrogate pair, as JSON lets a model write it; a call with it is told to be malformed
     one = hold([call("add", '{"a": "\\ud83d", "b": 2}'), "3"], lambda: Tools([add]))
+    one.turns[1].info["said"] = "\ud83d"
     write_trajectories(tmp_path / "t.jsonl", [one, hold(Says("grüße 🙂\u2028"))])
     first, second = read(tmp_path / "t.jsonl")
-    assert first["turns"][0]["tool_calls"][0]["arguments"]["a"] == "\ud83d"
+    assert first["turns"][0]["tool_calls"][0]["error"] == "malformed"
+    assert first["turns"][1]["info"]["said"] == "\ud83d"
     assert second["turns"][0]["text"] == "grüße 🙂\u2028"
     assert "grüße 🙂" in (tmp_path / "t.jsonl").read_text(encoding="utf-8")  # readable as it is
 

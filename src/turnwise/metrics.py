@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["drift", "conversation_metrics", "failures"]
+__all__ = ["conversation_metrics", "drift", "failures"]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
