@@ -18,7 +18,7 @@ from turnwise.data.media import with_media
 from turnwise.errors import DataError, nearest
 from turnwise.types import Message, Row
 
-__all__ = ["FILES", "Order", "read_rows"]
+__all__ = ["FILES", "Found", "Order", "read_rows", "records"]
 
 FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 """Endings of single files; `.json` and `.ndjson` hold one object a line, as `.jsonl` does."""
@@ -47,7 +47,7 @@ def read_rows(
     path = Path(source).expanduser()
     folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
     where: dict[str, str] = {}
-    for found in islice(_records(source, split=split, subset=subset), limit):
+    for found in islice(records(source, split=split, subset=subset), limit):
         row = _row(found, mapping, system, folder)
         if row.id in where:
             raise DataError(
@@ -88,7 +88,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A record as it was read, its number and a name for messages: `data.jsonl:3`."""
 
     record: Mapping[str, Any]
@@ -96,7 +96,11 @@ class _Found:
     place: str
 
 
-def _records(source: str, *, split: str, subset: str | None) -> Iterator[_Found]:
+def records(source: str, *, split: str, subset: str | None) -> Iterator[Found]:
+    """The records of a data set, whatever is in them.
+
+    Raises DataError if the source is missing or cannot be read.
+    """
     path = Path(source).expanduser()
     if path.suffix in FILES:
         if not path.is_file():
@@ -121,7 +125,7 @@ def _records(source: str, *, split: str, subset: str | None) -> Iterator[_Found]
             f"directory saved by `datasets`, or a hub id that can be reached"
         ) from error
     return (
-        _Found(record, number, f"{source}, row {number}") for number, record in enumerate(_packed(datasets, table), 1)
+        Found(record, number, f"{source}, row {number}") for number, record in enumerate(_packed(datasets, table), 1)
     )
 
 
@@ -149,7 +153,7 @@ def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None
     return loaded[split]
 
 
-def _lines(path: Path) -> Iterator[_Found]:
+def _lines(path: Path) -> Iterator[Found]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -168,10 +172,10 @@ def _lines(path: Path) -> Iterator[_Found]:
                 raise DataError(f"{place}: this line is not JSON ({problem}): {text[:80]!r}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{place}: a row must be a JSON object; this is a {type(record).__name__}")
-            yield _Found(record, number, place)
+            yield Found(record, number, place)
 
 
-def _row(found: _Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
     record, place = found.record, found.place
     for ours, theirs in mapping.items():
         if theirs not in record:

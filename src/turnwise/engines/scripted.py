@@ -15,7 +15,9 @@ class ScriptedEngine:
     """Answers each turn of a conversation with the next text of its script.
 
     `scripts` maps conversation ids to texts; a plain list of scripts is handed out in the order in which conversations ask
-    for the first time. Each text is encoded and ended with `stop_token_id`; it is cut where the request allows fewer tokens.
+    for the first time. Each text is encoded and ended with `stop_token_id`, unless it ends with a token that ends a turn by
+    itself; it is cut where the request allows fewer tokens. `encode_behind` encodes a text behind the prompt's last token,
+    for tokenizers that cut a text differently where it stands alone.
     """
 
     def __init__(
@@ -24,12 +26,14 @@ class ScriptedEngine:
         *,
         encode: Callable[[str], Sequence[int]],
         stop_token_id: int,
+        encode_behind: Callable[[int, str], Sequence[int]] | None = None,
     ) -> None:
         self._named = dict(scripts) if isinstance(scripts, Mapping) else None
         self._waiting = iter([] if isinstance(scripts, Mapping) else scripts)
         self._running: dict[str, Sequence[str]] = {}
         self._said: dict[str, int] = {}
         self._encode = encode
+        self._behind = encode_behind
         self._stop = stop_token_id
         self.version = 0
 
@@ -43,7 +47,10 @@ class ScriptedEngine:
                 f"add a text, or lower limits.turns"
             )
         self._said[name] = turn + 1
-        ids = [*self._encode(script[turn]), self._stop]
+        text = script[turn]
+        ids = list(self._encode(text) if self._behind is None else self._behind(request.token_ids[-1], text))
+        if not ids or ids[-1] not in (self._stop, *request.sampling.stop_token_ids):
+            ids.append(self._stop)
         cut = len(ids) > request.sampling.max_tokens
         ids = ids[: request.sampling.max_tokens]
         return Completion(

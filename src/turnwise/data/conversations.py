@@ -1,0 +1,267 @@
+"""Whole conversations, to be learnt from: rows whose messages hold the model's part too.
+
+A row has a column `messages` in the OpenAI format, or the pair `prompt` and `completion` that TRL has; beside them it may
+have `tools`, `images` and `videos`. What of it cannot be learnt from is refused at start-up with the row's number. This
+module knows no template: how a model says a message is not its affair.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from turnwise.data.media import with_media
+from turnwise.data.rows import FILES, Found, records
+from turnwise.errors import DataError, nearest
+from turnwise.types import Message, Row, ToolSchema
+
+__all__ = ["read_conversations"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OURS = ("messages", "prompt", "completion")
+_PARTS = ("text", "image", "image_url", "video", "video_url")
+_LABELS = ("weight", "train")
+"""What a message says about learning it; no template is to see it."""
+
+
+def read_conversations(
+    source: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    split: str = "train",
+    subset: str | None = None,
+    system: str | None = None,
+    limit: int | None = None,
+) -> list[Row]:
+    """Read a data set of conversations; `source` and the options are those of `read_rows`.
+
+    A row's `messages` are the whole conversation. Its fields hold the other columns, `tools` as schemas, and `weights`, one for
+    each assistant message, where the messages themselves say what is learnt (`"weight": 0` or `"train": false`).
+
+    Raises DataError, with the row's number, where a conversation has no assistant message, an unknown role, a tool's message
+    without a call before it, or content of no known kind.
+    """
+    mapping = columns or {}
+    path = Path(source).expanduser()
+    folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
+    where: dict[str, str] = {}
+    rows: list[Row] = []
+    for found in islice(records(source, split=split, subset=subset), limit):
+        row = _row(found, mapping, system, folder)
+        if row.id in where:
+            raise DataError(
+                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
+                f"and rows are numbered"
+            )
+        where[row.id] = found.place
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{source} has no rows; at least one is needed")
+    return rows
+
+
+def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+    record, place = found.record, found.place
+    messages = [_clean(message, f"{place}: message {n}") for n, message in enumerate(_messages(found, mapping), 1)]
+    taken = {mapping.get(name, name) for name in _OURS} | set(mapping.values())
+    fields = {name: value for name, value in record.items() if name not in taken}
+    for ours, theirs in mapping.items():
+        if ours in _OURS:
+            continue
+        if theirs not in record:
+            raise DataError(
+                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {', '.join(record)}. "
+                f"Name the right one: data.columns.{ours}=<column>"
+            )
+        fields[ours] = record[theirs]
+    messages, fields = with_media(messages, fields, place=place, folder=folder)
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    _check_order(messages, place)
+    weights = [_weight(message, place) for message in messages if message["role"] == "assistant"]
+    if any(weight != 1.0 for weight in weights):
+        fields["weights"] = weights
+    tools = fields.pop("tools", None)
+    if tools is not None:
+        fields["tools"] = _tools(tools, place)
+    name = str(fields.pop("id")) if "id" in mapping else str(found.number)
+    plain = [{key: value for key, value in message.items() if key not in _LABELS} for message in messages]
+    return Row(id=name, messages=_with_tool_names(plain), fields=fields)
+
+
+def _messages(found: Found, mapping: Mapping[str, str]) -> Sequence[Any]:
+    """The conversation as it stands in the row, from whichever columns hold it."""
+    record, place = found.record, found.place
+    whole, prompt, completion = (mapping.get(name, name) for name in _OURS)
+    if whole in record:
+        return _many(record[whole], f"{place}: {whole}")
+    if prompt in record and completion in record:
+        before = _many(record[prompt], f"{place}: {prompt}", role="user")
+        # what the prompt quotes of the model is context
+        before = [
+            {**one, "weight": 0} if isinstance(one, Mapping) and one.get("role") == "assistant" else one
+            for one in before
+        ]
+        return [*before, *_many(record[completion], f"{place}: {completion}", role="assistant")]
+    raise DataError(
+        f"{place} has no column {whole!r}, nor {prompt!r} with {completion!r}{nearest(whole, record)}; its columns are: "
+        f"{', '.join(record) or 'none'}. Name the one with the conversation: data.columns.messages=<column>"
+    )
+
+
+def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
+    if isinstance(value, str) and role is not None:
+        return [{"role": role, "content": value}]
+    if isinstance(value, Mapping) and role is not None:
+        return [value]
+    if not isinstance(value, list) or not value:
+        kind = "a list of messages" if role is None else "a text or a list of messages"
+        raise DataError(f"{where} is {value!r:.80}; it must be {kind}, at least one")
+    return value
+
+
+def _clean(message: Any, where: str) -> Message:
+    """A message in the one form that is used from here on: no empty keys, calls with their arguments read."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} is {message!r:.80}; a message is {{"role": ..., "content": ...}}')
+    # parquet gives every message the keys of all of them
+    kept = {key: value for key, value in message.items() if value is not None}
+    role = kept["role"]
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}{nearest(role, ROLES)}; the roles are: {', '.join(ROLES)}")
+    calls = kept.pop("tool_calls", None)
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise DataError(f"{where}: `tool_calls` is a list of calls in an assistant message; this is {calls!r:.80}")
+        kept["tool_calls"] = [_call(call, n, where) for n, call in enumerate(calls)]
+    kept["content"] = _content(kept, where)
+    return kept
+
+
+def _content(message: Message, where: str) -> Any:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""
+        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or leave the message out")
+    if isinstance(content, str):
+        return content
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content] if content else []
+    if not isinstance(content, list) or not kinds or any(kind not in _PARTS for kind in kinds):
+        raise DataError(
+            f"{where} has the content {content!r:.80}; content is a text, or a list of parts of the types {', '.join(_PARTS)}"
+        )
+    if message["role"] != "assistant":
+        return content
+    if any(kind != "text" for kind in kinds):
+        raise DataError(f"{where}: the model says texts, and this assistant message has a part {content!r:.80}")
+    return "".join(str(part["text"]) for part in content)
+
+
+def _call(call: Any, number: int, where: str) -> dict[str, Any]:
+    """A call in the OpenAI format, its arguments as a mapping: templates write JSON text a second time as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where} has a call {call!r:.80}; a call is {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where}: the arguments of {function['name']!r} are no JSON ({error.msg}): {arguments[:80]!r}. A call that "
+                f"is wrong on purpose belongs into the content, as the model is to say it"
+            ) from error
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the arguments of {function['name']!r} must be an object; they are {arguments!r:.80}")
+    return {
+        "id": str(call.get("id") or f"call_{number}"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments or {})},
+    }
+
+
+def _check_order(messages: Sequence[Message], place: str) -> None:
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(
+            f"{place} has no assistant message (its roles are: {', '.join(roles)}), so there is nothing to learn from it; "
+            f"leave the row out"
+        )
+    if roles[0] == "assistant":
+        raise DataError(
+            f"{place} begins with an assistant message; the model answers somebody: put a user or system message before it"
+        )
+    for number, message in enumerate(messages):
+        if message["role"] == "tool" and not _called(messages[:number]):
+            raise DataError(
+                f"{place}: message {number + 1} is a tool's, and no assistant message with a call stands before it; write "
+                f"the call into its `tool_calls`, or into its content as the model is to say it"
+            )
+
+
+def _called(before: Sequence[Message]) -> bool:
+    """Whether the messages end in a turn of the model, tools' answers to it apart. What its text calls, a template knows."""
+    last = next((message for message in reversed(before) if message["role"] != "tool"), None)
+    return last is not None and last["role"] == "assistant"
+
+
+def _weight(message: Message, place: str) -> float:
+    """What the message itself says about learning it: `weight` (OpenAI has 0 and 1) or `train`."""
+    weight = message.get("weight", 1.0)
+    train = message.get("train", True)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise DataError(f"{place}: an assistant message has `weight` {weight!r}; it must be a number, 0 or more")
+    if not isinstance(train, bool):
+        raise DataError(f"{place}: an assistant message has `train` {train!r}; it must be true or false")
+    return float(weight) if train else 0.0
+
+
+def _tools(tools: Any, place: str) -> list[ToolSchema]:
+    """The column `tools`: a list of schemas, or that list as JSON text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "[]")
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: the column 'tools' is no JSON ({error.msg}): {tools[:80]!r}") from error
+    if not isinstance(tools, list):
+        raise DataError(f"{place}: the column 'tools' must be a list of tools; it is {tools!r:.80}")
+    found: list[ToolSchema] = []
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{place}: the column \'tools\' holds {tool!r:.80}; a tool is {{"type": "function", "function": '
+                f'{{"name": ..., "description": ..., "parameters": ...}}}}'
+            )
+        found.append({"type": "function", "function": _without_empty(function)})
+    return found
+
+
+def _without_empty(value: Any) -> Any:
+    """The same without what parquet has put in because other rows have it."""
+    if isinstance(value, Mapping):
+        return {
+            key: _without_empty(item) for key, item in value.items() if item is not None or key in ("default", "const")
+        }
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """The messages, those of tools with the name of the tool: some templates ask for it, few data sets have it."""
+    names: dict[str, str] = {}
+    found: list[Message] = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        name = names.get(str(message.get("tool_call_id")))
+        if message["role"] == "tool" and "name" not in message and name is not None:
+            message = {**message, "name": name}
+        found.append(message)
+    return found

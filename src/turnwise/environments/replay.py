@@ -1,0 +1,53 @@
+"""A conversation that was held before, held again: who answered then says the same now, whatever the model says.
+
+It is how fine-tuning gets its tokens: the model's part is said by a scripted engine, and everything between is this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.types import Message, Opening, Reply, Row, ToolSchema, Turn
+
+__all__ = ["Replay", "rounds"]
+
+Round = tuple[Message, list[Message]]
+"""What the model said, and the messages after it."""
+
+
+class Replay:
+    """Opens with the row's messages before the first of the assistant, and answers each turn with those that follow next.
+
+    The row's column `tools` says what is offered; `tools` is for rows without one. It ends with the last assistant message:
+    what stands behind that is recorded, and nobody answers it.
+    """
+
+    def __init__(self, tools: Sequence[ToolSchema] = ()) -> None:
+        self._tools = tools
+        self._rounds: list[Round] = []
+
+    async def begin(self, row: Row) -> Opening:
+        opening, self._rounds = rounds(row.messages)
+        return Opening(messages=opening, tools=row.fields.get("tools", self._tools))
+
+    async def step(self, turn: Turn) -> Reply:
+        _, answers = self._rounds.pop(0) if self._rounds else ({}, [])
+        return Reply(messages=answers, done=not self._rounds)
+
+    async def close(self) -> None:
+        pass
+
+
+def rounds(messages: Sequence[Message]) -> tuple[list[Message], list[Round]]:
+    """The messages before the first one of the assistant, and then each of those with what follows it.
+
+    Example: system, user, assistant, tool, assistant gives `[system, user]` and `[(assistant, [tool]), (assistant, [])]`.
+    """
+    opening: list[Message] = []
+    found: list[Round] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            found.append((message, []))
+        else:
+            (found[-1][1] if found else opening).append(message)
+    return opening, found
