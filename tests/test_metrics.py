@@ -40,6 +40,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
     assert metrics == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(2 / 3)),
+        "segments/mean": 1.0,
         "turns/mean": pytest.approx(5 / 3),
         "tool_calls/mean": pytest.approx(4 / 3),
         "tool_errors/mean": pytest.approx(1 / 3),

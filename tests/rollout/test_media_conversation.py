@@ -1,0 +1,88 @@
+"""Images that tools bring into a conversation: where they stand, and that a conversation without room takes none of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("PIL")
+
+from support.conversations import a_row, call, hold, scripted, spoken
+from support.vision import TEMPLATE, picture, save_vision_model, vision_tokenizer
+from turnwise.environments.tools import ToolResponse, Tools
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.media import Vision
+from turnwise.rollout.renderer import Renderer
+from turnwise.types import Trajectory
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    folder = save_vision_model(tmp_path_factory.mktemp("sees"))
+    return Renderer.from_pretrained(folder, tool_format="hermes")
+
+
+async def look(side: int) -> ToolResponse:
+    """Look at something.
+
+    Args:
+        side: How many pixels it is wide.
+    """
+    return ToolResponse(text="Here.", image=[picture(side, 16, seed=side)])
+
+
+def looked(renderer: Renderer, *sides: int, context: int | None = None) -> Trajectory:
+    said = [call("look", f'{{"side": {side}}}') for side in sides]
+    return hold(
+        scripted([*said, "A dog."], renderer=renderer),
+        lambda: Tools([look]),
+        renderer=renderer,
+        row=a_row("What is it?"),
+        limits=Limits(turns=8, tokens_per_turn=400, context=context),
+    )
+
+
+def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_its_cells(renderer: Renderer) -> None:
+    trajectory = looked(renderer, 16, 32)
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.drift is None
+    (segment,) = trajectory.segments
+    first, second = segment.media
+    pad = renderer.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    # patches of 4 pixels, merged by twos: 2 x 2 cells for 16 x 16, 2 x 4 for 32 x 16
+    assert [one.length for one in (first, second)] == [4, 8]
+    for one in (first, second):
+        assert list(segment.token_ids[one.start : one.start + one.length]) == [pad] * one.length
+        assert set(segment.turn[one.start : one.start + one.length]) == {-1}
+    assert list(segment.token_ids).count(pad) == 12
+    assert "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>Here." in spoken(segment, renderer)[2][1]
+    assert trajectory.turns[0].outcomes[0].content == "Here. [1 image]" or "Here." in trajectory.turns[0].outcomes[0].content
+
+
+def test_where_there_is_no_room_for_an_answer_its_image_goes_with_all_of_its_pads(renderer: Renderer) -> None:
+    whole = looked(renderer, 16, 32).segments[0]
+    before_second = whole.media[1].start
+    for context in (before_second - 2, before_second + 3, before_second + whole.media[1].length):
+        trajectory = looked(renderer, 16, 32, context=context)
+        assert (trajectory.error, trajectory.stop) == (None, "context")
+        (segment,) = trajectory.segments
+        assert len(segment.media) == 1
+        pads = list(segment.token_ids).count(renderer.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+        assert pads == segment.media[0].length == 4
+
+
+def test_a_new_segment_begins_with_the_images_of_the_history(tmp_path: Path) -> None:
+    thinks = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+    tokenizer = vision_tokenizer(thinks)
+    vision = Vision.from_pretrained(save_vision_model(tmp_path), tokenizer)
+    renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
+    said = ["<think>Let me see.</think>" + call("look", '{"side": 16}'), "A dog."]
+    trajectory = hold(
+        scripted(said, renderer=renderer), lambda: Tools([look]), renderer=renderer, thinking="branch", row=a_row("?")
+    )
+    assert trajectory.error is None, trajectory.error
+    first, second = trajectory.segments
+    assert (len(first.media), len(second.media)) == (0, 1)
+    assert "Let me see." not in renderer.decode(second.token_ids)
+    assert trajectory.drift is None
