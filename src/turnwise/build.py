@@ -1,17 +1,14 @@
-"""From a recipe to living objects: what its references name is imported here, and nowhere else."""
+"""From a recipe to living objects: what its references name is imported and made."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from turnwise import types
 from turnwise.config import Config, LocalEngine, Mcp, Part, ToolCalls, ToolUse, Use
@@ -20,7 +17,8 @@ from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools import Tool, Toolbox, Tools, Truncation
-from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
+from turnwise.errors import ConfigError, DataError, Failed, boundary
+from turnwise.references import resolve
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.credit import Credit, grpo
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from turnwise.training.policy import Optimization
 
 __all__ = [
+    "EnvironmentSource",
     "Environments",
     "credit",
     "environment_factory",
@@ -46,49 +45,6 @@ __all__ = [
     "scorer",
     "scripts",
 ]
-
-
-def resolve(reference: str, *, key: str) -> Any:
-    """The object that `package.module:name` or `path/to/file.py:name` names; `key` says where the recipe does so.
-
-    Raises ConfigError.
-    """
-    place, colon, name = reference.partition(":")
-    if not colon or not place or not name:
-        raise ConfigError(f"{key}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
-    try:
-        with boundary("import"):
-            module = _from_file(Path(place), key) if place.endswith(".py") else importlib.import_module(place)
-    except Failed as failed:
-        if isinstance(failed.__cause__, ConfigError):
-            raise failed.__cause__ from None
-        raise ConfigError(f"{key}: {place} could not be imported: {failed.failure.message}") from failed
-    found = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{key}: {place} has no {name!r}{nearest(name, vars(module))}")
-        found = getattr(found, part)
-    return found
-
-
-def _from_file(path: Path, key: str) -> Any:
-    path = path.expanduser().absolute()
-    if not path.is_file():
-        raise ConfigError(f"{key}: there is no file {path}; paths are relative to the directory you run from")
-    name = f"turnwise_user.{path.stem}_{abs(hash(str(path))):x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> Callable[..., Any]:
@@ -160,8 +116,8 @@ def _truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) -
     )
 
 
-def _refuse_idle_tools(config: Config) -> None:
-    """Refuse options of tools that would do nothing, in training and without."""
+def _refuse_idle_tools(config: Config, *, others: bool) -> None:
+    """Refuse options of tools that would do nothing, in training and without; `others` are the environment's own tools."""
 
     def changed(part: Part, default: Part) -> list[str]:
         return [name for name in type(part).model_fields if getattr(part, name) != getattr(default, name)]
@@ -169,7 +125,7 @@ def _refuse_idle_tools(config: Config) -> None:
     mcp, calls = changed(config.mcp, Mcp()), changed(config.tool_calls, ToolCalls())
     if mcp and config.mcp.servers is None:
         raise ConfigError(f"mcp.{mcp[0]} has no effect without servers: set mcp.servers to a file that names them")
-    if calls and not config.tools and config.mcp.servers is None:
+    if calls and not config.tools and config.mcp.servers is None and not others:
         raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers")
     cut = [name for name in calls if name.startswith("tool_response_")]
     if cut and config.tool_calls.max_tool_response_length is None:
@@ -178,20 +134,38 @@ def _refuse_idle_tools(config: Config) -> None:
         )
 
 
+@runtime_checkable
+class EnvironmentSource(Protocol):
+    """What may stand in a recipe in an environment's place: made once for a run, it makes the environments."""
+
+    def tools(self) -> Sequence[Tool]:
+        """Those that its environments will have, to be checked."""
+        ...
+
+    def make(self, in_front: Callable[[Sequence[Tool | Toolbox], Environment], Environment]) -> Environment:
+        """One of them. `in_front` puts tools in front of an environment: those given, and those of the recipe."""
+        ...
+
+    async def aclose(self) -> None:
+        """Give back what its environments share."""
+        ...
+
+
 class Environments:
     """Makes the environment of each conversation, and holds what all of them share until `aclose`."""
 
-    def __init__(self, make: EnvironmentFactory, servers: McpServers | None = None) -> None:
+    def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
         self._make = make
-        self._servers = servers
+        self._shared = shared
 
     def __call__(self) -> Environment:
         return self._make()
 
     async def aclose(self) -> None:
         """Give back what is shared: after the last conversation, on every path out."""
-        if self._servers is not None:
-            await self._servers.aclose()
+        for one in self._shared:
+            if one is not None:
+                await one.aclose()
 
 
 def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
@@ -200,22 +174,24 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     `encode` gives the tokens of a text, for answers of tools that are measured in tokens. Raises ConfigError, also if what is
     made is no environment, or an MCP server cannot be reached.
     """
-    _refuse_idle_tools(config)
     make = _callable(config.environment, key="environment")
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
         with boundary("environment"):
             one = make()  # one is made to see whether it can be; it is not begun, so there is nothing to close
-            Tools(tools)
+            source = one if isinstance(one, EnvironmentSource) else None
+            behind = source.tools() if source is not None else ()
+            Tools([*tools, *behind])
     except Failed as failed:
         raise ConfigError(f"environment: {config.environment.use} cannot be made: {failed.failure.message}") from failed
-    if not isinstance(one, Environment):
+    if source is None and not isinstance(one, Environment):
         missing = [name for name in ("begin", "step", "close") if not hasattr(one, name)]
         raise ConfigError(
             f"environment: {config.environment.use} makes a {type(one).__name__} without {', '.join(missing)}; an "
             f"environment has async begin(row), step(turn) and close(), or is an async generator under @environment"
         )
-    truncation = _truncation(config, encode)
+    _refuse_idle_tools(config, others=bool(behind))
+    most, truncation = config.tool_calls.max_parallel_calls, _truncation(config, encode)
     if (servers := _mcp_servers(config)) is not None:
         options = config.mcp
         try:
@@ -223,14 +199,18 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
                 options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
             )
             tools = [*tools, *listed]
-            Tools(tools)  # refuses two of one name
+            Tools([*tools, *behind])  # refuses two of one name
         except ConfigError:
             servers.close()
             raise
-    if not tools:
-        return Environments(make)
-    most = config.tool_calls.max_parallel_calls
-    return Environments(lambda: Tools(tools, then=make(), max_parallel_calls=most, truncation=truncation), servers)
+
+    def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
+        every = [*tools, *more]
+        return Tools(every, then=then, max_parallel_calls=most, truncation=truncation) if every else then
+
+    if source is not None:
+        return Environments(lambda: source.make(in_front), servers, source)
+    return Environments(lambda: in_front((), make()), servers)
 
 
 def scorer(config: Config) -> Scorer:

@@ -1,0 +1,56 @@
+"""References: `package.module:name` and `path/to/file.py:name`, as recipes and other systems' files write them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+
+__all__ = ["resolve"]
+
+
+def resolve(reference: str, *, key: str) -> Any:
+    """The object that `package.module:name` or `path/to/file.py:name` names; `key` says where the recipe does so.
+
+    Raises ConfigError.
+    """
+    place, colon, name = reference.partition(":")
+    if not colon or not place or not name:
+        raise ConfigError(f"{key}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
+    try:
+        with boundary("import"):
+            module = _from_file(Path(place), key) if place.endswith(".py") else importlib.import_module(place)
+    except Failed as failed:
+        if isinstance(failed.__cause__, ConfigError):
+            raise failed.__cause__ from None
+        raise ConfigError(f"{key}: {place} could not be imported: {failed.failure.message}") from failed
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{key}: {place} has no {name!r}{nearest(name, vars(module))}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_file(path: Path, key: str) -> Any:
+    path = path.expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"{key}: there is no file {path}; paths are relative to the directory you run from")
+    name = f"turnwise_user.{path.stem}_{abs(hash(str(path))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
