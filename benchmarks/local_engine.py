@@ -2,10 +2,12 @@
 
     python benchmarks/local_engine.py                    # about a minute on 2 cores
     python benchmarks/local_engine.py --conversations 32 --repeats 5 --group 8
+    python benchmarks/local_engine.py --device cuda --size 0.5B --conversations 32 256
 
 Every conversation has a prompt of about 128 tokens and four turns; after each turn its environment says 16 tokens. Turns
 are of different lengths, 32 tokens on average. Prompts are all different; `--group 8` gives every 8 conversations the same, as
-training does, which favours the embedded engine. The model is a random Qwen3 of 0.92M parameters, made here. Compared:
+training does, which favours the embedded engine. The model is a random Qwen3 of 0.92M parameters, made here; `--size 0.5B`
+makes one of the shape of Qwen2.5-0.5B, in bfloat16. Compared:
 
 - embedded: `LocalEngine`, as turnwise uses it;
 - re-prefilling: the same engine, but it forgets a conversation after every turn, and shares nothing;
@@ -46,24 +48,41 @@ class Script:
     bridges: list[list[int]]
 
 
-def make_model() -> Qwen3ForCausalLM:
-    """Hidden 128, 4 layers, 4 heads, 2 of keys and values: 0.92M parameters."""
+SIZES = {
+    "0.9M": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCABULARY,
+    },
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 151936,
+    },
+}
+
+
+def make_model(size: str, device: str) -> Qwen3ForCausalLM:
+    """Random weights; large ones in bfloat16."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
+        **SIZES[size],
     )
-    return Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(config).eval()
+    return (model if size == "0.9M" else model.to(torch.bfloat16)).to(device)  # type: ignore[arg-type]
 
 
 def make_scripts(count: int, seed: int, group: int = 1) -> list[Script]:
@@ -103,8 +122,8 @@ def lock_step(model: Qwen3ForCausalLM, scripts: list[Script]) -> None:
     histories = [list(script.prompt) for script in scripts]
     for turn in range(TURNS):
         longest = max(map(len, histories))
-        ids = torch.tensor([[0] * (longest - len(history)) + history for history in histories])
-        mask = torch.tensor([[0] * (longest - len(history)) + [1] * len(history) for history in histories])
+        ids = torch.tensor([[0] * (longest - len(history)) + history for history in histories], device=model.device)
+        mask = torch.tensor([[0] * (longest - len(history)) + [1] * len(history) for history in histories]).to(ids)
         count = max(script.lengths[turn] for script in scripts)
         said = model.generate(
             ids, attention_mask=mask, do_sample=True, top_k=0, min_new_tokens=count, max_new_tokens=count
@@ -139,11 +158,16 @@ def main() -> None:
         default=1,
         help="torch threads of all three; more only on an idle machine (0: as by default)",
     )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--size", choices=SIZES, default="0.9M")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    model = make_model()
-    embedded, forgetful = (LocalEngine(model, threads=options.threads) for _ in range(2))
+    model = make_model(options.size, options.device)
+    embedded, forgetful = (
+        LocalEngine(model, threads=options.threads, memory_gb=16.0 if options.device != "cpu" else 2.0)
+        for _ in range(2)
+    )
     ways: dict[str, Callable[[list[Script]], None]] = {
         "embedded": lambda scripts: asyncio.run(converse(embedded, scripts, forget=False)),
         "re-prefilling": lambda scripts: asyncio.run(converse(forgetful, scripts, forget=True)),

@@ -1,0 +1,87 @@
+"""On a CUDA device: the engine and the trainer are one there too. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import test_train
+import test_vision
+from support.tiny import save_model, save_rows
+from support.vision import picture, save_vision_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    options = {
+        "model": {"path": str(save_model(tmp_path / "model")), "device": "cuda"},
+        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
+        "environment": f"{test_train.PLACES}:low_bytes",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 3, "rows": 3, "group": 4, "lr": 0.01},
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ([], 1e-3),
+        (["train.share_prompts=never", "train.micro_batch_tokens=100"], 1e-3),
+        (["train.overlap=true"], None),
+        (["model.dtype=bfloat16"], 0.3),
+        (["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.epochs=2", "train.minibatches=2"], None),
+    ],
+)
+def test_trainer_and_engine_agree_on_every_token(
+    words: Path, tmp_path: Path, options: list[str], apart: float | None
+) -> None:
+    made = test_train.run(words, *options)
+    assert next(made.policy.model.parameters()).device.type == "cuda"
+    for metrics in test_train.lines(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["tokens/trained"] > 0
+        assert metrics["failed"] == 0
+        if apart is not None:
+            assert metrics["ratio/max_deviation"] < apart
+
+
+def test_random_weights_learn_what_is_rewarded(words: Path, tmp_path: Path) -> None:
+    test_train.run(words, "train.steps=12", "train.rows=6", "train.group=8", "train.lr=0.02")
+    rewards = [one["reward/mean"] for one in test_train.lines(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5
+
+
+def test_a_run_goes_on_from_its_checkpoint(words: Path, tmp_path: Path) -> None:
+    test_train.run(words, "train.steps=2", "checkpoint.every=1")
+    test_train.run(words, "train.steps=4", "checkpoint.every=1", "resume=auto")
+    assert [one["step"] for one in test_train.lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_images_are_learnt_from(tmp_path: Path) -> None:
+    rows = []
+    for n in range(4):
+        picture(16, 8 * (n + 1), seed=n).save(tmp_path / f"{n}.png")
+        rows.append({"prompt": f"<image>What is {n}?", "images": [f"{n}.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model": {"path": str(save_vision_model(tmp_path / "model")), "device": "cuda"},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "environment": f"{test_vision.PLACES}:shows_another",
+        "limits": {"turns": 3, "tokens_per_turn": 8},
+        "train": {"steps": 2, "rows": 2, "group": 3, "lr": 1e-3},
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    test_vision.run(tmp_path / "recipe.yaml")
+    for metrics in test_vision.lines(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["tokens/trained"] > 0
+        assert metrics["failed"] == 0
+        assert metrics["ratio/max_deviation"] < 1e-3
