@@ -18,11 +18,14 @@ test: $(VENV)/ready-dev  ## set up, run the quick tests
 test-slow: $(VENV)/ready-dev  ## the tests that kill, resume and train for real
 	$(BIN)/python -m pytest -m slow
 
-lint: $(VENV)/ready-dev  ## format, lint, types, and that the table of options is up to date
+lint: $(VENV)/ready-dev  ## format, lint, types, and that what is made by a command is up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python scripts/option_table.py --check
+	$(BIN)/python scripts/mask_view.py --check
+	$(BIN)/python scripts/tool_call_table.py --check
+	$(BIN)/python scripts/template_table.py --check
 
 check: lint test  ## what a change must pass
 

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.families import family_renderer, template_files  # noqa: E402
+from support.families import SHARED, family_renderer, template_files  # noqa: E402
 from turnwise.errors import TemplateError  # noqa: E402
 from turnwise.rollout.conformance import SCENARIOS, Finding, examine  # noqa: E402
 from turnwise.rollout.renderer import Renderer  # noqa: E402
@@ -58,7 +58,9 @@ def table() -> str:
         renderer = family_renderer(path)
         cells = [_cell(examine(renderer, scenario), notes) for scenario in SCENARIOS]
         rows.append(
-            f"| {path.stem} | {_calls(renderer)} | " + " | ".join(cells) + f" | {', '.join(renderer.strips_at) or '–'} |"
+            f"| {path.stem} | {_calls(renderer)} | "
+            + " | ".join(cells)
+            + f" | {', '.join(renderer.strips_at) or '–'} |"
         )
     return "\n".join([*rows, "", *notes.lines()])
 
@@ -92,6 +94,9 @@ def main() -> int:
     _, _, tail = rest.partition(END)
     written = f"{head}{BEGIN}\n{table()}\n{END}{tail}"
     if "--check" in sys.argv:
+        if not SHARED.is_dir():
+            print(f"{PAGE} was made with templates that are not here; it is not checked", file=sys.stderr)
+            return 0
         if written != page:
             print(f"{PAGE} is out of date: python scripts/template_table.py", file=sys.stderr)
         return int(written != page)

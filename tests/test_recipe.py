@@ -331,3 +331,13 @@ def test_the_recipes_that_come_with_the_repository_are_good() -> None:
     assert len(recipes) >= 1
     for path in recipes:
         refuse_without_effect(loaded(path))
+
+
+def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
+    assert loaded(recipe).thinking == "keep"
+    assert loaded(recipe, "use_inference_chat_template=true").thinking == "branch"
+    assert loaded(recipe, "use_inference_chat_template=true", "thinking=branch").thinking == "branch"
+    with pytest.raises(
+        ConfigError, match="means thinking=branch, and the recipe says thinking=strip_at_user: remove one"
+    ):
+        loaded(recipe, "use_inference_chat_template=true", "thinking=strip_at_user")

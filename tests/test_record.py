@@ -82,6 +82,8 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
         "text": '{"name": "add", "arguments": {"a": 1, "b": 2}}',
         "content": "3",
         "error": None,
+        "reward": 0.0,
+        "attempts": 1,
     }
     assert unknown == {
         "id": "call_1",
@@ -90,6 +92,8 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
         "text": '{"name": "sub", "arguments": {}}',
         "content": "Error: there is no tool 'sub' (the tools are: add)",
         "error": "unknown_tool",
+        "reward": 0.0,
+        "attempts": 1,
     }
     assert malformed["content"] == unreadable
     assert {key: malformed[key] for key in ("id", "name", "arguments", "text", "error")} == {

@@ -77,6 +77,7 @@ def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: P
     assert set(names.split()) <= set(metrics[0])
     assert len(trajectories) == 3 * 3 * 4
     assert {one["step"] for one in trajectories} == {1, 2, 3}
+    assert [one["drift"] for one in metrics] == [0.0, 0.0, 0.0]  # halves of characters among what was said are no drift
     assert metrics[0]["tokens/sampled"] == sum(
         sum(turn >= 0 for turn in segment["turn"])
         for one in trajectories
@@ -109,6 +110,22 @@ def test_trainer_and_engine_agree_on_every_token(recipe: Path, tmp_path: Path, o
         assert metrics["tokens/trained"] > 0
         assert metrics["ratio/max_deviation"] < 1e-4
         assert metrics["kl"] < 1e-6
+
+
+def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_once(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_model(tmp_path / "model")
+    template = (model / "chat_template.jinja").read_text()
+    signed = "{{ message.content }}{% if loop.last and message.role == 'assistant' %} -- sent{% endif %}"
+    (model / "chat_template.jinja").write_text(template.replace("{{ message.content }}", signed))
+    run(recipe, f"model.path={model}")
+    # a turn that was cut in the middle says nothing of what the template would have put behind it
+    assert all(one["drift"] > 0.9 for one in lines(tmp_path / "run" / "metrics.jsonl"))
+    told = [record.getMessage() for record in caplog.records if "the template says" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("step 1: ")
+    assert "' -- sent" in told[0]
 
 
 def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> None:

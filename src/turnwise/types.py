@@ -52,7 +52,8 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What broke, as data. `kind` is the side that broke: `row`, `environment`, `engine`, `tokens`, `reward` or `deadline`."""
+    """What broke, as data. `kind` is the side that broke: `row`, `environment`, `engine`, `tokens`, `reward`,
+    `loss_mask` or `deadline`."""
 
     kind: str
     message: str

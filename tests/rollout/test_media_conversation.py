@@ -57,7 +57,10 @@ def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_it
         assert set(segment.turn[one.start : one.start + one.length]) == {-1}
     assert list(segment.token_ids).count(pad) == 12
     assert "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>Here." in spoken(segment, renderer)[2][1]
-    assert trajectory.turns[0].outcomes[0].content == "Here. [1 image]" or "Here." in trajectory.turns[0].outcomes[0].content
+    assert (
+        trajectory.turns[0].outcomes[0].content == "Here. [1 image]"
+        or "Here." in trajectory.turns[0].outcomes[0].content
+    )
 
 
 def test_where_there_is_no_room_for_an_answer_its_image_goes_with_all_of_its_pads(renderer: Renderer) -> None:

@@ -310,7 +310,7 @@ class Renderer:
         if self.sanity == "disable":
             return None
         written, whole = (
-            self.decode(segment.token_ids).rstrip("�"),
+            self.decode(segment.token_ids),
             self.template.render(messages, tools=tools, cue=False),
         )
         if self.vision is not None:
@@ -341,7 +341,7 @@ class Renderer:
                 words = ids[:-1] if closed else ids
                 runs.append(
                     Words(
-                        self.decode(words).rstrip("�"),
+                        self.decode(words),
                         words,
                         start,
                         compared=self.template.takes != "fields",
