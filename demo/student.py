@@ -123,7 +123,7 @@ def _garbled(rng: random.Random, expression: str) -> tuple[str, str]:
     match rng.randrange(4):
         case 0:  # a bracket or a quotation mark is missing
             text = _call(expression).replace('"}}', rng.choice(('"}', "}}")))
-            _, (call,) = _READER.parse(text)
+            (call,) = _READER.parse(text).calls
             assert call.error is not None
             return text, call.error
         case 1:

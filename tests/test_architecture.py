@@ -48,6 +48,8 @@ MAY_KNOW: dict[str, set[str]] = {
         "scoring",
     },
     "evaluate": {"types", "metrics", "rollout", "scoring"},
+    "replay": {"types", "errors", "engines.scripted", "environments.replay", "rollout", "scoring.mask"},
+    "sft_recipe": {"config", "errors", "options"},
 }
 """Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
 
@@ -69,6 +71,8 @@ LIGHT = [
     "serve",
     "references",
     "compat",
+    "replay",
+    "sft_recipe",
 ]
 """Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
 
@@ -146,7 +150,19 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {"training", "train", "sft", "sft_report", "evaluate", "collect", "report", "cli", "build", "doctor"}
+    above = {
+        "training",
+        "train",
+        "sft",
+        "sft_report",
+        "replay",
+        "evaluate",
+        "collect",
+        "report",
+        "cli",
+        "build",
+        "doctor",
+    }
     joins = {*above, "show"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"

@@ -10,7 +10,9 @@ import yaml
 
 from turnwise.config import Config, LocalEngine, ScriptedEngine, refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options import changed
 from turnwise.recipe import load
+from turnwise.sft_recipe import refuse_sft_without_effect
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
 
@@ -330,7 +332,8 @@ def test_the_recipes_that_come_with_the_repository_are_good() -> None:
     recipes = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
     assert len(recipes) >= 1
     for path in recipes:
-        refuse_without_effect(loaded(path))
+        config = loaded(path)
+        (refuse_sft_without_effect if changed(config.sft) else refuse_without_effect)(config)
 
 
 def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `turnwise train`, `rollout`, `show` and `retrieval`."""
+"""The command line: `turnwise train`, `sft`, `rollout`, `show` and `retrieval`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ examples:
   turnwise train recipes/calculator.yaml                         train the tiny model that comes with the repository
   turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    with other options (docs/recipes.md lists them all)
   turnwise train recipes/calculator.yaml resume=auto             go on where a killed run was
+  turnwise sft recipes/sft.yaml                                  learn from conversations that are there already (docs/sft.md)
+  turnwise train recipes/calculator.yaml model.path=runs/sft/checkpoint
+                                                                 go on from there by reinforcement learning
   turnwise rollout recipes/calculator.yaml --out runs/look       hold and score conversations, change no weights
   turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
                                                                  replay texts (one list of them a line), needs no weights
@@ -86,6 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     train.set_defaults(command=_train)
 
+    sft = commands.add_parser(
+        "sft",
+        help="fine-tune a model on conversations that are there already",
+        description="Fine-tune on the conversations of data.train as a recipe says: the same tokens and masks as in `train` "
+        "(docs/sft.md). The options of the section `sft` are in docs/recipes.md.",
+    )
+    sft.add_argument("recipe", help="a YAML file, such as recipes/sft.yaml")
+    sft.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES.replace("train.lr", "sft.lr"))
+    sft.set_defaults(command=_sft)
+
     rollout = commands.add_parser(
         "rollout",
         help="hold conversations without training",
@@ -135,6 +148,30 @@ def _train(options: argparse.Namespace, console: Console) -> int:
         report.close()
         console.print(
             f"stopped after step {run.step}; go on with: turnwise train {options.recipe} resume=auto output={config.output}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise
+    finally:
+        report.close()
+    return 0
+
+
+def _sft(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.recipe import load
+    from turnwise.sft import assemble, fine_tune
+    from turnwise.sft_report import SftReport
+
+    config, notes = load(options.recipe, options.overrides)
+    run = assemble(config)
+    run.notes[:0] = notes
+    report = SftReport(console)
+    try:
+        asyncio.run(fine_tune(run, report))
+    except KeyboardInterrupt:
+        report.close()
+        console.print(
+            f"stopped after step {run.step}; go on with: turnwise sft {options.recipe} resume=auto output={config.output}",
             highlight=False,
             soft_wrap=True,
         )

@@ -77,7 +77,7 @@ async def _collect(
 
         await rollout_groups(groups, table, done=done)
     await engine.close()
-    if (told := drift(groups)) is not None:
+    if (told := drift([one for group in groups for one in group.trajectories])) is not None:
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for problem in failures(groups)[:5]:
         console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)

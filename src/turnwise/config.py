@@ -26,6 +26,7 @@ __all__ = [
     "ToolCalls",
     "ToolUse",
     "Use",
+    "file_problems",
     "refuse_without_effect",
 ]
 
@@ -346,7 +347,7 @@ def refuse_without_effect(config: Config) -> None:
     """
     train, data = config.train, config.data
     on_policy = train.minibatches == 1 and train.epochs == 1 and not train.overlap
-    of_train = changed(train)
+    of_train, of_sft = changed(train), sorted(changed(config.sft))
     problems: list[tuple[bool, str]] = [
         (
             on_policy and bool({"clip_low", "clip_high"} & of_train),
@@ -395,12 +396,13 @@ def refuse_without_effect(config: Config) -> None:
             data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
             "data.eval_split has no effect without data.eval",
         ),
+        (bool(of_sft), f"sft.{next(iter(of_sft), '')} has no effect in training: it is an option of `turnwise sft`"),
         (
             config.resume == "auto" and config.replace,
             "resume=auto goes on with the former run and replace=true moves it away: choose one",
         ),
     ]
-    problems += _deterministic_problems(config) + _file_problems(data)
+    problems += _deterministic_problems(config) + file_problems(data)
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
@@ -423,7 +425,9 @@ def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def _file_problems(data: Data) -> list[tuple[bool, str]]:
+def file_problems(data: Data) -> list[tuple[bool, str]]:
+    """Of options that say which part of a data set is meant, and whether they say it of a single file."""
+
     def is_file(source: str | None) -> bool:
         return source is not None and source.endswith(FILES)
 

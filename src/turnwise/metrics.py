@@ -41,9 +41,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     return metrics
 
 
-def drift(groups: Sequence[Group]) -> str | None:
+def drift(every: Sequence[Trajectory]) -> str | None:
     """What the sanity check has found in these conversations, told once, or None."""
-    every = [one for group in groups for one in group.trajectories]
     found = [one.drift for one in every if one.drift is not None]
     if not found:
         return None

@@ -21,6 +21,25 @@ Record = Mapping[str, Any]
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _LEVELS = "▁▂▃▄▅▆▇█"
+_COLUMNS = {
+    "reward": "reward/mean",
+    "±": "reward/std",
+    "turns": "turns/mean",
+    "calls": "tool_calls/mean",
+    "errors": "tool_errors/mean",
+    "failed": "failed",
+    "entropy": "entropy",
+    "s/step": "seconds/step",
+}
+_SFT_COLUMNS = {
+    "epoch": "epoch",
+    "loss": "loss",
+    "grad norm": "grad_norm",
+    "turns": "turns/mean",
+    "left out": "left_out",
+    "failed": "failed",
+    "s/step": "seconds/step",
+}
 
 
 def show(
@@ -33,7 +52,7 @@ def show(
     path = run / "trajectories.jsonl"
     if not path.is_file():
         raise RunError(
-            f"{run.absolute()} is no run: it has no trajectories.jsonl. `turnwise train` and `rollout` make one"
+            f"{run.absolute()} is no run: it has no trajectories.jsonl. `turnwise train`, `sft` and `rollout` make one"
         )
     if trajectory is None and step is None and not worst and not failed:
         console.print(_summary(run))
@@ -124,9 +143,12 @@ def _summary(run: Path) -> RenderableType:
     parts: list[RenderableType] = []
     metrics = list(read_lines(run / "metrics.jsonl"))
     if metrics:
-        rewards = [one["reward/mean"] for one in metrics if one["reward/mean"] is not None]
-        parts.append(Text(f"{run}: {len(metrics)} steps, reward {sparkline(rewards)}"))
-        parts.append(_steps_table(metrics))
+        told = (
+            "reward/mean" if "reward/mean" in metrics[0] else "loss"
+        )  # the latter of fine-tuning, which rewards nothing
+        values = [one[told] for one in metrics if one[told] is not None]
+        parts.append(Text(f"{run}: {len(metrics)} steps, {told.partition('/')[0]} {sparkline(values)}"))
+        parts.append(_steps_table(metrics, _COLUMNS if told != "loss" else _SFT_COLUMNS))
     evaluations = list(read_lines(run / "evaluations.jsonl"))
     if evaluations:
         parts.append(evaluations_table(evaluations))
@@ -146,17 +168,7 @@ def _summary(run: Path) -> RenderableType:
     return Group(*parts)
 
 
-def _steps_table(metrics: Sequence[Record]) -> Table:
-    columns = {
-        "reward": "reward/mean",
-        "±": "reward/std",
-        "turns": "turns/mean",
-        "calls": "tool_calls/mean",
-        "errors": "tool_errors/mean",
-        "failed": "failed",
-        "entropy": "entropy",
-        "s/step": "seconds/step",
-    }
+def _steps_table(metrics: Sequence[Record], columns: Mapping[str, str]) -> Table:
     table = Table(box=None)
     for label in ("step", *columns):
         table.add_column(label, justify="right")
@@ -170,11 +182,13 @@ def _steps_table(metrics: Sequence[Record]) -> Table:
 def evaluations_table(evaluations: Sequence[Record]) -> Table:
     """The first evaluation beside the last one."""
     first, last = evaluations[0], evaluations[-1]
-    table = Table(title="held-out questions", title_justify="left")
+    title = "held-out questions" if "reward/mean" in last else "held-out conversations"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column(f"before (step {first['step']})", justify="right")
     table.add_column(f"after (step {last['step']})", justify="right")
     names = ["reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
+    names = names if "reward/mean" in last else ["loss"]
     names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
     for name in names:
         table.add_row(name, number(first.get(name)), number(last.get(name)))

@@ -186,10 +186,11 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
             update.max_deviation,
             tolerance,
         )
-    if not run.drift_told and (told := drift(groups)) is not None:
+    every = [one for group in groups for one in group.trajectories]
+    if not run.drift_told and (told := drift(every)) is not None:
         run.drift_told = True
         _log.warning("step %d: %s", run.step, told)
-    run.directory.write_step(metrics, (one for group in groups for one in group.trajectories))
+    run.directory.write_step(metrics, every)
     show.step(metrics, failures(groups))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
         _save(run)

@@ -1,0 +1,332 @@
+"""Fine-tuning on conversations that are there already, with the tokens and masks of reinforcement learning (`replay`).
+
+`SftRun` is everything that it needs, assembled from a recipe; `fine_tune` is the loop: take rows, hold them again, pack,
+learn, write down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from turnwise import build
+from turnwise.config import Config, Use
+from turnwise.data.conversations import read_conversations
+from turnwise.data.rows import Order
+from turnwise.errors import ConfigError, Failed, RolloutError, boundary
+from turnwise.metrics import drift
+from turnwise.record import RunDirectory
+from turnwise.replay import problems, replay, weigh
+from turnwise.rollout.media import ready_media
+from turnwise.rollout.renderer import Renderer
+from turnwise.scoring.mask import Rule
+from turnwise.sft_recipe import refuse_sft_without_effect
+from turnwise.sft_report import SftReport
+from turnwise.training.batch import Batch, pack
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
+from turnwise.types import Row, Sampling, ToolSchema, Trajectory
+
+__all__ = ["SftRun", "assemble", "fine_tune"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class SftRun:
+    """A fine-tuning run, ready to go on after `step` steps."""
+
+    config: Config
+    directory: RunDirectory
+    rows: Sequence[Row]
+    held_out: Sequence[Row]
+    order: Order
+    renderer: Renderer
+    tools: Sequence[ToolSchema]
+    context: int | None
+    """The most tokens of a conversation."""
+    mask: Rule
+    policy: Policy
+    checkpoints: Checkpoints
+    steps: int
+    """How many there are to be."""
+    step: int = 0
+    """Steps that are finished."""
+    recorded: int = 0
+    """Conversations that are in the record."""
+    saved: int = 0
+    """Steps that the newest checkpoint holds."""
+    whole: bool = True
+    """Whether the weights are those after `step` steps, and not on the way to the next."""
+    idle: int = 0
+    """Rows in a row, so to speak, of which none could be learnt from."""
+    drift_told: bool = False
+    """Whether the sanity check has been heard of: once is enough, the metrics go on counting."""
+    evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
+    """The held-out conversations: they are the same each time."""
+    notes: list[str] = field(default_factory=list)
+
+
+async def fine_tune(run: SftRun, show: SftReport) -> None:
+    """Learn until `run.steps` steps are finished.
+
+    Raises RolloutError if no row can be learnt from, RunError if the run directory cannot be written.
+    """
+    options = run.config.sft
+    show.begin(run.config, rows=len(run.rows), steps=run.steps, done=run.step, notes=run.notes)
+    async with _going_on_later(run):
+        while run.step < run.steps:
+            if run.step == 0 or (options.eval_every and run.step % options.eval_every == 0):
+                await _evaluate(run, show)
+            began = time.perf_counter()
+            places = run.order.take(run.step * options.batch_rows, options.batch_rows)
+            every = await _replay(run, [run.rows[index] for _, index in places], prefix=f"{run.step + 1}.")
+            started = time.perf_counter()
+            batch = _pack(run, every)
+            _refuse_nothing(run, every)
+            run.whole = False
+            # without anything to learn from, momentum would move the weights all the same
+            update = await run.policy.learn([batch], lr=_rate(run)) if batch.micro_batches else Update()
+            now = time.perf_counter()
+            seconds = {"replay": started - began, "train": now - started, "step": now - began}
+            _finish_step(run, show, every, batch, update, seconds)
+        await _evaluate(run, show)
+    show.end(run.directory, run.checkpoints.newest)
+
+
+async def _replay(run: SftRun, rows: Sequence[Row], *, prefix: str) -> list[Trajectory]:
+    return await replay(
+        rows,
+        run.renderer,
+        thinking=run.config.thinking,
+        context=run.context,
+        tools=run.tools,
+        prefix=prefix,
+        concurrent=run.config.concurrent,
+    )
+
+
+def _pack(run: SftRun, every: Sequence[Trajectory]) -> Batch:
+    options = run.config.sft
+    return pack(
+        [one for one in every if weigh(one, run.mask, cut=options.too_long == "cut")],
+        average=options.loss_average,
+        micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
+        share_prompts=run.policy.shares_prompts,
+    )
+
+
+def _refuse_nothing(run: SftRun, every: Sequence[Trajectory]) -> None:
+    """Some rows may be left out, and a small step may have hit upon these only; but not as many as there are."""
+    if any(one.advantages for one in every):
+        run.idle = 0
+        return
+    run.idle += len(every)
+    if run.idle >= len(run.rows):
+        reasons = "\n  ".join(problems(every, context=run.context)[:5])
+        raise RolloutError(f"no conversation of the data can be learnt from:\n  {reasons}")
+
+
+def _rate(run: SftRun) -> float:
+    options = run.config.sft
+    return rate(run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=run.steps)
+
+
+def _finish_step(
+    run: SftRun,
+    show: SftReport,
+    every: Sequence[Trajectory],
+    batch: Batch,
+    update: Update,
+    seconds: dict[str, float],
+) -> None:
+    """Write down what the step did."""
+    lr = _rate(run)
+    run.whole = True
+    run.step += 1
+    learnt = [one for one in every if one.advantages]
+    metrics: dict[str, Any] = {
+        "step": run.step,
+        "epoch": round(run.step * run.config.sft.batch_rows / len(run.rows), 4),
+        "loss": update.loss if batch.tokens else None,
+        "grad_norm": update.grad_norm,
+        "lr": lr,
+        "turns/mean": sum(len(one.turns) for one in learnt) / len(learnt) if learnt else None,
+        "tokens/trained": batch.tokens,
+        "tokens/all": sum(len(segment) for one in learnt for segment in one.segments),
+        "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
+        "failed": sum(one.failed for one in every) / len(every),
+        "drift": sum(one.drift is not None for one in every) / len(every),
+        **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
+    }
+    if learnt and not batch.tokens:
+        rule = run.config.loss_mask.use
+        _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", run.step, rule)
+    if not run.drift_told and (told := drift(every)) is not None:
+        run.drift_told = True
+        _log.warning("step %d: %s", run.step, told)
+    shown = every[: max(run.config.sft.record_rows - run.recorded, 0)]
+    run.recorded += len(shown)
+    run.directory.write_step(metrics, shown)
+    show.step(metrics, problems(every, context=run.context))
+    if run.step % run.config.checkpoint.every == 0 or run.step == run.steps:
+        _save(run)
+
+
+def _save(run: SftRun) -> None:
+    state = {
+        "step": run.step,
+        "recorded": run.recorded,
+        "lengths": run.directory.lengths(),
+        "policy": run.policy.state(),
+    }
+    renderer = run.renderer
+    run.checkpoints.save(
+        run.step, model=run.policy.model, tokenizer=renderer.tokenizer, state=state, processor=renderer.vision
+    )
+    run.saved = run.step
+
+
+@contextlib.asynccontextmanager
+async def _going_on_later(run: SftRun) -> AsyncIterator[None]:
+    """On Ctrl-C, leave a checkpoint of the last finished step behind."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        if run.whole and run.step > run.saved:
+            _save(run)
+        raise
+
+
+async def _evaluate(run: SftRun, show: SftReport) -> None:
+    """The loss on the held-out rows: of all their tokens together, whatever the batches."""
+    if not run.held_out:
+        return
+    first = run.evaluation is None
+    if run.evaluation is None:
+        every = await _replay(run, run.held_out, prefix="eval.")
+        run.evaluation = _pack(run, every), every
+    batch, every = run.evaluation
+    reasons = problems(every, context=run.context)
+    if not batch.tokens:
+        why = reasons or [f"loss_mask={run.config.loss_mask.use} and the rows' own weights leave nothing"]
+        raise RolloutError(f"no held-out conversation (data.eval) can be measured:\n  {why[0]}")
+    summary = {
+        "step": run.step,
+        "loss": run.policy.measure(batch),
+        "tokens/trained": batch.tokens,
+        "conversations": sum(bool(one.advantages) for one in every),
+        "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
+        "failed": sum(one.failed for one in every) / len(every),
+    }
+    run.directory.write_evaluation(summary, every[: run.config.sft.record_rows] if run.step == 0 else ())
+    show.evaluated(summary, reasons if first else ())
+
+
+def assemble(config: Config) -> SftRun:
+    """Everything that a recipe names, checked and loaded; a former run is gone on with where the recipe says so.
+
+    Raises TurnwiseError with what is wrong before anything is computed.
+    """
+    refuse_sft_without_effect(config)
+    directory = RunDirectory(config.output)
+    checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
+    rows = _conversations(config)
+    held_out = _conversations(config, held_out=True) if config.data.eval is not None else []
+    mask = build.loss_mask(config)
+    state = checkpoints.load() if config.resume == "auto" else None
+    source = config.model.path if state is None else checkpoints.newest
+    renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    rows, held_out = every[: len(rows)], every[len(rows) :]
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)
+    model = load_model(source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device)
+    policy = Policy(
+        model,
+        sampling=Sampling(),  # of the model's own distribution: nothing is sampled here
+        options=_optimization(config),
+        share_prompts="auto",
+        threads=1 if config.deterministic else 0,
+    )
+    limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
+    tools = asyncio.run(_recipe_tools(config, renderer))
+    if tools and all("tools" in row.fields for row in every):
+        raise ConfigError(
+            "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
+            "the column from the data"
+        )
+    notes = directory.prepare(config, resuming=state is not None)
+    if state is not None:
+        policy.load_state(state["policy"])
+        notes.append(f"going on after step {state['step']}")
+    directory.cut_back(state["lengths"] if state is not None else {})
+    options = config.sft
+    return SftRun(
+        config=config,
+        directory=directory,
+        rows=rows,
+        held_out=held_out,
+        order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
+        renderer=renderer,
+        tools=tools,
+        context=limits.context,
+        mask=mask,
+        policy=policy,
+        checkpoints=checkpoints,
+        steps=options.steps or math.ceil(options.epochs * len(rows) / options.batch_rows),
+        step=state["step"] if state is not None else 0,
+        recorded=state["recorded"] if state is not None else 0,
+        saved=state["step"] if state is not None else 0,
+        notes=notes,
+    )
+
+
+def _conversations(config: Config, *, held_out: bool = False) -> list[Row]:
+    data = config.data
+    bounds = [bound for bound in (config.sft.eval_rows if held_out else None, data.limit) if bound is not None]
+    return read_conversations(
+        data.eval if held_out and data.eval is not None else data.train,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system,
+        limit=min(bounds, default=None),
+    )
+
+
+async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchema]:
+    """What the recipe's tools look like to the model, for rows that name none: as in training on the same recipe."""
+    if not config.tools and config.mcp.servers is None:
+        return ()
+    alone = config.model_copy(update={"environment": Use(use="turnwise.environments.environment:Once")})
+    async with contextlib.aclosing(build.environment_factory(alone, encode=renderer.encode)) as environments:
+        environment = environments()
+        try:
+            with boundary("environment"):
+                question = Row(id="tools", messages=[{"role": "user", "content": "What can you do?"}])
+                return tuple((await environment.begin(question)).tools)
+        except Failed as failed:
+            raise RolloutError(f"the recipe's tools could not be made: {failed.failure.message}") from failed
+        finally:
+            await environment.close()
+
+
+def _optimization(config: Config) -> Optimization:
+    options = config.sft
+    return Optimization(
+        lr=options.lr,
+        loss="likelihood",
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )
