@@ -12,8 +12,8 @@ from support import byte_tokenizer
 from support.tiny import save_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_tokenizer
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
-from turnwise.rollout.media import Vision, has_media, ready_media, refuse_media, without_cut_media
-from turnwise.types import Media, Message, Row, Segment
+from turnwise.rollout.media import Vision, has_media, ready_media, refuse_media
+from turnwise.types import Message, Row, Segment
 
 TOKENIZER = vision_tokenizer()
 PAD = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
@@ -143,24 +143,6 @@ def test_a_model_that_only_reads_has_no_vision_and_refuses_images(tmp_path: Path
 def test_the_files_of_the_processor_go_with_a_checkpoint(vision: Vision, tmp_path: Path) -> None:
     vision.save_pretrained(tmp_path)
     assert (tmp_path / "preprocessor_config.json").read_text() == vision.files[0].read_text()
-
-
-def test_a_cut_takes_a_whole_image_or_none() -> None:
-    media = [Media(kind="image", start=start, length=4, source=None, inputs={}) for start in (3, 9)]
-    ids = list(range(15))
-    for limit, tokens, images in [
-        (15, 15, 2),
-        (13, 13, 2),
-        (12, 9, 1),
-        (9, 9, 1),
-        (8, 8, 1),
-        (7, 7, 1),
-        (6, 3, 0),
-        (3, 3, 0),
-    ]:
-        left, kept = without_cut_media(ids, media, limit)
-        assert (len(left), len(kept)) == (tokens, images)
-        assert not any(one.start < len(left) < one.start + one.length for one in media)
 
 
 def test_places_count_from_the_segment_when_images_are_appended(vision: Vision) -> None:

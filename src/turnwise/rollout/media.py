@@ -23,7 +23,7 @@ from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.images import digest, load_image, media_kind, media_value
 from turnwise.types import Media, Message, Row
 
-__all__ = ["Part", "Vision", "has_media", "load_image", "ready_media", "refuse_media", "without_cut_media"]
+__all__ = ["Part", "Vision", "has_media", "load_image", "ready_media", "refuse_media"]
 
 Kind = Literal["image", "video"]
 
@@ -109,21 +109,6 @@ def ready_media(rows: Sequence[Row], vision: Vision | None, *, wanted: bool | No
             raise DataError(f"row {row.id!r}: {error}") from error
         ready.append(replace(row, fields={**row.fields, "multi_modal_inputs": inputs}))
     return ready
-
-
-def without_cut_media(
-    token_ids: Sequence[int], media: Sequence[Media], limit: int
-) -> tuple[Sequence[int], list[Media]]:
-    """The first `limit` tokens, cut earlier where the end would stand among the placeholders of an image.
-
-    An image that does not fit goes with all of its placeholders, never with some. Example: an image's placeholders are
-    tokens 3 to 6 and `limit` is 5: tokens 0 to 2 are left, and no image.
-    """
-    end = min(limit, len(token_ids))
-    for one in sorted(media, key=lambda one: one.start):
-        if one.start < end < one.start + one.length:
-            end = one.start
-    return token_ids[:end], [one for one in media if one.start + one.length <= end]
 
 
 class Vision:
