@@ -1,0 +1,75 @@
+"""What users of verl derive from: `BaseInteraction` and `BaseTool`, with verl's signatures and defaults.
+
+One object serves all conversations and tells them apart by their `instance_id`. Here every conversation has one id, the same
+for its interaction and its tools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+__all__ = ["BaseInteraction", "BaseTool"]
+
+
+class BaseInteraction:
+    """Somebody who answers the model: verl's `verl.interactions.base.BaseInteraction`."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """A conversation begins; `kwargs` are the row's `interaction_kwargs`. Returns the conversation's id."""
+        return instance_id if instance_id is not None else str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answer the model: (is the conversation over, what is said, the turn's score, what else is to be kept)."""
+        return False, "Your current result seems acceptable.", 0.8, {}
+
+    async def calculate_score(self) -> float:
+        """A score; subclasses may take `instance_id` and keywords."""
+        return 0.0
+
+    async def finalize_interaction(self) -> None:
+        """The conversation is over; subclasses may take `instance_id` and keywords."""
+
+
+class BaseTool:
+    """A tool: verl's `verl.tools.base_tool.BaseTool`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ValueError(
+                f"{type(self).__name__} has no schema: write tool_schema in the tool file, or override "
+                f"get_openai_tool_schema"
+            )
+        self.name: str = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """What the model is told of the tool."""
+        # asked by the constructor, before there is one, in classes that make their own
+        return getattr(self, "tool_schema", None)  # type: ignore[return-value]
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """A conversation begins; `kwargs` are the row's `create_kwargs`. Returns the conversation's id."""
+        return (instance_id if instance_id is not None else str(uuid4())), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        """A call: (what the model is told, the call's reward, what else is to be kept)."""
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """What the conversation's calls were worth, asked when it is over."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """The conversation is over."""

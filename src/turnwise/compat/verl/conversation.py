@@ -1,0 +1,223 @@
+"""Conversations with verl's interactions and tools: one Environment, as the loop knows it, around the user's classes.
+
+`Conversations` reads the files once for a run; each `Conversation` is a row's. The interaction is an environment, the tools are
+the same layer in front of it as any others, and this one stands in front of both: it knows all that was said, which verl hands
+to interactions, and it asks the tools what they were worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from turnwise.compat.verl.files import read_interactions, read_tools
+from turnwise.compat.verl.interaction import Interaction, choose, interaction_keywords
+from turnwise.compat.verl.rows import wanted
+from turnwise.compat.verl.schemas import ToolResponse
+from turnwise.compat.verl.tool import ToolInstance
+from turnwise.environments.environment import Environment, EnvironmentFactory, Once
+from turnwise.environments.tools import Tool, Toolbox, Tools
+from turnwise.errors import ConfigError, Failed
+from turnwise.references import resolve
+from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
+
+__all__ = ["Conversation", "Conversations", "InFront"]
+
+_log = logging.getLogger(__name__)
+
+_SECONDS = 12.0  # for the tools' last rewards, and again for giving back, within what the loop allows for closing
+
+InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
+"""Puts tools in front of an environment."""
+
+
+class Conversations:
+    """Who answers the model, by verl's files: made once for a run.
+
+    Example, in a recipe::
+
+        environment:
+          use: turnwise.compat.verl:Conversations
+          arguments:
+            interactions: interaction_config.yaml
+            tools: tool_config.yaml
+    """
+
+    def __init__(
+        self,
+        *,
+        interactions: str | None = None,
+        tools: str | None = None,
+        then: str | EnvironmentFactory | None = None,
+        max_user_turns: int | None = None,
+        tool_timeout: float = 30.0,
+    ) -> None:
+        """`then` is an environment of ours behind the tools, in an interaction's place; as text, a reference.
+
+        After `max_user_turns` answers of the interaction the conversation is over. `tool_timeout` bounds the seconds of a
+        call, unless a tool's own `timeout` is longer. Raises ConfigError.
+        """
+        if interactions is None and tools is None:
+            raise ConfigError("neither interactions nor tools: name one of verl's files")
+        if interactions is not None and then is not None:
+            raise ConfigError(f"interactions={interactions} and then={then} would both answer the model: choose one")
+        if max_user_turns is not None and (interactions is None or max_user_turns < 1):
+            problem = "has no effect without interactions" if interactions is None else "must be above 0"
+            raise ConfigError(f"max_user_turns={max_user_turns} {problem}")
+        if not (tool_timeout > 0 and math.isfinite(tool_timeout)):
+            raise ConfigError(f"tool_timeout={tool_timeout}; give a number of seconds above 0")
+        self._interactions = read_interactions(interactions) if interactions is not None else {}
+        self._then = resolve(then, key="then") if isinstance(then, str) else then
+        self._most_answers = max_user_turns
+        self._tools, self._servers = read_tools(tools, timeout=tool_timeout) if tools is not None else ([], [])
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools of the tool file, of no conversation yet: to be checked and shown."""
+        return [tool.tool for tool in self._tools]
+
+    def make(self, in_front: InFront | None = None) -> Conversation:
+        """The environment of one conversation. `in_front` puts tools in front of an environment, its own ones too."""
+        return Conversation(self, in_front or (lambda tools, then: Tools(tools, then=then) if tools else then))
+
+    __call__ = make
+
+    async def aclose(self) -> None:
+        """Leave the MCP servers: after the last conversation."""
+        for server in self._servers:
+            await server.aclose()
+
+    def instances(
+        self, row: Row, id: str, heard: Callable[[], Sequence[Message]]
+    ) -> tuple[list[ToolInstance], Environment]:
+        """The tools and the partner of a row's conversation, not begun yet. Raises Failed."""
+        wants = wanted(row, [tool.name for tool in self._tools])
+        offered = [tool for tool in self._tools if wants.selection is None or tool.name in wants.selection]
+        tools = [ToolInstance(tool, id, wants) for tool in offered]
+        if self._interactions:
+            _, interaction = choose(self._interactions, wants, row)
+            keywords = interaction_keywords(interaction, wants, row)
+            return tools, Interaction(
+                interaction, id=id, keywords=keywords, heard=heard, most_answers=self._most_answers
+            )
+        return tools, self._then() if self._then is not None else Once()
+
+
+class Conversation:
+    """One conversation."""
+
+    def __init__(self, setup: Conversations, in_front: InFront) -> None:
+        self._setup = setup
+        self._in_front = in_front
+        self._id = str(uuid4())
+        self._heard: list[Message] = []
+        self._tools: list[ToolInstance] = []
+        self._behind: Environment | None = None
+        self._begun = False
+        self._rewarded = False
+        self._last: Turn | None = None
+
+    async def begin(self, row: Row) -> Opening:
+        tools, partner = self._setup.instances(row, self._id, lambda: self._heard)
+        self._tools = tools
+        await _together(tool.create() for tool in tools)
+        self._behind = self._in_front([tool.tool for tool in tools], partner)
+        opening = await self._behind.begin(row)
+        said = [_message(tool) for tool in tools if not tool.response.is_empty()]
+        self._heard = [*opening.messages, *said]
+        self._begun = True
+        return replace(opening, messages=list(self._heard))
+
+    async def step(self, turn: Turn) -> Reply:
+        assert self._behind is not None, "step before begin"
+        self._heard.append(_assistant(turn))
+        if len(turn.calls) >= len(turn.message.get("tool_calls") or ()):  # not a copy with a part of its calls
+            self._last = turn
+        reply = await self._behind.step(turn)
+        if reply.rewrite is not None:
+            self._heard = list(reply.rewrite)
+        self._heard.extend(reply.messages)
+        if not reply.done:
+            return reply
+        rewards = await self._rewards()
+        return replace(reply, reward=reply.reward + sum(rewards.values()), info={**reply.info, **_told(rewards)})
+
+    async def close(self) -> None:
+        try:
+            await self._late_rewards()
+        finally:
+            await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
+
+    async def _rewards(self) -> dict[str, float]:
+        """What the tools say that the conversation was worth; asked once."""
+        self._rewarded = True
+        rewards = await asyncio.gather(*(tool.calc_reward() for tool in self._tools))
+        return {tool.of.name: reward for tool, reward in zip(self._tools, rewards, strict=True)}
+
+    async def _late_rewards(self) -> None:
+        """The same where a limit has ended the conversation: they go to the last turn that was answered."""
+        if not self._begun or self._rewarded or self._last is None or not self._tools:
+            return
+        try:
+            async with asyncio.timeout(_SECONDS):
+                rewards = await self._rewards()
+        except (Failed, TimeoutError) as error:
+            # no zero in its place: the reward of the turn is unknown, which breaks the conversation when it is scored
+            _log.warning("calc_reward failed: %s", str(error) or f"no answer in {_SECONDS:g} s")
+            self._last.reward = math.nan
+            self._last.info["calc_reward"] = str(error) or "timeout"
+            return
+        self._last.reward += sum(rewards.values())
+        self._last.info.update(_told(rewards))
+
+
+def _assistant(turn: Turn) -> Message:
+    """The turn as verl tells it: a turn with calls has them beside its words, any other is what was said, word for word."""
+    return dict(turn.message) if turn.calls else {"role": "assistant", "content": turn.text}
+
+
+def _message(tool: ToolInstance) -> Message:
+    """What a tool said when it was created."""
+    response: ToolResponse = tool.response
+    parts = [
+        *({"type": "image", "image": image} for image in response.image or ()),
+        *({"type": "video", "video": video} for video in response.video or ()),
+        *([{"type": "text", "text": response.text}] if response.text else []),
+    ]
+    content = response.text if response.is_text_only() else parts
+    return {"role": "tool", "tool_call_id": f"create_{tool.of.name}", "name": tool.of.name, "content": content}
+
+
+def _told(rewards: dict[str, float]) -> dict[str, Any]:
+    return {"calc_reward": rewards} if rewards else {}
+
+
+def _closing(environment: Environment | None) -> list[Awaitable[None]]:
+    return [] if environment is None else [environment.close()]
+
+
+async def _together(awaitables: Iterable[Awaitable[Any]], *, seconds: float | None = None) -> None:
+    """Wait for all, whatever becomes of some; then raise what the first of them raised."""
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
+    if not tasks:
+        return
+    try:
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        raise
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late, timeout=1.0)
+    problems = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    for problem in problems:
+        if problem is not None:
+            raise problem
+    if late:
+        raise Failed(Failure("environment", f"giving back took longer than {seconds:g} s"))

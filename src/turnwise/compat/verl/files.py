@@ -1,0 +1,255 @@
+"""verl's two files: who answers the model (`interaction:`) and which tools it has (`tools:`).
+
+A `class_name` is `package.module.Class`, importable from the working directory or by one of verl's names, or
+`path/to/file.py:Class`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from turnwise.compat.verl.base import BaseInteraction, BaseTool
+from turnwise.compat.verl.calls import defines
+from turnwise.compat.verl.names import NAMES, ours, verl_names
+from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
+from turnwise.compat.verl.services import MCPBaseTool, RawServers
+from turnwise.compat.verl.tool import VerlTool
+from turnwise.compat.yaml_files import read_mapping, resolved
+from turnwise.environments.mcp import McpServers
+from turnwise.environments.tool import Tool
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.references import resolve
+
+__all__ = ["load_class", "read_interactions", "read_tools"]
+
+_SLACK = 5.0  # seconds that a call has beyond a tool's own `timeout`
+
+
+def read_interactions(path: str | Path) -> dict[str, Any]:
+    """The interactions of a file, by name.
+
+    Example::
+
+        interaction:
+          - name: gsm8k          # where it is missing: the class's name in small letters, without `Interaction`
+            class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
+            config: {}
+
+    Raises ConfigError.
+    """
+    path = Path(path)
+    interactions: dict[str, Any] = {}
+    for entry, place in _entries(path, "interaction", ("name", "class_name", "config")):
+        kind = load_class(entry["class_name"], key=f"{place}.class_name")
+        _refuse_without(kind, ("start_interaction", "generate_response", "finalize_interaction"), place)
+        if not defines(kind, "generate_response", BaseInteraction):
+            raise ConfigError(f"{place}: {kind.__name__} does not define generate_response, so it would answer nothing")
+        name = entry.get("name") or kind.__name__.removesuffix("Interaction").lower() or "base"
+        if name in interactions:
+            raise ConfigError(f"{place}: two interactions have the name {name!r}; rows choose by name: rename one")
+        interactions[name] = _made(kind, place, {**_mapping(entry, "config", place), "name": name})
+    return interactions
+
+
+def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], list[McpServers]]:
+    """The tools of a file, and the MCP servers that some of them are of: connected, and to be closed.
+
+    `timeout` bounds the seconds of a call, unless a tool's own `timeout` is longer. Raises ConfigError.
+    """
+    path = Path(path)
+    tools: list[VerlTool] = []
+    servers: list[McpServers] = []
+    try:
+        for entry, place in _entries(path, "tools", ("class_name", "config", "tool_schema", "mcp")):
+            kind = load_class(entry["class_name"], key=f"{place}.class_name")
+            _refuse_without(kind, ("create", "execute", "calc_reward", "release"), place)
+            if not defines(kind, "execute", BaseTool):
+                raise ConfigError(f"{place}: {kind.__name__} does not define execute, so it would do nothing")
+            config = _mapping(entry, "config", place)
+            if _is_mcp(entry, config, kind, place):
+                found, server = _mcp_tools(entry, config, kind, place, path, timeout)
+                servers.append(server)
+            else:
+                found = [_tool(kind, config, _schema(entry.get("tool_schema"), place), place, timeout)]
+            for tool in found:
+                if any(tool.name == other.name for other in tools):
+                    raise ConfigError(
+                        f"{place}: two tools have the name {tool.name!r}; a model could not tell them apart: rename one"
+                    )
+                tools.append(tool)
+    except BaseException:
+        for server in servers:
+            server.close()
+        raise
+    return tools, servers
+
+
+def load_class(name: Any, *, key: str) -> type:
+    """The class that a file names. Raises ConfigError."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{key} is {name!r}; write package.module.Class or path/to/file.py:Class")
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # where `python -m verl...` would look too
+    module, _, attribute = name.rpartition("." if ":" not in name else ":")
+    found: Any
+    if module.partition(".")[0] == "verl" and (module in NAMES or not _installed()):
+        found = ours(module, attribute)
+        if found is None:
+            known = [f"{home}.{place.rpartition(':')[2]}" for home, places in NAMES.items() for place in places]
+            classes = [
+                one for one in known if one.rpartition(".")[2][:1].isupper() and not one.startswith("verl.tools.sch")
+            ]
+            raise ConfigError(
+                f"{key}: {name} is a class of verl that turnwise does not have{nearest(name, classes)}; it has: "
+                f"{', '.join(sorted(classes))}"
+            )
+    else:
+        with verl_names():
+            found = resolve(f"{module}:{attribute}", key=key)
+    if not isinstance(found, type):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, and must be a class")
+    return found
+
+
+def _installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("verl") is not None
+
+
+def _entries(path: Path, key: str, known: Sequence[str]) -> list[tuple[Mapping[str, Any], str]]:
+    """The entries of a file's one list, and how each is called in messages."""
+    tree, left = resolved(read_mapping(path, what=f"the {key} file"))
+    if left:
+        raise ConfigError(f"{path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names")
+    for name in tree:
+        if name != key:
+            raise ConfigError(
+                f"{path} has a key {name!r}{nearest(name, [key])}; it must hold `{key}:` and nothing else"
+            )
+    entries = tree.get(key)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path}: `{key}` must be a list of {{class_name: ..., config: ...}}; it is {entries!r:.80}")
+    found: list[tuple[Mapping[str, Any], str]] = []
+    for number, entry in enumerate(entries):
+        place = f"{path}: {key}[{number}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{place} must be a mapping with class_name; it is {entry!r:.80}")
+        for name in entry:
+            if name not in known:
+                raise ConfigError(f"{place} has a key {name!r}{nearest(name, known)}; it may have: {', '.join(known)}")
+        if "class_name" not in entry:
+            raise ConfigError(f"{place} has no class_name")
+        found.append((entry, place))
+    return found
+
+
+def _mapping(entry: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
+    value = entry.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{place}.{key} must be a mapping; it is {value!r:.80}")
+    return dict(value)
+
+
+def _refuse_without(kind: type, methods: Sequence[str], place: str) -> None:
+    missing = [method for method in methods if not callable(getattr(kind, method, None))]
+    if missing:
+        raise ConfigError(f"{place}: the class {kind.__name__} has no method {', '.join(missing)}")
+
+
+def _made(kind: type, place: str, *arguments: Any) -> Any:
+    try:
+        with boundary("class"), verl_names():
+            return kind(*arguments)
+    except Failed as failed:
+        raise ConfigError(f"{place}: {kind.__name__} cannot be made: {failed.failure.message}") from failed
+
+
+def _schema(schema: Any, place: str) -> OpenAIFunctionToolSchema | None:
+    if schema is None:
+        return None
+    try:
+        return OpenAIFunctionToolSchema.model_validate(schema)
+    except ValidationError as problem:
+        lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.errors(include_url=False)]
+        raise ConfigError(f"{place}.tool_schema is no schema of a tool: {'; '.join(lines)}") from None
+
+
+def _tool(
+    kind: type, config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, place: str, timeout: float
+) -> VerlTool:
+    instance = _made(kind, place, config, schema)
+    if isinstance(instance, BaseTool):
+        schema = instance.get_openai_tool_schema()
+    if not isinstance(schema, OpenAIFunctionToolSchema):
+        raise ConfigError(f"{place} has no tool_schema, and {kind.__name__} makes none itself")
+
+    async def unbound() -> None:
+        raise RuntimeError("a tool that is no conversation's was called")
+
+    try:
+        tool = Tool.from_schema(
+            schema.model_dump(exclude_unset=True), unbound, by_name=False, timeout=_seconds(config, timeout)
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{place}.tool_schema: {error}") from None
+    return VerlTool(instance, tool)
+
+
+def _seconds(config: Mapping[str, Any], timeout: float) -> float:
+    own = [config.get(name) for name in ("timeout", "default_timeout")]
+    return max([timeout, *(value + _SLACK for value in own if isinstance(value, int | float))])
+
+
+def _is_mcp(entry: Mapping[str, Any], config: Mapping[str, Any], kind: type, place: str) -> bool:
+    type_ = config.get("type", "mcp" if "mcp" in entry else "native")
+    if type_ not in ("native", "mcp"):
+        raise ConfigError(f"{place}.config.type is {type_!r}; there are native and mcp")
+    if type_ == "native":
+        if "mcp" in entry:
+            raise ConfigError(f"{place}: mcp has no effect with config.type=native; write type: mcp")
+        return False
+    if entry.get("tool_schema") is not None:
+        raise ConfigError(
+            f"{place}: tool_schema has no effect with config.type=mcp; the server says what its tools are"
+        )
+    if not issubclass(kind, MCPBaseTool):
+        raise ConfigError(f"{place}: {kind.__name__} must be a subclass of verl.tools.mcp_base_tool.MCPBaseTool")
+    return True
+
+
+def _mcp_tools(
+    entry: Mapping[str, Any], config: dict[str, Any], kind: type, place: str, path: Path, timeout: float
+) -> tuple[list[VerlTool], McpServers]:
+    options = _mapping(entry, "mcp", place)
+    known = ("mcp_servers_config_path", "tool_selected_list")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{place}.mcp has a key {name!r}{nearest(name, known)}; it may have: {', '.join(known)}")
+    file = options.get("mcp_servers_config_path")
+    if not isinstance(file, str):
+        raise ConfigError(f"{place}.mcp needs mcp_servers_config_path: a JSON file with mcpServers")
+    selected = options.get("tool_selected_list") or None  # documented with `{}` for all of them
+    if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
+        raise ConfigError(f"{place}.mcp.tool_selected_list must be a list of names; it is {selected!r:.80}")
+    beside = path.parent / file
+    servers = RawServers.from_file(beside if not Path(file).exists() and beside.exists() else file)
+    tools: list[VerlTool] = []
+    try:
+        for listed in servers.tools(selected, timeout=_seconds(config, timeout)):
+            instance = _made(kind, place, config, _schema(listed.schema, place))
+            instance.connect(listed.function)
+            tools.append(VerlTool(instance, listed))
+    except BaseException:
+        servers.close()
+        raise
+    return tools, servers

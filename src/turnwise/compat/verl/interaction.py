@@ -1,0 +1,127 @@
+"""verl's interactions as environments: one object serves all conversations, and answers each turn that calls no tool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.compat.verl.base import BaseInteraction
+from turnwise.compat.verl.calls import Lease, call, defines, takes
+from turnwise.compat.verl.rows import Wanted, refuse
+from turnwise.errors import nearest
+from turnwise.types import Message, Opening, Reply, Row, Turn
+
+__all__ = ["Interaction", "choose", "interaction_keywords"]
+
+
+def choose(interactions: Mapping[str, Any], wanted: Wanted, row: Row) -> tuple[str, Any]:
+    """The interaction that a row names, or the only one.
+
+    Raises Failed where there is none of that name, or the row must name one and does not.
+    """
+    name = wanted.interaction.get("name")
+    have = ", ".join(sorted(interactions))
+    if name is None:
+        if len(interactions) > 1:
+            raise refuse(row, f"interaction_kwargs has no name, and there are several interactions: {have}")
+        (name,) = interactions
+    if name not in interactions:
+        raise refuse(row, f"there is no interaction {name!r}{nearest(str(name), interactions)} (there are: {have})")
+    return name, interactions[name]
+
+
+def interaction_keywords(interaction: Any, wanted: Wanted, row: Row) -> dict[str, Any]:
+    """What the interaction is handed of the row.
+
+    Raises Failed where `start_interaction` has a parameter `ground_truth`, and the row gives it neither in
+    `interaction_kwargs` nor in `reward_model`: nobody could grade the conversation.
+    """
+    keywords = dict(wanted.interaction)
+    if takes(interaction.start_interaction, "ground_truth") and keywords.get("ground_truth") is None:
+        if wanted.truth is None:
+            raise refuse(
+                row,
+                f"{type(interaction).__name__} needs the ground truth, and the row has none: put it into "
+                f"extra_info.interaction_kwargs.ground_truth, or reward_model.ground_truth",
+            )
+        keywords["ground_truth"] = wanted.truth
+    return keywords
+
+
+class Interaction:
+    """A user's interaction in one conversation.
+
+    `start_interaction` when it begins, `generate_response` for each turn, `calculate_score` where the class has its own, once
+    when the interaction ends the conversation or where `generate_response` gives no score, `finalize_interaction` exactly once
+    on every path out on which it was started.
+    """
+
+    def __init__(
+        self,
+        interaction: Any,
+        *,
+        id: str,
+        keywords: Mapping[str, Any],
+        heard: Callable[[], Sequence[Message]],
+        most_answers: int | None = None,
+    ) -> None:
+        """`heard` gives the conversation up to and with the turn to be answered; `most_answers` ends it after so many."""
+        self._interaction = interaction
+        self._kind = type(interaction).__name__
+        self._id = id
+        self._keywords = keywords
+        self._heard = heard
+        self._left = math.inf if most_answers is None else most_answers
+        self._lease = Lease(self._start, self._finalize, f"the interaction {self._kind!r}")
+
+    async def begin(self, row: Row) -> Opening:
+        self._id = await self._lease.take()
+        return Opening(messages=row.messages)
+
+    async def step(self, turn: Turn) -> Reply:
+        answer = await self._call("generate_response", self._id, [dict(one) for one in self._heard()], with_row=True)
+        if not isinstance(answer, tuple | list) or len(answer) != 4:
+            raise TypeError(
+                f"{self._kind}.generate_response returned {answer!r:.120}; it must return "
+                f"(should_terminate_sequence, response_content, current_turn_score, additional_data)"
+            )
+        over, content, score, more = answer
+        if more is not None and not isinstance(more, Mapping):
+            raise TypeError(f"{self._kind}.generate_response returned the data {more!r:.80}; it must be a mapping")
+        if content is not None and not isinstance(content, str | list):
+            raise TypeError(f"{self._kind}.generate_response returned {content!r:.80} for a text")
+        info: dict[str, Any] = dict(more or {})
+        own = defines(type(self._interaction), "calculate_score", BaseInteraction)
+        if own and (over or score is None):
+            calculated = await self._call("calculate_score", self._id)
+            info["calculate_score"] = calculated
+            score = calculated if score is None else score
+        self._left -= 1
+        done = bool(over) or self._left <= 0
+        silent = done and not content
+        return Reply(
+            messages=() if silent else ({"role": "user", "content": content or ""},),
+            reward=0.0 if score is None else float(score),
+            done=done,
+            info=info,
+        )
+
+    async def close(self) -> None:
+        await self._lease.give()
+
+    async def _start(self) -> str:
+        started = await self._call("start_interaction", self._id, with_row=True)
+        return self._id if started is None else str(started)
+
+    async def _finalize(self, id: str) -> None:
+        await self._call("finalize_interaction", id)
+
+    async def _call(self, method: str, *arguments: Any, with_row: bool = False) -> Any:
+        return await call(
+            getattr(self._interaction, method),
+            *arguments,
+            keywords=self._keywords if with_row else {},
+            name=f"{self._kind}.{method}",
+            kind="environment",
+        )

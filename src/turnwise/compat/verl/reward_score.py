@@ -1,0 +1,42 @@
+"""GSM8K's answers as verl grades them (`verl.utils.reward_score.gsm8k`): texts are compared, not numbers.
+
+`#### 72.0` is not `72` here. A grader that knows better is `turnwise.answers`; this one exists so that rewards are those
+that verl would have given.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+__all__ = ["compute_score", "extract_solution"]
+
+_LOOKED_AT = 300  # characters at the end
+_MARKED = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]+")
+
+
+def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    """The answer in a text: after the last `#### ` (strict), or its last number (flexible); None where there is none."""
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"the method is {method!r}; there are 'strict' and 'flexible'")
+    end = solution_str[-_LOOKED_AT:]
+    if method == "strict":
+        marked = _MARKED.findall(end)
+        return marked[-1].replace(",", "").replace("$", "") if marked else None
+    numbers = [number for number in _NUMBER.findall(end) if number != "."]
+    return numbers[-1] if numbers else None
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: str,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> float:
+    """`score` for the right answer, `format_score` for a wrong one, 0 where there is none."""
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if answer == ground_truth else format_score

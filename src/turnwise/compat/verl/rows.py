@@ -1,0 +1,91 @@
+"""What a row of verl's data sets says of its interaction and its tools: `interaction_kwargs`, `tools_kwargs`, `tool_selection`.
+
+They stand in `extra_info`, or as columns of their own. parquet gives every row the keys of all rows, so a null is as good as
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.errors import Failed, nearest
+from turnwise.types import Failure, Row
+
+__all__ = ["Wanted", "refuse", "wanted"]
+
+_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a row wants."""
+
+    interaction: Mapping[str, Any]
+    """`interaction_kwargs`."""
+    tools: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    """`tools_kwargs`: of each tool, of each kind."""
+    selection: tuple[str, ...] | None
+    """The tools that are offered; None is all."""
+    truth: Any
+    """`reward_model.ground_truth`."""
+
+    def keywords(self, tool: str, kind: str) -> Mapping[str, Any]:
+        """The keywords of one kind for one tool."""
+        return self.tools.get(tool, {}).get(kind, {})
+
+
+def refuse(row: Row, problem: str) -> Failed:
+    """A failure of the row itself."""
+    return Failed(Failure("row", f"row {row.id!r}: {problem}"))
+
+
+def wanted(row: Row, tools: Collection[str]) -> Wanted:
+    """Read a row; `tools` are the names of those that there are.
+
+    Raises Failed where the row contradicts itself or names what is not there.
+    """
+    info = _mapping(row, "extra_info", row.fields.get("extra_info"))
+
+    def found(name: str) -> Any:
+        return info[name] if info.get(name) is not None else row.fields.get(name)
+
+    given: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+    for tool, kinds in _mapping(row, "tools_kwargs", found("tools_kwargs")).items():
+        if kinds is None:
+            continue
+        if tool not in tools:
+            have = ", ".join(sorted(tools)) or "none"
+            raise refuse(row, f"tools_kwargs names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
+        of_tool: dict[str, Mapping[str, Any]] = {}
+        given[tool] = of_tool
+        for kind, keywords in _mapping(row, f"tools_kwargs.{tool}", kinds).items():
+            if keywords is None:
+                continue
+            if kind not in _KINDS:
+                known = ", ".join(_KINDS)
+                raise refuse(row, f"tools_kwargs.{tool} has a key {kind!r}{nearest(kind, _KINDS)} (there are: {known})")
+            of_tool[kind] = _mapping(row, f"tools_kwargs.{tool}.{kind}", keywords)
+    selection = found("tool_selection")
+    for tool in selection or ():
+        if tool not in tools:
+            have = ", ".join(sorted(tools)) or "none"
+            raise refuse(row, f"tool_selection names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
+    if found("need_tools_kwargs") and not given:
+        raise refuse(row, "it says need_tools_kwargs, and has no tools_kwargs")
+    reward_model = row.fields.get("reward_model")
+    return Wanted(
+        interaction=_mapping(row, "interaction_kwargs", found("interaction_kwargs")),
+        tools=given,
+        selection=None if selection is None else tuple(selection),
+        truth=reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,
+    )
+
+
+def _mapping(row: Row, name: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise refuse(row, f"{name} must be a mapping; it is {value!r:.80}")
+    return value

@@ -1,0 +1,130 @@
+"""verl's tools in our layer of tools: one object serves all conversations, and has one instance in each.
+
+`create` when the conversation begins, `execute` for each call, `calc_reward` once when it is over, `release` exactly once on
+every path out. Schemas, the checking of arguments, time limits and what the model is told of errors are those of any tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.compat.verl.calls import Lease, call, takes
+from turnwise.compat.verl.rows import Wanted
+from turnwise.compat.verl.schemas import ToolResponse
+from turnwise.environments import tool_result
+from turnwise.environments.tool import Tool
+from turnwise.errors import boundary
+
+__all__ = ["ToolInstance", "VerlTool"]
+
+
+@dataclass(frozen=True, slots=True)
+class VerlTool:
+    """A user's tool object, and what the model is told of it."""
+
+    instance: Any
+    """With `create`, `execute`, `calc_reward` and `release`."""
+    tool: Tool
+    """Its schema and limits; its function is put in for each conversation."""
+
+    @property
+    def name(self) -> str:
+        """By which the model calls it."""
+        return self.tool.name
+
+
+@dataclass(slots=True)
+class ToolInstance:
+    """A tool in one conversation."""
+
+    of: VerlTool
+    id: str
+    wanted: Wanted
+    response: ToolResponse = field(default_factory=ToolResponse)
+    """What `create` said."""
+    _lease: Lease[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lease = Lease(self._create, self._release, f"the tool {self.of.name!r}")
+
+    async def create(self) -> None:
+        """Begin. Raises Failed."""
+        self.id = await self._lease.take()
+
+    @property
+    def tool(self) -> Tool:
+        """The tool as the layer runs it."""
+        return replace(self.of.tool, function=self._execute)
+
+    async def calc_reward(self) -> float:
+        """What the conversation's calls were worth. Raises Failed."""
+        reward = await self._call(self.of.instance.calc_reward, "calc_reward")
+        with boundary("environment"):
+            return float(reward or 0.0)
+
+    async def release(self) -> None:
+        """End. Raises Failed."""
+        await self._lease.give()
+
+    async def _create(self) -> str:
+        method = self.of.instance.create
+        keywords = dict(self.wanted.keywords(self.of.name, "create_kwargs"))
+        # up to v0.6 they are handed over one by one, later under the one name `create_kwargs`: here both ways
+        whole = {"create_kwargs": keywords} if takes(method, "create_kwargs", anything=True) else {}
+        if whole and not all(takes(method, name, anything=True) for name in keywords):
+            keywords = {}
+        created = await self._call(method, "create", {**keywords, **whole})
+        with boundary("environment"):
+            if isinstance(created, tuple):
+                name, self.response = created
+                if self.response is None:
+                    self.response = ToolResponse()
+                if not isinstance(self.response, ToolResponse):
+                    raise TypeError(
+                        f"{type(self.of.instance).__name__}.create returned {created!r:.80}; it must return the "
+                        f"instance_id, or (instance_id, ToolResponse)"
+                    )
+                created = name
+            return str(created) if created is not None else self.id
+
+    async def _execute(self, arguments: dict[str, Any]) -> Any:
+        result = await call(
+            self.of.instance.execute,
+            self.id,
+            arguments,
+            keywords=self.wanted.keywords(self.of.name, "execute_kwargs"),
+            name=f"{self.of.name}.execute",
+            kind="tool",
+        )
+        return _read(result, type(self.of.instance).__name__, self.of.name)
+
+    async def _release(self, name: str) -> None:
+        await self._call(self.of.instance.release, "release")
+
+    async def _call(self, method: Callable[..., Any], name: str, keywords: Mapping[str, Any] | None = None) -> Any:
+        if keywords is None:
+            keywords = self.wanted.keywords(self.of.name, f"{name}_kwargs")
+        return await call(method, self.id, keywords=keywords, name=f"{self.of.name}.{name}", kind="environment")
+
+
+def _read(result: Any, kind: str, name: str) -> Any:
+    """What `execute` gave, as our tools give it: an answer, or (answer, reward, info)."""
+    reward: Any = 0.0
+    info: Any = {}
+    if isinstance(result, tuple):
+        if not 1 <= len(result) <= 3:
+            raise TypeError(f"{kind}.execute returned {len(result)} values; it must return (response, reward, metrics)")
+        result, reward, info = (*result, *(0.0, {})[len(result) - 1 :])
+    if isinstance(result, ToolResponse):
+        answer: Any = tool_result.ToolResponse(result.text, result.image or None, result.video or None)
+    elif isinstance(result, bytes | bytearray):
+        answer = bytes(result).decode("utf-8", errors="replace")
+    elif result is None:
+        raise TypeError(f"{kind}.execute returned nothing; it must return (response, reward, metrics)")
+    else:
+        answer = result if isinstance(result, str | dict) else {"result": result}
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{kind}.execute returned the metrics {info!r:.80}; they must be a mapping")
+    return answer, (None if reward is None else float(reward)), ({name: dict(info)} if info else {})

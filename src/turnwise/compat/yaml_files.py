@@ -1,0 +1,235 @@
+"""YAML files of Hydra and OmegaConf, read without either: mappings, defaults lists, overrides and `${...}`.
+
+As much of them as configurations of verl use. What cannot be resolved is told by its key, and never guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from turnwise.errors import ConfigError
+
+__all__ = ["MISSING", "Composed", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
+
+MISSING = object()
+"""What `at` gives where there is nothing."""
+
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_DEEPEST = 20  # interpolations of interpolations
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML in which `1e-6` is a number, as OmegaConf has it."""
+
+
+_Yaml.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; `what` says in messages what it should have been.
+
+    Raises ConfigError.
+    """
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{what} {path} must hold a mapping; it holds {'nothing' if tree is None else repr(tree)[:80]}"
+        )
+    return tree
+
+
+@dataclass(slots=True)
+class Composed:
+    """A configuration put together from the files of its defaults list."""
+
+    tree: dict[str, Any]
+    absent: list[str] = field(default_factory=list)
+    """Defaults whose files were found nowhere."""
+
+
+def compose(folder: Path, name: str) -> Composed:
+    """Read `folder/name.yaml`, what its defaults list names being merged in where the files stand beside it.
+
+    A file's own keys go over those of its defaults unless `_self_` stands elsewhere in the list, as in Hydra 1.1 and later.
+    Raises ConfigError.
+    """
+    path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    own = read_mapping(path, what="the configuration")
+    defaults = own.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults must be a list; it is {defaults!r:.80}")
+    composed = Composed({})
+    if "_self_" not in defaults:
+        defaults = [*defaults, "_self_"]
+    for entry in defaults:
+        if entry == "_self_":
+            _merge(composed.tree, own)
+            continue
+        for target, package in _default(entry):
+            if not (folder / f"{target}.yaml").is_file():
+                composed.absent.append(target)
+                continue
+            part = compose(folder, target)
+            composed.absent += part.absent
+            _merge(composed.tree, _under(_package(folder / f"{target}.yaml", package), part.tree))
+    return composed
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply overrides as Hydra writes them: `a.b=value`, `+a.b=value`, `++a.b=value`, `~a.b`.
+
+    Raises ConfigError.
+    """
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        *parents, last = key.lstrip("+~").split(".")
+        if not last or (not equals and not key.startswith("~")):
+            raise ConfigError(f"{text!r} is no override; write key=value, for example trainer.total_epochs=15")
+        node = tree
+        for parent in parents:
+            child = node.get(parent)
+            if not isinstance(child, dict):  # `multi_turn: True` may be made a mapping by the command line
+                child = node[parent] = {}
+            node = child
+        if key.startswith("~"):
+            node.pop(last, None)
+            continue
+        try:
+            node[last] = _parse(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{text!r}: the value is not YAML: {error}") from None
+
+
+def at(tree: Any, key: str) -> Any:
+    """What stands at a dotted key, or `MISSING`."""
+    for part in key.split("."):
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return MISSING
+    return tree
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no mapping, by its dotted key."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: MISSING) -> tuple[Any, list[str]]:
+    """The tree with `${a.b}`, `${oc.env:NAME,default}` and `${oc.select:a.b,default}` replaced, and the keys left as they were.
+
+    `fallback` gives the value of a key that the tree does not have, or `MISSING`.
+    """
+    left: list[str] = []
+
+    def value_of(expression: str, key: str, depth: int) -> Any:
+        name, colon, rest = expression.partition(":")
+        first, comma, default = rest.partition(",")
+        if colon and name.strip() in ("oc.env", "env"):
+            found: Any = os.environ.get(first.strip(), MISSING)
+        elif colon and name.strip() == "oc.select":
+            found = look_up(first.strip(), key, depth)
+        elif colon:
+            return MISSING
+        else:
+            return look_up(expression.strip(), key, depth)
+        return _parse(default.strip()) if found is MISSING and comma else found
+
+    def look_up(wanted: str, key: str, depth: int) -> Any:
+        if wanted.startswith("."):  # relative to the key's own mapping, a further dot for each one above
+            steps = len(wanted) - len(wanted.lstrip("."))
+            above = key.split(".")[:-steps]
+            wanted = ".".join([*above, wanted.lstrip(".")])
+        found = at(tree, wanted)
+        if found is MISSING or found == "???":
+            found = fallback(wanted)
+        return found if found is MISSING else replace(found, wanted, depth + 1)
+
+    def replace(node: Any, key: str, depth: int = 0) -> Any:
+        if isinstance(node, dict):
+            return {name: replace(value, f"{key}.{name}" if key else str(name), depth) for name, value in node.items()}
+        if isinstance(node, list):
+            return [replace(value, f"{key}.{number}", depth) for number, value in enumerate(node)]
+        if not isinstance(node, str) or "${" not in node or depth > _DEEPEST:
+            return node
+        for _ in range(_DEEPEST):
+            match = _INTERPOLATION.search(node)
+            if match is None:
+                return node
+            value = value_of(match.group(1), key, depth)
+            if value is MISSING:
+                break
+            if match.group(0) == node:
+                return value
+            node = node[: match.start()] + str(value) + node[match.end() :]
+        if key not in left:
+            left.append(key)
+        return node
+
+    return replace(tree, ""), left
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Yaml)
+
+
+def _merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        mine = tree.get(key)
+        if isinstance(mine, dict) and isinstance(value, Mapping):
+            _merge(mine, value)
+        else:
+            tree[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _default(entry: Any) -> Iterator[tuple[str, str]]:
+    """The file, without its ending, and the package of an entry of a defaults list."""
+    if isinstance(entry, str):
+        target, _, package = entry.removeprefix("optional ").lstrip("/").partition("@")
+        yield target, package or ".".join(target.split("/")[:-1])
+    elif isinstance(entry, Mapping):
+        for group, option in entry.items():
+            group, _, package = (
+                str(group).removeprefix("override ").removeprefix("optional ").lstrip("/").partition("@")
+            )
+            if option is not None:
+                yield f"{group}/{option}", package or group.replace("/", ".")
+    else:
+        raise ConfigError(f"the defaults list has an entry {entry!r:.80}; it may hold names and `group: name`")
+
+
+def _package(path: Path, package: str) -> str:
+    """Where a file's keys belong; a comment in its first lines may say so itself."""
+    head = path.read_text(encoding="utf-8")[:1000]
+    found = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
+    if found is None:
+        return "" if package == "_global_" else package
+    return {"_global_": "", "_group_": package}.get(found.group(1), found.group(1))
+
+
+def _under(package: str, tree: dict[str, Any]) -> dict[str, Any]:
+    for part in reversed(package.split(".") if package else []):
+        tree = {part: tree}
+    return tree
