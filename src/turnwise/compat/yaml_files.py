@@ -147,10 +147,12 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
     def value_of(expression: str, key: str, depth: int) -> Any:
         name, colon, rest = expression.partition(":")
         first, comma, default = rest.partition(",")
-        if colon and name.strip() in ("oc.env", "env"):
-            found: Any = os.environ.get(first.strip(), MISSING)
-        elif colon and name.strip() == "oc.select":
-            found = look_up(first.strip(), key, depth)
+        if colon and name.strip() in ("oc.env", "env"):  # texts, defaults too, as OmegaConf has them
+            text = _parse(default.strip()) if comma else MISSING
+            text = str(text) if isinstance(text, int | float) else text
+            return os.environ.get(first.strip(), text)
+        if colon and name.strip() == "oc.select":
+            found: Any = look_up(first.strip(), key, depth)
         elif colon:
             return MISSING
         else:

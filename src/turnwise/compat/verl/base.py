@@ -44,7 +44,9 @@ class BaseTool:
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
-        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.tool_schema = tool_schema
+        if self.tool_schema is None:
+            self.tool_schema = self.get_openai_tool_schema()
         if self.tool_schema is None:
             raise ValueError(
                 f"{type(self).__name__} has no schema: write tool_schema in the tool file, or override "
@@ -52,10 +54,9 @@ class BaseTool:
             )
         self.name: str = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """What the model is told of the tool."""
-        # asked by the constructor, before there is one, in classes that make their own
-        return getattr(self, "tool_schema", None)  # type: ignore[return-value]
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """What the model is told of the tool; asked by the constructor where the tool file does not say it."""
+        return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """A conversation begins; `kwargs` are the row's `create_kwargs`. Returns the conversation's id."""

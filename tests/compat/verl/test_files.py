@@ -1,0 +1,215 @@
+"""verl's two files: what they may say, and what is told of those that say something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from compat.verl.verl_files import a_tool, an_interaction, names, schema, set_up, user_module, written
+from support.conversations import a_row, call, hold
+from turnwise.build import environment_factory
+from turnwise.compat.verl import Conversations
+from turnwise.config import Config
+from turnwise.environments.environment import Environment
+from turnwise.errors import ConfigError
+
+TOOL = {"type": "native"}
+
+
+@pytest.fixture(autouse=True)
+def user(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return user_module(monkeypatch)
+
+
+def refusal(folder: Path, **files: Any) -> str:
+    """What is said of a file: `interaction=` or `tools=` is its tree, or its text."""
+    (name, tree), *_ = files.items()
+    path = written(folder / f"{name}.yaml", tree)
+    with pytest.raises(ConfigError) as refused:
+        Conversations(**{"interactions" if name == "interaction" else "tools": path})
+    return str(refused.value).replace(str(folder) + "/", "")
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ("- a\n- b\n", "the interaction file interaction.yaml must hold a mapping; it holds ['a', 'b']"),
+        ("", "the interaction file interaction.yaml must hold a mapping; it holds nothing"),
+        ("a: [", "the interaction file interaction.yaml is not YAML: "),
+        ({"interactions": []}, "has a key 'interactions'; did you mean 'interaction'?"),
+        ({"interaction": []}, "`interaction` must be a list of {class_name: ..., config: ...}; it is []"),
+        ({"interaction": {"class_name": "x"}}, "must be a list of"),
+        ({"interaction": ["x"]}, "interaction[0] must be a mapping with class_name; it is 'x'"),
+        ({"interaction": [{"config": {}}]}, "interaction[0] has no class_name"),
+        (
+            {"interaction": [{"class_name": ""}]},
+            "class_name is ''; write package.module.Class or path/to/file.py:Class",
+        ),
+        ({"interaction": [{"class_nam": "x"}]}, "has a key 'class_nam'; did you mean 'class_name'?"),
+        ({"interaction": [{"class_name": "no.such.Thing"}]}, "no.such could not be imported: ModuleNotFoundError"),
+        ({"interaction": [{"class_name": "nowhere.py:Thing"}]}, "there is no file "),
+        ({"interaction": [an_interaction("Counsellor")]}, "did you mean 'CounsellorInteraction'?"),
+        ({"interaction": [an_interaction("not_a_class")]}, "verl_user.not_a_class is a int, and must be a class"),
+        (
+            {"interaction": [{"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteractoin"}]},
+            "is a class of verl that turnwise does not have; did you mean "
+            "'verl.interactions.gsm8k_interaction.Gsm8kInteraction'?",
+        ),
+        (
+            {"interaction": [an_interaction("NotAnInteraction")]},
+            "interaction[0]: the class NotAnInteraction has no method generate_response, finalize_interaction",
+        ),
+        (
+            {"interaction": [an_interaction("NoResponse")]},
+            "NoResponse does not define generate_response, so it would answer nothing",
+        ),
+        ({"interaction": [an_interaction("PickyInteraction")]}, "PickyInteraction cannot be made: KeyError: needed"),
+        ({"interaction": [{**an_interaction(), "config": [1]}]}, "interaction[0].config must be a mapping; it is [1]"),
+        (
+            {"interaction": [an_interaction(), an_interaction(name="counsellor")]},
+            "interaction[1]: two interactions have the name 'counsellor'; rows choose by name: rename one",
+        ),
+        ({"interaction": [an_interaction(key="${oc.env:NOT_SET_ANYWHERE}")]}, "config.key has an interpolation"),
+    ],
+)
+def test_an_interaction_file_that_is_none_says_why(tree: Any, told: str, tmp_path: Path) -> None:
+    assert told in refusal(tmp_path, interaction=tree)
+
+
+def with_schema(**function: Any) -> dict[str, Any]:
+    """A tool whose schema has other parts."""
+    entry = a_tool()
+    entry["tool_schema"]["function"].update(function)
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ("just text", "the tools file tools.yaml must hold a mapping; it holds 'just text'"),
+        ({"tools": [a_tool(), a_tool("OldTool")]}, "tools[1]: two tools have the name 'count'"),
+        ({"tools": [a_tool("IdleTool")]}, "IdleTool does not define execute, so it would do nothing"),
+        ({"tools": [an_interaction()]}, "has no method create, execute, calc_reward, release"),
+        (
+            {"tools": [{**a_tool(), "tool_schema": None}]},
+            "CounterTool cannot be made: ValueError: CounterTool has no schema",
+        ),
+        ({"tools": [{**a_tool(), "tool_schema": [1]}]}, "tools[0].tool_schema is no schema of a tool"),
+        ({"tools": [{**a_tool(), "tool_schema": {"type": "function"}}]}, "function: Field required"),
+        ({"tools": [with_schema(parameters={"type": "object", "properties": [1]})]}, "properties: Input should be"),
+        ({"tools": [with_schema(parameters={"properties": {"a": {"type": "strin"}}})]}, "tool_schema: "),
+        ({"tools": [with_schema(parameters={"properties": {"a": {"minLength": "x"}}})]}, "tool_schema: "),
+        ({"tools": [{**a_tool(), "config": {"type": "remote"}}]}, "config.type is 'remote'; there are native and mcp"),
+        ({"tools": [{**a_tool(), "mcp": {}}]}, "mcp has no effect with config.type=native"),
+        (
+            {"tools": [{"class_name": "verl_user.CounterTool", "config": {"type": "mcp"}}]},
+            "CounterTool must be a subclass of verl.tools.mcp_base_tool.MCPBaseTool",
+        ),
+        (
+            {"tools": [{"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}}]},
+            "tools[0].mcp needs mcp_servers_config_path",
+        ),
+        (
+            {"tools": [{"class_name": "verl.tools.search_tool.SearchTool", "tool_schema": schema("search")}]},
+            "SearchTool needs the option retrieval_service_url",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "class_name": "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
+                        "config": {"sandbox_url": "http://x"},
+                        "tool_schema": schema("code_interpreter"),
+                    }
+                ]
+            },
+            "SandboxFusionTool has no option 'sandbox_url'; did you mean 'sandbox_fusion_url'?",
+        ),
+    ],
+)
+def test_a_tool_file_that_is_none_says_why(tree: Any, told: str, tmp_path: Path) -> None:
+    assert told in refusal(tmp_path, tools=tree)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"the interaction file nowhere\.yaml cannot be read: No such file"):
+        Conversations(interactions="nowhere.yaml")
+
+
+def test_options_without_effect_are_refused(tmp_path: Path) -> None:
+    for options, told in [
+        ({}, "neither interactions nor tools: name one of verl's files"),
+        ({"tools": "t.yaml", "max_user_turns": 2}, "max_user_turns=2 has no effect without interactions"),
+        ({"interactions": "i.yaml", "max_user_turns": 0}, "max_user_turns=0 must be above 0"),
+        ({"interactions": "i.yaml", "then": "a:b"}, "would both answer the model: choose one"),
+        ({"tools": "t.yaml", "tool_timeout": -1.0}, "tool_timeout=-1.0; give a number of seconds above 0"),
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            Conversations(**options)
+        assert told in str(refused.value)
+
+
+def test_a_class_may_be_in_a_file_by_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from verl.interactions.base import BaseInteraction\n"
+        "class Mine(BaseInteraction):\n"
+        "    async def generate_response(self, instance_id, messages, **kwargs):\n"
+        "        return True, '', float(self.config['worth']), {}\n"
+    )
+    made = set_up(tmp_path, interactions=[{"class_name": f"{tmp_path}/mine.py:Mine", "config": {"worth": 0.5}}])
+    assert [turn.reward for turn in hold(["a"], made).turns] == [0.5]
+
+
+def test_environment_variables_are_put_into_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANY", "2")
+    made = set_up(
+        tmp_path, interactions=[an_interaction(key="${oc.env:MANY}", other="${oc.env:NONE,3}", of="a-${.key}")]
+    )
+    assert made._interactions["counsellor"].config == {"key": "2", "other": "3", "of": "a-2", "name": "counsellor"}
+
+
+def test_a_tool_may_make_its_own_schema(tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[{"class_name": "verl_user.SelfDescribedTool", "config": {}}])
+    one = hold([call("described"), "done"], made)
+    assert [message["content"] for message in one.messages if message["role"] == "tool"] == ["ok"]
+
+
+def test_a_recipe_names_the_files_and_bounds_their_tools(tmp_path: Path, user: ModuleType) -> None:
+    interactions = written(tmp_path / "i.yaml", {"interaction": [an_interaction(over_after=2)]})
+    tools = written(tmp_path / "t.yaml", {"tools": [a_tool()]})
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d.jsonl"},
+            "environment": {
+                "use": "turnwise.compat.verl:Conversations",
+                "arguments": {"interactions": interactions, "tools": tools},
+            },
+            "tool_calls": {"max_parallel_calls": 1},
+            "tools": ["turnwise.environments.calculator:calculator"],
+        }
+    )
+    make = environment_factory(config)
+    assert isinstance(make(), Environment)
+    one = hold([call("count") + call("calculator", '{"expression": "1+1"}'), "done"], make, row=a_row())
+    assert one.error is None
+    first, second = (message["content"] for message in one.messages if message["role"] == "tool")
+    assert first == "1"
+    assert second.startswith("Error: at most 1 tool call can be made at once")
+    assert names(user)[-2:] == ["release", "finalize"]
+
+
+def test_two_tools_of_one_name_are_refused_in_a_recipe_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('def count(by: int = 1) -> int:\n    """Count."""\n    return by\n')
+    tools = written(tmp_path / "t.yaml", {"tools": [a_tool()]})
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "d.jsonl"},
+        "environment": {"use": "turnwise.compat.verl:Conversations", "arguments": {"tools": tools}},
+        "tools": [f"{tmp_path}/mine.py:count"],
+    }
+    with pytest.raises(ConfigError, match="two tools have the name 'count'"):
+        environment_factory(Config.model_validate(tree))

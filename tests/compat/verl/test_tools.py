@@ -1,0 +1,303 @@
+"""verl's tools in the loop: one instance for each conversation, what a call may give, and when it is released."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from compat.verl.verl_files import PLUGINS, a_tool, an_interaction, names, set_up, user_module
+from support.conversations import Says, a_row, a_table, call, hold, hold_all
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.rollout import new_group, rollout
+from turnwise.types import Row, Stop
+
+SERVER = str(Path(__file__).parents[2] / "support" / "mcp_server.py")
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return user_module(monkeypatch)
+
+
+def row(**kinds: Any) -> Row:
+    return a_row(extra_info={"tools_kwargs": {"count": kinds}} if kinds else {})
+
+
+def told(one: Any) -> list[str]:
+    """What the tools said."""
+    return [message["content"] for message in one.messages if message["role"] == "tool"]
+
+
+def test_a_conversation_has_one_instance_and_its_state_lasts(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    one = hold([call("count"), call("count", '{"by": 5}'), "done"], made, row=row(create_kwargs={"start": 10}))
+    assert told(one) == ["11", "16"]  # the loop of verl's last versions says 11 and 15: an instance for each call
+    assert names(user) == ["create", "execute", "execute", "calc_reward", "release"]
+    assert len({event[1] for event in user.EVENTS}) == 1
+    assert [turn.reward for turn in one.turns] == [0.125, 0.125, 16.0]
+    assert [turn.info for turn in one.turns] == [
+        {"count": {"count": 11}},
+        {"count": {"count": 16}},
+        {"calc_reward": {"count": 16.0}},
+    ]
+    assert one.stop is Stop.DONE
+
+
+def test_each_method_is_handed_its_own_keywords(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    kinds = {
+        "create_kwargs": {"start": 1, "more": "c"},
+        "execute_kwargs": {"e": 2},
+        "calc_reward_kwargs": {"r": 3},
+        "release_kwargs": None,
+    }
+    hold([call("count"), "done"], made, row=row(**kinds))
+    create, execute, calc_reward, release = user.EVENTS
+    id = create[1]
+    # one by one, as up to v0.6, and under the one name of later versions
+    assert create == ("create", id, 1, {"more": "c", "create_kwargs": {"start": 1, "more": "c"}})
+    assert execute == ("execute", id, {}, {"e": 2})
+    assert calc_reward == ("calc_reward", id, {"r": 3})
+    assert release == ("release", id, {})
+
+
+def test_conversations_of_one_tool_do_not_meet(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    held = hold_all(Says(call("count"), call("count"), "done"), made, row=row(), size=4)
+    assert [told(one) for one in held] == [["1", "2"]] * 4
+    assert len({event[1] for event in user.EVENTS}) == 4
+
+
+def test_tools_and_an_interaction_share_the_conversation_and_its_id(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()], interactions=[an_interaction(over_after=2)])
+    one = hold([call("count"), "done"], made, row=row())
+    assert len({event[1] for event in user.EVENTS}) == 1
+    (heard,) = [event[2] for event in user.EVENTS if event[0] == "respond"]
+    assert [message["role"] for message in heard] == ["user", "assistant", "tool", "assistant"]
+    assert (heard[2]["content"], heard[3]["content"]) == ("1", "done")
+    assert [turn.reward for turn in one.turns] == [0.125, 0.25 + 1.0]
+
+
+def test_what_create_says_is_on_the_table_before_the_model_speaks(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool(welcome="I count.")])
+    one = hold(["done"], made, row=row())
+    assert [(message["role"], message["content"]) for message in one.messages[:2]] == [
+        ("user", "Hi"),
+        ("tool", "I count."),
+    ]
+
+
+def test_a_row_may_offer_some_tools_only(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool(), a_tool("OldTool", "old", "")])
+    one = hold(["done"], made, row=a_row(extra_info={"tool_selection": ["old"]}))
+    assert [tool["function"]["name"] for tool in one.tools] == ["old"]
+    assert names(user) == ["old release"]
+
+
+@pytest.mark.parametrize(
+    ("info", "problem"),
+    [
+        ({"tools_kwargs": {"cuont": {}}}, "tools_kwargs names a tool 'cuont'; did you mean 'count'?"),
+        ({"tools_kwargs": {"count": {"create_kwarg": {}}}}, "has a key 'create_kwarg'; did you mean 'create_kwargs'?"),
+        ({"tools_kwargs": {"count": {"create_kwargs": [1]}}}, "create_kwargs must be a mapping; it is [1]"),
+        ({"tools_kwargs": "x"}, "tools_kwargs must be a mapping; it is 'x'"),
+        ({"tool_selection": ["other"]}, "tool_selection names a tool 'other'"),
+        ({"need_tools_kwargs": True}, "it says need_tools_kwargs, and has no tools_kwargs"),
+        ("x", "extra_info must be a mapping; it is 'x'"),
+    ],
+)
+def test_a_row_that_asks_for_what_is_not_there_breaks_alone(
+    info: Any, problem: str, user: ModuleType, tmp_path: Path
+) -> None:
+    one = hold(["done"], set_up(tmp_path, tools=[a_tool()]), row=a_row(extra_info=info))
+    assert one.error is not None
+    assert (one.error.kind, problem in one.error.message) == ("row", True)
+    assert user.EVENTS == []
+
+
+def test_the_tools_of_all_generations_are_called_as_they_were_written(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool("OldTool", "old", ""), a_tool("NewTool", "new", "")])
+    asked = a_row(extra_info={"tools_kwargs": {"new": {"create_kwargs": {"a": 1}}}})
+    one = hold([call("old") + call("new"), "done"], made, row=asked)
+    assert told(one) == ["plain text", "new"]
+    assert user.EVENTS == [("new create", {"a": 1}), ("old release",)]
+    assert [turn.reward for turn in one.turns] == [0.5, 0.0]
+
+
+def test_a_tool_that_raises_tells_the_model_and_the_conversation_goes_on(user: ModuleType, tmp_path: Path) -> None:
+    one = hold([call("count"), "done"], set_up(tmp_path, tools=[a_tool(breaks_at="execute")]), row=row())
+    assert told(one) == ["Error: RuntimeError: broken at execute"]
+    assert [outcome.error for outcome in one.turns[0].outcomes] == ["raised"]
+    assert names(user) == ["create", "execute", "calc_reward", "release"]
+
+
+def test_a_tool_that_cannot_be_created_breaks_its_conversation_and_releases_the_others(
+    user: ModuleType, tmp_path: Path
+) -> None:
+    made = set_up(tmp_path, tools=[a_tool("OldTool", "old", ""), a_tool(breaks_at="create")])
+    one = hold(["done"], made, row=row())
+    assert one.error is not None
+    assert (one.error.kind, one.error.message) == ("environment", "RuntimeError: broken at create")
+    assert names(user) == ["create", "old release"]
+
+
+def test_a_reward_that_breaks_breaks_the_conversation_and_no_zero_stands_in(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool(breaks_at="calc_reward")])
+    one = hold([call("count"), "done"], made, row=row())
+    assert one.error is not None
+    assert one.error.message == "RuntimeError: broken at calc_reward"
+    assert names(user) == ["create", "execute", "calc_reward", "release"]
+
+
+def test_a_release_that_breaks_is_told_and_the_conversation_is_whole(
+    user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        one = hold(["done"], set_up(tmp_path, tools=[a_tool(breaks_at="release")]), row=row())
+    assert (one.error, one.stop) == (None, Stop.DONE)
+    assert "RuntimeError: broken at release" in caplog.text
+    assert names(user).count("release") == 1
+
+
+def test_the_reward_of_a_conversation_that_a_limit_ends_goes_to_its_last_turn(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    one = hold([call("count")] * 3, made, row=row(), limits=Limits(turns=2, tokens_per_turn=99))
+    assert one.stop is Stop.MAX_TURNS
+    assert names(user) == ["create", "execute", "execute", "calc_reward", "release"]
+    assert [turn.reward for turn in one.turns] == [0.125, 0.125 + 2.0]
+    user.EVENTS.clear()
+    broken = set_up(tmp_path, tools=[a_tool(breaks_at="calc_reward")])
+    other = hold([call("count")], broken, row=row(), limits=Limits(turns=1, tokens_per_turn=99))
+    assert math.isnan(other.turns[0].reward)  # unknown; the conversation breaks when it is scored
+    assert names(user) == ["create", "execute", "calc_reward", "release"]
+
+
+def test_a_cancelled_conversation_releases_once(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()], interactions=[an_interaction(hangs_at="respond")])
+
+    async def run() -> None:
+        task = asyncio.create_task(rollout(new_group(row(), size=1, seed=0).trajectories[0], a_table(Says("a"), made)))
+        while "respond" not in names(user):
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert [names(user).count(one) for one in ("create", "release", "start", "finalize")] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ("print", "printed"),
+        ("exit", "Error: it tried to exit the process (status 7)"),
+        ("bytes", "café \N{REPLACEMENT CHARACTER}"),
+        (
+            "nothing",
+            "Error: TypeError: UnrulyTool.execute returned nothing; it must return (response, reward, metrics)",
+        ),
+        ("four", "Error: TypeError: UnrulyTool.execute returned 4 values; it must return (response, reward, metrics)"),
+        ("metrics", "Error: TypeError: UnrulyTool.execute returned the metrics [1]; they must be a mapping"),
+        ("nan", "Error: TypeError: the reward of the call is nan, which is no finite number"),
+    ],
+)
+def test_an_unruly_tool_is_told_to_the_model(what: str, answer: str, user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what")])
+    one = hold([call("unruly", json.dumps({"what": what})), "done"], made)
+    assert told(one) == [answer]
+    assert one.stop is Stop.DONE
+
+
+def test_ten_megabytes_are_cut(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what")])
+    one = hold([call("unruly", '{"what": "megabytes"}'), "done"], made, limits=Limits(turns=2, tokens_per_turn=99))
+    (text,) = told(one)
+    assert 900_000 < len(text) < 1_100_000
+    assert one.stop is Stop.DONE
+
+
+def test_a_tool_that_hangs_is_left_behind(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what", seconds=3)], tool_timeout=0.1)
+    one = hold([call("unruly", '{"what": "hang"}'), "done"], made)
+    assert told(one) == ["Error: unruly took longer than 0.1 s"]
+    assert one.stop is Stop.DONE
+
+
+def test_os_exit_is_the_end_of_the_process_and_nothing_can_be_done(tmp_path: Path) -> None:
+    script = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}, {str(PLUGINS)!r}]\n"
+        "from pathlib import Path\n"
+        "from compat.verl.verl_files import a_tool, set_up\n"
+        "from support.conversations import call, hold\n"
+        f"made = set_up(Path({str(tmp_path)!r}), tools=[a_tool('UnrulyTool', 'unruly', 'what')])\n"
+        "hold([call('unruly', '{\"what\": \"end\"}'), 'done'], made)\n"
+        "print('survived')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (9, b"")
+
+
+def test_the_shipped_gsm8k_tool_charges_for_an_answer_that_is_no_better(tmp_path: Path) -> None:
+    entry = {**a_tool(), "class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}
+    entry["tool_schema"]["function"] |= {
+        "name": "calc_gsm8k_reward",
+        "parameters": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    }
+    made = set_up(tmp_path, tools=[entry])
+    kinds = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}
+    ask = [call("calc_gsm8k_reward", f'{{"answer": "{answer}"}}') for answer in ("70", "72", "72")]
+    one = hold([*ask, "#### 72"], made, row=a_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": kinds}))
+    assert told(one) == [f"Current parsed answer='{a}' reward={r}" for a, r in (("70", 0.0), ("72", 1.0), ("72", 1.0))]
+    assert [turn.reward for turn in one.turns] == [-0.05, 0.0, -0.05, 1.0]
+
+
+MCP = {"mcpServers": {"here": {"command": sys.executable, "args": [SERVER, "stdio"]}}}
+
+
+async def held_with_a_server(made: Any) -> Any:
+    trajectory = new_group(a_row(), size=1, seed=0).trajectories[0]
+    try:
+        return await rollout(trajectory, a_table(Says(call("add", '{"a": 3, "b": 4}'), "done"), made))
+    finally:
+        await made.aclose()
+
+
+def test_tools_of_an_mcp_server_are_those_that_the_file_selects(tmp_path: Path) -> None:
+    (tmp_path / "servers.json").write_text(json.dumps(MCP))
+    entry = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"rate_limit": 120, "timeout": 20, "type": "mcp"},
+        # beside the tool file, where there is none in the working directory
+        "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["add"]},
+    }
+    one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
+    assert [tool["function"]["name"] for tool in one.tools] == ["add"]
+    assert told(one) == ["7"]
+
+
+def test_a_subclass_reads_the_results_of_a_server_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "servers.json").write_text(json.dumps(MCP))
+    (tmp_path / "own.py").write_text(
+        "from verl.tools.mcp_base_tool import MCPBaseTool\n"
+        "class Own(MCPBaseTool):\n"
+        "    def __init__(self, config, tool_schema):\n"
+        "        super().__init__(config, tool_schema)\n"
+        "    def _parse_tool_result(self, content):\n"
+        "        return f'<{content[0].text}>', {'parts': len(content)}\n"
+    )
+    options = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": {}}
+    entry = {"class_name": f"{tmp_path}/own.py:Own", "config": {"type": "mcp"}, "mcp": options}
+    one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
+    assert "visit" in [tool["function"]["name"] for tool in one.tools]  # an empty selection is all of them
+    assert told(one) == ["<7>"]
+    assert one.turns[0].info == {"add": {"parts": 1}}
