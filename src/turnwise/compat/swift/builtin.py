@@ -1,0 +1,140 @@
+"""The schedulers that ms-swift brings, by its names: tips for a second try, and tools in the ReAct format."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from turnwise.compat.swift.protocol import (
+    ChatCompletionResponseChoice,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
+from turnwise.compat.swift.rewards import MathAccuracy
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, answer, multi_turns
+from turnwise.environments.calculator import calculate
+
+__all__ = ["MathTipsScheduler", "ThinkingModelTipsScheduler", "ToolCallScheduler"]
+
+_THOUGHT = re.compile(r"^.*?</think>\s*", re.DOTALL)
+_ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)")
+
+
+class ThinkingModelTipsScheduler(MultiTurnScheduler):
+    """A thinking model whose answer is wrong is told so once. It does not see again what it thought before.
+
+    So each turn is a record of its own: `run` returns one output for each.
+    """
+
+    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+
+    def __init__(self, *args: Any, acc_function: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = acc_function or MathAccuracy()
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        messages = infer_request.messages
+        if any(message["role"] == "user" and message["content"] == self.tips_prompt for message in messages):
+            return True
+        if self.acc_func([messages[-1]["content"]], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        history = [
+            {**message, "content": _THOUGHT.sub("", message["content"])} if message["role"] == "assistant" else message
+            for message in infer_request.messages
+        ]
+        infer_request.messages = [*history, {"role": "user", "content": self.tips_prompt}]
+        return {"infer_request": infer_request}
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> list[RolloutOutput]:
+        outputs: list[RolloutOutput] = []
+        while True:
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            choice = response.choices[0]
+            infer_request.messages.append({"role": "assistant", "content": choice.message.content})
+            told = copy.deepcopy(infer_request.messages)
+            said = await answer(self, infer_request, choice, len(outputs) + 1)
+            ids = list(choice.token_ids or ())
+            infos = {**said.infos, "num_turns": len(outputs) + 1}
+            outputs.append(RolloutOutput(response, told, [ids], [[1] * len(ids)], infos))
+            if said.done:
+                return outputs
+            infer_request = said.request
+
+
+class MathTipsScheduler(MultiTurnScheduler):
+    """A wrong answer is cut before its conclusion, and the model goes on with a doubt that is put into its mouth, once."""
+
+    tips_prompt = "But wait... It seems I made a mistake,"
+
+    def __init__(self, *args: Any, acc_function: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = acc_function or MathAccuracy()
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        whole = infer_request.messages[-1]["content"]
+        if self.tips_prompt in whole or self.acc_func([whole], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        message = infer_request.messages[-1]
+        kept = message["content"]
+        for mark in ("<answer>", "</think>"):
+            kept = kept.partition(mark)[0]
+        message["content"] = kept + self.tips_prompt
+        return {"infer_request": infer_request}
+
+
+class ToolCallScheduler(MultiTurnScheduler):
+    """Tools in the ReAct format: `Action: name`, `Action Input: text`. Their results go on with the model's own answer.
+
+    All calls of a turn are answered, in their order. Sampling should stop at `Observation:`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tools: dict[str, Any] = {"calculator": calculate}
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        if not _ACTION.search(response_choice.message.content or ""):
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        results = [self._result(name, text) for name, text in _ACTION.findall(response_choice.message.content or "")]
+        message = infer_request.messages[-1]
+        mark = "" if message["content"].rstrip().endswith("Observation:") else "\nObservation:"
+        message["content"] += f"{mark} " + "\n".join(results) + "\n"
+        return {"infer_request": infer_request, "rollout_infos": {"tool_results": results, "num_turns": current_turn}}
+
+    def _result(self, name: str, text: str) -> str:
+        if name not in self.tools:
+            return f"there is no tool {name!r}; the tools are: {', '.join(sorted(self.tools))}"
+        try:
+            return str(self.tools[name](text.strip()))
+        except (ValueError, ArithmeticError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+multi_turns["thinking_tips_scheduler"] = ThinkingModelTipsScheduler
+multi_turns["math_tip_trick"] = MathTipsScheduler
+multi_turns["tool_call_scheduler"] = ToolCallScheduler

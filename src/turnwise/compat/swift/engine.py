@@ -1,0 +1,127 @@
+"""The `infer_engine` of a scheduler: whoever asks it hands the model's next turn over to the loop, and waits.
+
+A scheduler that overrides `run` has a flow of its own. It runs as a task; each of its calls becomes one turn of the one loop
+(`conversation.Run`). Which conversation a call belongs to is told by the task that it is made in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from turnwise.compat.swift.protocol import ChatCompletionResponse, RequestConfig, RolloutInferRequest
+from turnwise.errors import ConfigError
+
+__all__ = ["Asks", "InferEngine", "Template", "asking", "load_tokenizer"]
+
+_FREE = {"logprobs", "top_logprobs", "prompt_logprobs", "return_details", "stream"}
+"""Options of a request that change nothing about what is sampled."""
+
+
+class Asks(Protocol):
+    """A conversation that a scheduler's `run` leads."""
+
+    async def ask(self, request: RolloutInferRequest) -> ChatCompletionResponse:
+        """Let the model speak."""
+        ...
+
+
+asking: ContextVar[Asks] = ContextVar("asking")
+"""The conversation of the task that is running."""
+
+
+@functools.lru_cache(maxsize=4)
+def load_tokenizer(path: str) -> Any:
+    """A transformers tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"environment.arguments.tokenizer: no tokenizer could be loaded from {path!r}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Template:
+    """What schedulers use a template for: its tokenizer."""
+
+    tokenizer: Any
+
+
+class InferEngine:
+    """What a scheduler finds as `self.infer_engine`."""
+
+    def __init__(self, tokenizer: str | None = None) -> None:
+        self._path = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the recipe names; loaded when somebody asks for it."""
+        if self._path is None:
+            raise ConfigError(
+                "the scheduler uses a tokenizer, and the recipe names none: set environment.arguments.tokenizer to the model's "
+                "directory"
+            )
+        return load_tokenizer(self._path)
+
+    @property
+    def default_template(self) -> Template:
+        """For `infer_engine.default_template.tokenizer`."""
+        return Template(self.tokenizer)
+
+    @property
+    def template(self) -> Template:
+        """For `infer_engine.template.tokenizer`."""
+        return Template(self.tokenizer)
+
+    async def infer_async(
+        self,
+        infer_request: RolloutInferRequest | dict[str, Any],
+        request_config: RequestConfig | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        adapter_request: Any = None,
+    ) -> ChatCompletionResponse:
+        """Let the model answer. Only for what `run` has started, and one call at a time.
+
+        Raises ValueError if the request wants something else sampled than the recipe does.
+        """
+        if isinstance(infer_request, dict):
+            infer_request = RolloutInferRequest(**infer_request)
+        if request_config is not None:
+            _refuse_changes(request_config)
+        if adapter_request is not None:
+            raise ValueError("adapter_request chooses weights, and there is one model here; leave it out")
+        conversation = asking.get(None)
+        if conversation is None:
+            raise RuntimeError(
+                "infer_async is for schedulers that override run; step must return the next infer_request"
+            )
+        return await conversation.ask(infer_request)
+
+    def infer(
+        self, infer_requests: Sequence[RolloutInferRequest], request_config: RequestConfig | None = None
+    ) -> list[ChatCompletionResponse]:
+        """Refused: it would block every other conversation. Raises RuntimeError."""
+        raise RuntimeError(
+            "infer_engine.infer blocks until the model has answered; write: response = await "
+            "self.infer_engine.infer_async(infer_request, request_config)"
+        )
+
+
+def _refuse_changes(config: RequestConfig) -> None:
+    plain = RequestConfig()
+    changed = [
+        name for name in vars(plain) if name not in _FREE and getattr(config, name, None) != getattr(plain, name)
+    ]
+    if changed:
+        value = getattr(config, changed[0])
+        raise ValueError(
+            f"the scheduler asks with {changed[0]}={value!r}. How tokens are drawn is the recipe's: set it under sampling and "
+            f"limits, and leave request_config as it is"
+        )

@@ -1,0 +1,203 @@
+"""Between ms-swift's messages and ours, and from two states of a conversation to the reply that leads from one to the other.
+
+A scheduler says what comes next by changing a list of messages. What it changed is read off here: messages behind the
+answer are appended; an answer that was edited is cut where the edit begins and goes on; anything else replaces the history.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from turnwise.compat.swift.masks import common
+from turnwise.compat.swift.protocol import RolloutInferRequest
+from turnwise.images import is_image, media_kind, media_value
+from turnwise.types import Message, Reply, Resume, Row, ToolSchema
+
+__all__ = ["MEDIA", "WHOLE", "final_reply", "reply_to", "request_of", "said", "told", "tools_of"]
+
+MEDIA = ("images", "videos", "audios")
+WHOLE = "completion"
+"""In `Turn.info` of a turn that went on with an answer: the whole answer, thoughts and calls in it."""
+
+_TAG = re.compile(r"(<image>|<video>)")
+
+
+def request_of(row: Row, uuid: str) -> RolloutInferRequest:
+    """A row as ms-swift hands it to a scheduler: a reference answer at its end left out, images apart from the messages."""
+    messages: list[Message] = []
+    media: dict[str, list[Any]] = {"image": [], "video": []}
+    for message in row.messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_tagged(content, media))
+        messages.append({**message, "content": content})
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise ValueError(f"row {row.id!r} has no message that the model could answer")
+    return RolloutInferRequest(
+        messages=messages,
+        images=media["image"],
+        videos=media["video"],
+        tools=tools_of(row.fields.get("tools"), f"row {row.id!r}"),
+        objects=_copied(row.fields.get("objects") or {}),
+        data_dict={
+            name: _copied(value) for name, value in row.fields.items() if name not in (*MEDIA, "tools", "objects")
+        },
+        uuid=uuid,
+    )
+
+
+def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
+    """A column of tools: a list of schemas, or JSON that holds one."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        found = [json.loads(one) if isinstance(one, str) else one for one in found or []]
+    except (TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the tools of {where} are no list of schemas: {error}") from error
+    if wrong := [one for one in found if not isinstance(one, Mapping)]:
+        raise ValueError(f"the tools of {where} must be schemas; one is {wrong[0]!r:.80}")
+    return [one if "function" in one else {"type": "function", "function": one} for one in found] or None
+
+
+def said(messages: list[Message], text: str) -> None:
+    """The model has spoken: behind the last message if that is an answer which it went on with, else with a new one."""
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1]["content"] = (messages[-1]["content"] or "") + text
+    else:
+        messages.append({"role": "assistant", "content": text})
+
+
+def told(request: RolloutInferRequest) -> list[Message]:
+    """The request's messages in our form, copied: images where the texts say `<image>`, roles as templates know them.
+
+    Raises ValueError if there are not as many places as images, or for what cannot be told to a model here.
+    """
+    _refuse_unknown(request)
+    left = {"image": iter(request.images), "video": iter(request.videos)}
+    places = {"image": 0, "video": 0}
+    given = {"image": len(request.images), "video": len(request.videos)}
+    found: list[Message] = []
+    for message in request.messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(
+                f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
+            )
+        content = message.get("content")
+        if isinstance(content, list) or (isinstance(content, str) and any(given.values()) and _TAG.search(content)):
+            content = list(_parts(content, left, places))
+        role = {"tool_response": "tool"}.get(message["role"], message["role"])
+        if role == "tool_call":
+            raise ValueError("a message has the role 'tool_call'; write an assistant message with `tool_calls` instead")
+        found.append({**message, "role": role, "content": "" if content is None else content})
+    for kind, count in places.items():
+        if count != given[kind]:
+            raise ValueError(
+                f"the request has {given[kind]} {kind}s and its messages have places for {count}; write <{kind}> where "
+                f"each belongs"
+            )
+    return found
+
+
+def reply_to(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:
+    """The reply that leads from one state of a conversation to the next, for a model that goes on.
+
+    The last message of `before` is the model's answer, and `text` its end: what it said in this turn.
+    """
+    if _same(after[: len(before)], before):
+        if len(after) == len(before):
+            return Reply(resume=Resume())
+        return Reply(messages=_spoken(after[len(before) :]), prefill=_prefill(after))
+    answer, last = before[-1], after[-1] if after else None
+    if (
+        last is not None
+        and len(after) == len(before)
+        and last["role"] == "assistant"
+        and _same(after[:-1], before[:-1])
+    ):
+        earlier = answer["content"][: len(answer["content"]) - len(text)]
+        if isinstance(last["content"], str) and last["content"].startswith(earlier):
+            now = last["content"][len(earlier) :]
+            keep = common(text, now)
+            return Reply(resume=Resume(keep=keep, add=now[keep:]))
+    if not _spoken(after):
+        raise ValueError("the scheduler left no message that the model could answer")
+    return Reply(rewrite=_spoken(after), prefill=_prefill(after))
+
+
+def final_reply(before: Sequence[Message], after: Sequence[Message]) -> Reply:
+    """The same, for a conversation that is over."""
+    if _same(after[: len(before)], before):
+        return Reply(messages=list(after[len(before) :]), done=True)
+    return Reply(rewrite=list(after), done=True)
+
+
+def _spoken(messages: Sequence[Message]) -> list[Message]:
+    """The messages without an answer at their end, which the model is to go on with."""
+    return list(messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages)
+
+
+def _prefill(messages: Sequence[Message]) -> str:
+    if messages[-1]["role"] != "assistant":
+        return ""
+    if not isinstance(messages[-1]["content"], str):
+        raise ValueError("an answer that the model is to go on with must be a text")
+    return messages[-1]["content"]
+
+
+def _refuse_unknown(request: RolloutInferRequest) -> None:
+    for name in ("audios", "chat_template_kwargs"):
+        if getattr(request, name):
+            raise ValueError(
+                f"the request has {name}, which cannot be told to a model here: {getattr(request, name)!r:.80}"
+            )
+    if request.add_eos not in (None, "auto"):
+        raise ValueError(f"add_eos={request.add_eos!r} is not known here: an answer that goes on has no end of turn")
+
+
+def _tagged(content: Sequence[Any], media: Mapping[str, list[Any]]) -> Iterator[str]:
+    for part in content:
+        kind = media_kind(part) if isinstance(part, Mapping) else None
+        if kind is not None:
+            media[kind].append(media_value(part))
+            yield f"<{kind}>"
+        else:
+            yield str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
+
+
+def _parts(content: Any, left: Mapping[str, Iterator[Any]], places: dict[str, int]) -> Iterator[dict[str, Any]]:
+    for part in [content] if isinstance(content, str) else content:
+        kind = media_kind(part) if isinstance(part, Mapping) else None
+        if kind is not None and (value := media_value(part)) is not None:
+            yield {"type": kind, kind: value}
+            continue
+        text = f"<{kind}>" if kind is not None else part.get("text", "") if isinstance(part, Mapping) else part
+        for piece in _TAG.split(text):
+            if piece in ("<image>", "<video>"):
+                kind = piece[1:-1]
+                places[kind] += 1
+                yield {"type": kind, kind: next(left[kind], None)}
+            elif piece:
+                yield {"type": "text", "text": piece}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality that looks at images by their pixels and takes what it does not know for different."""
+    if one is other:
+        return True
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    known = (str, bytes, int, float, type(None))
+    return (isinstance(one, known) or is_image(one)) and isinstance(other, type(one)) and bool(one == other)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of lists and dictionaries, so that a scheduler that changes them changes its own."""
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,142 @@
+"""What a recipe names: the environment of a scheduler, and a reward function."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.compat.swift.conversation import Run, Steps
+from turnwise.compat.swift.engine import InferEngine
+from turnwise.compat.swift.gym import GYMScheduler
+from turnwise.compat.swift.plugins import load, names, select
+from turnwise.compat.swift.rewards import ask, made, orms
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, multi_turns
+from turnwise.environments.environment import Environment
+from turnwise.errors import ConfigError
+from turnwise.types import Trajectory
+
+__all__ = ["reward", "scheduler"]
+
+_numbers = itertools.count()
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = weakref.WeakKeyDictionary()
+"""The schedulers that all conversations of a run have in common, by what they were made of."""
+
+
+def scheduler(
+    name: str,
+    *,
+    external_plugins: Sequence[str] = (),
+    max_turns: int | None = None,
+    tokenizer: str | None = None,
+    use_gym_env: bool | None = None,
+    gym_env: str | None = None,
+    context_manager: str | None = None,
+    shared: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Environment:
+    """The environment of a scheduler for one conversation.
+
+    `name` is registered in `multi_turns`, by ms-swift or by one of the plugins, or is `file.py:Class`. `tokenizer` is the
+    model's directory, for schedulers that ask for one. `use_gym_env` pays turns what `rollout_infos["total_reward"]` grows
+    by; it is on for gym schedulers. `arguments` are further ones of the scheduler's own.
+
+    Each conversation has a scheduler of its own; with `shared` all conversations of a run have one, as in ms-swift, and its
+    sync methods are called one at a time.
+
+    Raises ConfigError.
+    """
+    for file in [external_plugins] if isinstance(external_plugins, str) else external_plugins:
+        load(file)
+    kind = select(multi_turns, name, what="scheduler", key="environment.arguments.name")
+    if not (isinstance(kind, type) and issubclass(kind, RolloutScheduler)):
+        raise ConfigError(
+            f"environment.arguments.name: {name} is {kind!r:.80}; a scheduler is a subclass of MultiTurnScheduler"
+        )
+    if kind.async_infer is not RolloutScheduler.async_infer:
+        raise ConfigError(
+            f"environment.arguments.name: {name} overrides async_infer, which holds a whole batch of conversations at once; here "
+            f"each conversation is held by itself: override run, or step and check_finished"
+        )
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"environment.arguments.max_turns={max_turns}; it must be at least 1")
+    gym = issubclass(kind, GYMScheduler)
+    for key, value in (("gym_env", gym_env), ("context_manager", context_manager)):
+        if value is not None and not gym:
+            raise ConfigError(
+                f"environment.arguments.{key} has no effect on {name}, which is no gym scheduler: remove it"
+            )
+    given = {"gym_env": gym_env, "context_manager_name": context_manager, **(arguments or {})}
+    given = {key: value for key, value in given.items() if value is not None}
+
+    def make() -> Any:
+        return _made(kind, name, InferEngine(tokenizer), max_turns, given)
+
+    of = json.dumps([name, max_turns, tokenizer, given], default=str, sort_keys=True)
+    chosen, lock = _common(of, make) if shared else (make(), None)
+    number = str(next(_numbers))
+    pays = gym if use_gym_env is None else use_gym_env
+    if kind.run is not MultiTurnScheduler.run:
+        if pays:
+            raise ConfigError(f"environment.arguments.use_gym_env has no effect on {name}, which has a run of its own")
+        return Run(chosen, name=number)
+    return Steps(chosen, name=number, gym=pays, lock=lock)
+
+
+async def reward(
+    trajectory: Trajectory,
+    *,
+    use: str,
+    external_plugins: Sequence[str] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> float:
+    """What a reward function of ms-swift gives a trajectory. `use` is registered in `orms`, or is `file.py:name`.
+
+    It is called once for each trajectory, with one completion: the model's last answer. A class is made once, with
+    `arguments`. Raises ConfigError.
+    """
+    for file in [external_plugins] if isinstance(external_plugins, str) else external_plugins:
+        load(file)
+    function = select(orms, use, what="reward function", key="reward.trajectory.arguments.use")
+    if isinstance(function, type):
+        with names():
+            function = made(function, json.dumps(dict(arguments or {}), sort_keys=True))
+    elif arguments:
+        raise ConfigError(
+            f"reward.trajectory.arguments.arguments: {use} is no class and is made of nothing; remove them"
+        )
+    return await ask(function, trajectory, use)
+
+
+def _made(kind: type[Any], name: str, engine: InferEngine, max_turns: int | None, given: Mapping[str, Any]) -> Any:
+    """A scheduler, with as much of what ms-swift hands to its constructor as that takes."""
+    parameters = inspect.signature(kind.__init__).parameters
+    everything = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    offered: dict[str, Any] = {"infer_engine": engine, "max_turns": max_turns}
+    if "tokenizer" in parameters:
+        offered["tokenizer"] = engine.tokenizer
+    taken = {key: value for key, value in offered.items() if everything or key in parameters}
+    try:
+        with names():  # a constructor may import what it needs
+            made = kind(**taken, **given)
+    except TypeError as error:
+        raise ConfigError(f"environment.arguments: {name} cannot be made: {error}") from error
+    made.infer_engine = engine
+    if made.max_turns is None:
+        made.max_turns = max_turns
+    return made
+
+
+def _common(of: str, make: Callable[[], Any]) -> tuple[Any, asyncio.Lock | None]:
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # made to see whether it can be, before there are conversations
+        return make(), None
+    kept = _shared.setdefault(loop, {})
+    if of not in kept:
+        kept[of] = (make(), asyncio.Lock())
+    return kept[of]

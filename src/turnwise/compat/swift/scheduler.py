@@ -1,0 +1,183 @@
+"""`MultiTurnScheduler` as its users know it, and what it says to one turn of the model.
+
+Hooks may be sync or async. Sync ones run beside the event loop, so that a tool that takes its time holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.compat.swift.masks import Returned
+from turnwise.compat.swift.messages import said
+from turnwise.compat.swift.protocol import (
+    ChatCompletionResponseChoice,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
+from turnwise.environments.aside import aside
+
+__all__ = ["Answer", "MultiTurnScheduler", "RolloutScheduler", "answer", "call", "multi_turns"]
+
+multi_turns: dict[str, type[Any]] = {}
+"""The registry: a plugin adds to it, `name` selects from it."""
+
+
+class RolloutScheduler:
+    """What schedulers have in common: an engine, a bound of turns, hooks."""
+
+    max_turns: int | None = None
+    infer_engine: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """`(infer_engine, max_turns)`; in older versions of ms-swift `(max_turns)`. A number is the latter in either place."""
+        self.infer_engine = kwargs.get("infer_engine")
+        self.max_turns = kwargs.get("max_turns")
+        for value in args[:2]:
+            if isinstance(value, int):
+                self.max_turns = value
+            elif value is not None:
+                self.infer_engine = value
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the recipe's `environment.arguments.tokenizer`."""
+        return self.infer_engine.tokenizer
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        """Before the model speaks for the first time; requests are changed in place. Here there is always one."""
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """After each turn, the last one too. `done` overrides `check_finished`; `rollout_infos` are kept."""
+        return {}
+
+    async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
+        """When the conversation is over, on every path out. (ms-swift has no such hook.)"""
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
+        """The whole conversation: here one turn."""
+        response = await self.infer_engine.infer_async(infer_request, request_config)
+        choice = response.choices[0]
+        said(infer_request.messages, choice.message.content)
+        ids = list(choice.token_ids)
+        return RolloutOutput(response, infer_request.messages, [ids], [[1] * len(ids)])
+
+    async def async_infer(self, infer_requests: Any, request_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """All conversations of a batch at once; here the loop holds them, so nobody calls it. Raises RuntimeError."""
+        raise RuntimeError("async_infer holds all conversations of a batch; here each has its own, begun by the loop")
+
+
+class MultiTurnScheduler(RolloutScheduler):
+    """Decides what comes after a turn of the model. To be subclassed: `step`, and where needed `check_finished` or `run`."""
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        """The request of the next turn: `{"infer_request": ...}`. `current_turn` counts from 1."""
+        raise NotImplementedError(f"{type(self).__name__} has neither a step nor a run of its own")
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        """Whether the conversation is over: the answer was cut, or `max_turns` are taken."""
+        if response_choice.finish_reason == "length":
+            return True
+        return bool(self.max_turns and current_turn >= self.max_turns)
+
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
+    ) -> RolloutOutput | list[RolloutOutput]:
+        """The whole conversation, for those who override it and call this one: the same turns, from inside."""
+        infos: dict[str, Any] = {}
+        ids: list[list[int]] = []
+        mask: list[list[int]] = []
+        turn = 1
+        while True:
+            goes_on = bool(infer_request.messages) and infer_request.messages[-1]["role"] == "assistant"
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            choice = response.choices[0]
+            said(infer_request.messages, choice.message.content)
+            told = await answer(self, infer_request, choice, turn)
+            infos.update(told.infos)
+            these = list(choice.token_ids if told.returned.ids is None else told.returned.ids)
+            those = [1] * len(these) if told.returned.mask is None else list(told.returned.mask)
+            if goes_on and ids:
+                ids[-1] += these
+                mask[-1] += those
+            else:
+                ids.append(these)
+                mask.append(those)
+            if told.done:
+                return RolloutOutput(response, infer_request.messages, ids, mask, {**infos, "num_turns": turn})
+            infer_request = told.request
+            turn += 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a scheduler says to a turn."""
+
+    done: bool
+    request: RolloutInferRequest
+    infos: dict[str, Any]
+    returned: Returned
+
+
+async def answer(
+    scheduler: Any,
+    request: RolloutInferRequest,
+    choice: ChatCompletionResponseChoice,
+    turn: int,
+    *,
+    lock: asyncio.Lock | None = None,
+) -> Answer:
+    """Ask a scheduler what comes after a turn: `on_turn_end`, `check_finished`, and `step` where it goes on.
+
+    Raises TypeError or ValueError if it answers with what it must not.
+    """
+    hooked = await call(scheduler.on_turn_end, request, choice, turn, lock=lock)
+    hooked = _dictionary(hooked if hooked is not None else {}, scheduler, "on_turn_end")
+    finished = await call(scheduler.check_finished, request, choice, turn, lock=lock)
+    done = bool(hooked.get("done", finished) or (scheduler.max_turns and turn >= scheduler.max_turns))
+    infos = dict(hooked.get("rollout_infos") or {})
+    if done:
+        return Answer(True, request, infos, Returned.of(hooked))
+    result = await call(scheduler.step, request, choice, turn, lock=lock)
+    if isinstance(result, RolloutInferRequest):  # as steps did in older versions
+        result = {"infer_request": result}
+    result = _dictionary(result, scheduler, "step")
+    following = result.get("infer_request")
+    if not isinstance(following, RolloutInferRequest):
+        raise TypeError(
+            f"{type(scheduler).__name__}.step must return {{'infer_request': RolloutInferRequest, ...}}; its infer_request is "
+            f"{following!r:.80}"
+        )
+    infos.update(result.get("rollout_infos") or {})
+    returned = Returned.of(result)
+    return Answer(False, following, infos, Returned.of(hooked) if returned.nothing else returned)
+
+
+async def call(function: Callable[..., Any], *arguments: Any, lock: asyncio.Lock | None = None) -> Any:
+    """Call a hook: an async one here, a sync one in a thread of its own, behind the lock if there is one."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    async with lock or contextlib.nullcontext():
+        result = await aside(
+            lambda: function(*arguments), name=getattr(function, "__name__", "hook"), kind="environment"
+        )
+    return await result if inspect.isawaitable(result) else result
+
+
+def _dictionary(result: Any, scheduler: Any, hook: str) -> dict[str, Any]:
+    if not isinstance(result, dict):
+        raise TypeError(f"{type(scheduler).__name__}.{hook} must return a dictionary; it returned {result!r:.80}")
+    return result
