@@ -217,11 +217,13 @@ def scorer(config: Config) -> Scorer:
     """The recipe's reward functions."""
     return Scorer(
         trajectory=[
-            TrajectoryReward(_name(use), _callable(use, key=f"reward.trajectory.{n}", given=(None,)), use.weight)
+            TrajectoryReward(
+                use.name or _name(use), _callable(use, key=f"reward.trajectory.{n}", given=(None,)), use.weight
+            )
             for n, use in enumerate(config.reward.trajectory)
         ],
         turns=[
-            TurnReward(_name(use), _callable(use, key=f"reward.turns.{n}", given=(None, None)), use.weight)
+            TurnReward(use.name or _name(use), _callable(use, key=f"reward.turns.{n}", given=(None, None)), use.weight)
             for n, use in enumerate(config.reward.turns)
         ],
         seconds=config.reward.seconds,

@@ -180,6 +180,8 @@ class RewardUse(Use):
     """A reward function."""
 
     weight: float = 1.0
+    name: str | None = None
+    """In metrics and records; null takes the end of the reference."""
 
 
 class Reward(Part):

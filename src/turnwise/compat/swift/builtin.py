@@ -64,7 +64,7 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
             infer_request.messages.append({"role": "assistant", "content": choice.message.content})
             told = copy.deepcopy(infer_request.messages)
             said = await answer(self, infer_request, choice, len(outputs) + 1)
-            ids = list(choice.token_ids or ())
+            ids: list[int] = list(choice.token_ids or ())
             infos = {**said.infos, "num_turns": len(outputs) + 1}
             outputs.append(RolloutOutput(response, told, [ids], [[1] * len(ids)], infos))
             if said.done:

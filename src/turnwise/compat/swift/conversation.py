@@ -31,10 +31,12 @@ __all__ = ["Run", "Steps"]
 class Steps:
     """An environment of a scheduler's `step` and `check_finished`.
 
-    `gym` pays each turn what `rollout_infos["total_reward"]` has grown by.
+    `gym` pays each turn what `rollout_infos["total_reward"]` has grown by, times that.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, gym: bool = False, lock: asyncio.Lock | None = None) -> None:
+    def __init__(
+        self, scheduler: Any, *, name: str, gym: float | None = None, lock: asyncio.Lock | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._name = name
         self._gym = gym
@@ -91,11 +93,11 @@ class Steps:
             await call(self._scheduler.on_trajectory_end, self._request, lock=self._lock)
 
     def _earned(self, infos: Mapping[str, Any]) -> float:
-        if not self._gym or "total_reward" not in infos:
+        if self._gym is None or "total_reward" not in infos:
             return 0.0
         earned = float(infos["total_reward"]) - self._paid
         self._paid += earned
-        return earned
+        return earned * self._gym
 
 
 class Run:

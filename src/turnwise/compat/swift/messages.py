@@ -171,7 +171,7 @@ def _tagged(content: Sequence[Any], media: Mapping[str, list[Any]]) -> Iterator[
 def _parts(content: Any, left: Mapping[str, Iterator[Any]], places: dict[str, int]) -> Iterator[dict[str, Any]]:
     for part in [content] if isinstance(content, str) else content:
         kind = media_kind(part) if isinstance(part, Mapping) else None
-        if kind is not None and (value := media_value(part)) is not None:
+        if isinstance(part, Mapping) and kind is not None and (value := media_value(part)) is not None:
             yield {"type": kind, kind: value}
             continue
         text = f"<{kind}>" if kind is not None else part.get("text", "") if isinstance(part, Mapping) else part

@@ -28,12 +28,13 @@ _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = 
 
 
 def scheduler(
-    name: str,
+    name: str | None = None,
     *,
     external_plugins: Sequence[str] = (),
     max_turns: int | None = None,
     tokenizer: str | None = None,
     use_gym_env: bool | None = None,
+    gym_weight: float = 1.0,
     gym_env: str | None = None,
     context_manager: str | None = None,
     shared: bool = False,
@@ -41,9 +42,10 @@ def scheduler(
 ) -> Environment:
     """The environment of a scheduler for one conversation.
 
-    `name` is registered in `multi_turns`, by ms-swift or by one of the plugins, or is `file.py:Class`. `tokenizer` is the
-    model's directory, for schedulers that ask for one. `use_gym_env` pays turns what `rollout_infos["total_reward"]` grows
-    by; it is on for gym schedulers. `arguments` are further ones of the scheduler's own.
+    `name` is registered in `multi_turns`, by ms-swift or by one of the plugins, or is `file.py:Class`; without one there is
+    one turn. `tokenizer` is the model's directory, for schedulers that ask for one. `use_gym_env` pays turns what
+    `rollout_infos["total_reward"]` grows by, times `gym_weight`; it is on for gym schedulers. `arguments` are further ones of
+    the scheduler's own.
 
     Each conversation has a scheduler of its own; with `shared` all conversations of a run have one, as in ms-swift, and its
     sync methods are called one at a time.
@@ -52,7 +54,14 @@ def scheduler(
     """
     for file in [external_plugins] if isinstance(external_plugins, str) else external_plugins:
         load(file)
-    kind = select(multi_turns, name, what="scheduler", key="environment.arguments.name")
+    if name is None:
+        kind, name, max_turns = MultiTurnScheduler, "one turn", max_turns or 1
+        if max_turns > 1:
+            raise ConfigError(
+                f"environment.arguments.max_turns={max_turns} has no effect without a scheduler: give its name"
+            )
+    else:
+        kind = select(multi_turns, name, what="scheduler", key="environment.arguments.name")
     if not (isinstance(kind, type) and issubclass(kind, RolloutScheduler)):
         raise ConfigError(
             f"environment.arguments.name: {name} is {kind!r:.80}; a scheduler is a subclass of MultiTurnScheduler"
@@ -84,7 +93,9 @@ def scheduler(
         if pays:
             raise ConfigError(f"environment.arguments.use_gym_env has no effect on {name}, which has a run of its own")
         return Run(chosen, name=number)
-    return Steps(chosen, name=number, gym=pays, lock=lock)
+    if gym_weight != 1.0 and not pays:
+        raise ConfigError(f"environment.arguments.gym_weight has no effect on {name}, whose turns are not paid")
+    return Steps(chosen, name=number, gym=gym_weight if pays else None, lock=lock)
 
 
 async def reward(

@@ -1,0 +1,356 @@
+"""From ms-swift's arguments to a recipe: what is carried over, what is not and why. Nothing is dropped without a word.
+
+What is not given has ms-swift's default, where that differs from ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.compat.converted import Converted, Left
+from turnwise.compat.swift.command import Given, listed, read
+from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS
+from turnwise.compat.swift.rewards import orms
+from turnwise.compat.swift.scheduler import multi_turns
+from turnwise.errors import nearest
+
+__all__ = ["from_swift_arguments"]
+
+_PLACE = "turnwise.compat.swift"
+_HANDLED = (
+    "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+    "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "top_k",
+    "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
+    "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
+)  # fmt: skip
+_MANY_TURNS = 100
+
+
+def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Converted:
+    """A recipe of what `swift rlhf --rlhf_type grpo` and `swift rollout` were given.
+
+    `source` is a mapping, the words of a command line, or a `.yaml`, `.json` or `.sh` file; a script may hold both commands.
+
+    Raises ConfigError if it cannot be read.
+    """
+    return _Conversion(read(source)).result()
+
+
+class _Conversion:
+    """One recipe in the making."""
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._recipe: dict[str, Any] = {}
+        self._carried: dict[str, str] = {}
+        self._left: list[Left] = []
+        self._minibatches = 1
+
+    def result(self) -> Converted:
+        """The whole."""
+        self._plain()
+        self._data()
+        self._conversation()
+        self._rewards()
+        self._batches()
+        self._clipping()
+        self._steps()
+        self._others()
+        return Converted(self._recipe, self._carried, self._left)
+
+    # how an argument is asked for and ticked off
+
+    def _value(self, key: str) -> Any:
+        return self._given.values.get(key, DEFAULTS.get(key))
+
+    def _set(self, option: str, value: Any, *keys: str) -> None:
+        """Set an option of the recipe; `keys` are the arguments that made it."""
+        node = self._recipe
+        *parents, last = option.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+        self._carry(option, *keys)
+
+    def _carry(self, what: str, *keys: str) -> None:
+        for key in keys:
+            if key in self._given.values:
+                self._carried[key] = f"{self._carried[key]}, {what}" if key in self._carried else what
+
+    def _leave(self, key: str, reason: str, *, matters: bool = False, value: Any = None) -> None:
+        self._carried.pop(key, None)
+        self._left.append(Left(key, self._given.values.get(key, value), reason, matters))
+
+    # what becomes of them
+
+    def _plain(self) -> None:
+        for key, option in OPTIONS.items():
+            value = self._value(key)
+            if key in self._given.values and value is None:
+                self._carry("nothing: it is not set", key)
+            elif value is not None and not (key == "system" and self._file_of_system(value)):
+                self._set(option, value, key)
+        for key, (option, names) in CHOICES.items():
+            value = self._value(key)
+            name = str(value).lower()
+            if value is not None and name in names:
+                self._set(option, names[name], key)
+            elif value is not None:
+                self._leave(key, f"{option} knows {', '.join(names)} by ms-swift's names", matters=True)
+            elif key in self._given.values:
+                self._carry(option, key)
+        if (top_k := self._value("top_k")) is not None:
+            self._set("sampling.top_k", max(int(top_k), 0), "top_k")
+        self._set("train.betas", [float(self._value("adam_beta1")), float(self._value("adam_beta2"))])
+        self._carry("train.betas", "adam_beta1", "adam_beta2")
+        if "learning_rate" not in self._given.values:
+            self._set("train.lr", 1e-5)  # ms-swift's own where all parameters are trained
+
+    def _file_of_system(self, value: Any) -> bool:
+        path = Path(str(value))
+        if not str(value).endswith(".txt") or not path.is_file():
+            return False
+        self._set("data.system", path.read_text(encoding="utf-8"), "system")
+        return True
+
+    def _data(self) -> None:
+        given = self._given.values
+        columns: dict[str, str] = {}
+        for key, option in (("dataset", "data.train"), ("val_dataset", "data.eval")):
+            names = given.get(key) or []
+            if len(names) > 1:
+                self._leave(key, f"{option} is one data set; put them into one file", matters=True)
+            elif names:
+                name, hashed, limit = str(names[0]).partition("#")
+                name, _, subset = name.partition(":") if not Path(name).exists() else (name, "", "")
+                self._set(option, name, key)
+                if subset:
+                    self._set("data.subset", subset, key)
+                if hashed and key == "dataset":
+                    self._set("data.limit", int(limit), key)
+                elif hashed:
+                    self._set("eval.rows", int(limit), key)
+        theirs = given.get("columns") or {}
+        for name, meaning in (json.loads(theirs) if isinstance(theirs, str) else theirs).items():
+            columns["prompt" if meaning in ("messages", "query", "prompt", "problem") else meaning] = name
+        self._carry("data.columns", "columns")
+        if "prompt" not in columns:
+            columns["prompt"] = self._prompt_column()
+        if columns != {"prompt": "prompt"}:
+            self._set("data.columns", columns)
+        if "split_dataset_ratio" in given:
+            if given["split_dataset_ratio"]:
+                self._leave(
+                    "split_dataset_ratio", "held-out rows are a file or a split of their own: data.eval", matters=True
+                )
+            else:
+                self._carry("nothing: no rows are held out", "split_dataset_ratio")
+        if "data_seed" in given:
+            if given["data_seed"] == self._value("seed"):
+                self._carry("seed", "data_seed")
+            else:
+                self._leave("data_seed", "there is one seed, for everything: seed")
+
+    def _prompt_column(self) -> str:
+        """The column of the conversations: looked up in the file where there is one, else what ms-swift's data sets have."""
+        path = Path(str(self._recipe.get("data", {}).get("train", "")))
+        if path.suffix in (".jsonl", ".json") and path.is_file():
+            with path.open(encoding="utf-8") as lines:
+                try:
+                    first = json.loads(next(lines, "{}"))
+                except json.JSONDecodeError:
+                    first = {}
+            known = ("messages", "prompt", "query", "problem", "question")
+            return next((name for name in known if name in first), "messages")
+        return "messages"
+
+    def _conversation(self) -> None:
+        given, arguments = self._given.values, dict[str, Any]()
+        length = int(self._value("max_completion_length"))
+        self._set("limits.tokens_per_turn", length, "max_completion_length")
+        if given.get("completion_length_limit_scope") == "total":
+            self._set("limits.tokens", length, "completion_length_limit_scope", "max_completion_length")
+        else:
+            self._carry("limits.tokens_per_turn", "completion_length_limit_scope")
+        name = given.get("multi_turn_scheduler")
+        gym = bool(given.get("use_gym_env") or given.get("gym_env"))
+        if name is None and gym:
+            name = "gym_scheduler"
+        plugins = given.get("external_plugins") or []
+        if name is not None:
+            arguments["name"] = name
+            for key in ("max_turns", "use_gym_env", "gym_env", "context_manager"):
+                if given.get(key) is not None:
+                    arguments[key] = given[key]
+            if plugins:
+                arguments["external_plugins"] = plugins
+            if name not in multi_turns:  # it may ask for one; it is loaded only if it does
+                arguments["tokenizer"] = given.get("model")
+        elif "max_turns" in given:
+            self._leave("max_turns", "there is no scheduler, so there is one turn")
+        turns = (given.get("max_turns") or _MANY_TURNS) if name is not None else 1
+        self._set("limits.turns", turns, *(["max_turns"] if name is not None else []))
+        self._set("environment", {"use": f"{_PLACE}:scheduler", "arguments": arguments})
+        for key in (
+            "multi_turn_scheduler",
+            "max_turns",
+            "use_gym_env",
+            "gym_env",
+            "context_manager",
+            "external_plugins",
+        ):
+            if key not in {left.key for left in self._left}:
+                self._carry("environment", key)
+        self._loss_scale(many=name is not None)
+
+    def _loss_scale(self, *, many: bool) -> None:
+        scale = self._given.values.get("loss_scale") or ("default" if many else "last_round")
+        if scale not in ("default", "all", "last_round"):
+            self._leave("loss_scale", "loss_mask knows all and last_round; write a function of your own", matters=True)
+        elif many and scale == "last_round":
+            self._set("loss_mask", "last_round", "loss_scale")
+        else:
+            self._carry("loss_mask", "loss_scale")
+
+    def _rewards(self) -> None:
+        given = self._given.values
+        names, weights = listed(given.get("reward_funcs")), listed(given.get("reward_weights"))
+        plugins = given.get("external_plugins") or []
+        gym = _gym(self._recipe)
+        count = len(names) + gym
+        if weights and len(weights) != count:
+            self._leave("reward_weights", f"{len(weights)} weights for {count} rewards", matters=True)
+            weights = []
+        uses: list[dict[str, Any]] = []
+        for number, name in enumerate(names):
+            if name not in orms and not plugins:
+                why = f"there is no reward function {name!r} here; there are {', '.join(sorted(orms))}, and those of a plugin"
+                self._left.append(Left("reward_funcs", name, why, matters=True))
+                continue
+            arguments = {"use": name, **({"external_plugins": plugins} if plugins else {})}
+            use: dict[str, Any] = {"use": f"{_PLACE}:reward", "name": name, "arguments": arguments}
+            if weights and weights[number] != 1:
+                use["weight"] = float(weights[number])
+            uses.append(use)
+        if uses:
+            self._set("reward.trajectory", uses)
+        if weights and gym and weights[-1] != 1:
+            self._recipe["environment"]["arguments"]["gym_weight"] = float(weights[-1])
+        self._carry("reward.trajectory", "reward_funcs", "external_plugins")
+        if "reward_weights" not in {left.key for left in self._left}:
+            self._carry("reward.trajectory", "reward_weights")
+
+    def _batches(self) -> None:
+        """Rows of a step and optimizer steps on it, from what ms-swift calls generation batches."""
+        keys = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "generation_batch_size",
+            "steps_per_generation",
+        )
+        processes, group = self._given.processes, int(self._value("num_generations"))
+        each = int(self._value("per_device_train_batch_size")) * processes
+        accumulate = int(self._value("gradient_accumulation_steps") or max(1, math.ceil(16 / each)))
+        per_generation = int(self._value("steps_per_generation") or accumulate)
+        whole = int(self._value("generation_batch_size") or each * per_generation)
+        self._set("train.rows", max(1, whole // group))
+        told = f"train.rows, train.minibatches ({whole} conversations a step, with {processes} processes)"
+        self._carry(told, *keys)
+        self._minibatches = max(1, round(whole / (each * accumulate)))
+        if self._minibatches > 1:
+            self._set("train.minibatches", self._minibatches)
+        if whole % group:
+            self._left.append(Left("num_generations", group, f"does not divide the {whole} conversations of a step"))
+
+    def _clipping(self) -> None:
+        given = self._given.values
+        off = self._minibatches > 1 or int(self._value("num_iterations")) > 1 or bool(given.get("async_generate"))
+        low, high = given.get("epsilon"), given.get("epsilon_high")
+        if not off:
+            for key in ("epsilon", "epsilon_high"):
+                if key in given:
+                    self._leave(key, "no effect with one optimizer step on each batch: the ratio is 1")
+            return
+        if low is not None:
+            self._set("train.clip_low", low, "epsilon")
+        if high is not None or low is not None:
+            self._set("train.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
+
+    def _steps(self) -> None:
+        given = self._given.values
+        of_theirs = self._minibatches * int(self._value("num_iterations"))  # optimizer steps of one step here
+        steps: int | None = None
+        if given.get("max_steps") and given["max_steps"] > 0:
+            steps = max(1, round(given["max_steps"] / of_theirs))
+            if "num_train_epochs" in given:
+                self._leave("num_train_epochs", "max_steps says when training ends")
+        elif (rows := self._count_rows()) is not None:
+            steps = max(1, math.ceil(float(self._value("num_train_epochs")) * rows / self._recipe["train"]["rows"]))
+            self._carry("train.steps", "num_train_epochs")
+        else:
+            value = float(self._value("num_train_epochs"))
+            why = "training ends after train.steps, and how many rows there are is not known here: set it"
+            self._leave("num_train_epochs", why, matters=True, value=value)
+        if steps is not None:
+            self._set("train.steps", steps, "max_steps")
+        warm = given.get("warmup_steps")
+        if warm is None and steps is not None:
+            warm = math.ceil(float(self._value("warmup_ratio")) * steps)
+        if warm:
+            self._set("train.warmup_steps", int(warm), "warmup_steps")
+        self._carry("train.warmup_steps", "warmup_ratio", "warmup_steps")
+        if "eval_steps" in given:
+            if given.get("val_dataset"):
+                self._set("eval.every", given["eval_steps"], "eval_steps")
+            else:
+                self._leave("eval_steps", "there are no held-out rows: data.eval")
+
+    def _count_rows(self) -> int | None:
+        data = self._recipe.get("data", {})
+        path = Path(str(data.get("train", "")))
+        if path.suffix != ".jsonl" or not path.is_file():
+            return data.get("limit")
+        with path.open("rb") as lines:
+            count = sum(bool(line.strip()) for line in lines)
+        return min(count, data.get("limit") or count)
+
+    def _others(self) -> None:
+        given, known = self._given.values, {*OPTIONS, *CHOICES, *FIXED, *_HANDLED}
+        told = {left.key for left in self._left}
+        for key in sorted({*given, "tuner_type"} - set(self._carried) - told):
+            value = self._value(key)
+            if key in FIXED:
+                fine, why = FIXED[key]
+                if any(value is one or (value == one and not isinstance(value, bool)) for one in fine):
+                    self._carry("nothing: it is so here", key)
+                else:
+                    self._leave(key, why, matters=True, value=value)
+            elif (reason := _machinery(key)) is not None:
+                self._leave(key, reason)
+            elif key == "max_length":
+                self._leave(key, "prompts are not cut here: limits.context bounds a conversation", matters=False)
+            else:
+                hint = nearest(key, known)
+                self._leave(key, f"not known here as an argument of ms-swift{hint}", matters=True)
+        for key, value in self._given.twice.items():
+            self._left.append(Left(key, value, f"the commands give it twice; {given[key]!r} was taken"))
+        for key, value in self._given.environment.items():
+            self._left.append(Left(key, value, "a variable of the shell: set it yourself if your code asks for it"))
+
+
+def _gym(recipe: Mapping[str, Any]) -> bool:
+    arguments = recipe["environment"]["arguments"]
+    return bool(arguments.get("use_gym_env") or arguments.get("gym_env") or arguments.get("name") == "gym_scheduler")
+
+
+def _machinery(key: str) -> str | None:
+    for pattern, reason in MACHINERY:
+        if re.fullmatch(pattern, key):
+            return reason
+    return None

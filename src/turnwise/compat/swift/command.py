@@ -1,0 +1,166 @@
+"""Reading arguments of ms-swift as people write them: on a command line, in a script, in a YAML or JSON file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from turnwise.compat.swift.flags import ALIASES, LISTS
+from turnwise.errors import ConfigError
+
+__all__ = ["Given", "listed", "read"]
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class Given:
+    """The arguments that were given, those of several commands together."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.twice: dict[str, Any] = {}
+        """Values that a later command gave differently."""
+        self.environment: dict[str, str] = {}
+        """Variables of the shell that are set in front of a command."""
+        self.processes = 1
+        """Of the trainer: `NPROC_PER_NODE` times `NNODES`."""
+
+    def add(self, key: str, value: Any) -> None:
+        """One argument. Lists are made of those that take several values."""
+        key = ALIASES.get(key.replace("-", "_"), key.replace("-", "_"))
+        if key in LISTS:
+            value = listed(value)
+        elif isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if key in self.values and self.values[key] != value:
+            self.twice[key] = self.values[key]
+        self.values[key] = value
+
+
+def read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Given:
+    """Arguments from a mapping, from words of a command line, or from a `.yaml`, `.json` or `.sh` file.
+
+    A command line may name a file first, as in `swift rlhf args.yaml --beta 0`; a script may hold several commands.
+
+    Raises ConfigError.
+    """
+    given = Given()
+    if isinstance(source, Mapping):
+        for key, value in source.items():
+            given.add(str(key), value)
+    else:
+        _words(given, [str(source)] if isinstance(source, str | Path) else list(source))
+    if not given.values:
+        raise ConfigError(f"there are no arguments of ms-swift in {source!r:.200}; they are written --name value")
+    return given
+
+
+def listed(value: Any) -> list[Any]:
+    """A value as a list: several words, JSON, or one thing."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            return list(json.loads(value))
+        except json.JSONDecodeError:
+            return [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _words(given: Given, words: Sequence[str]) -> None:
+    key: str | None = None
+    values: list[Any] = []
+
+    def end() -> None:
+        if key is not None:
+            given.add(key, True if not values else values if key in LISTS or len(values) > 1 else values[0])
+
+    processes: dict[str, int] = {}
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            end()
+            key, equals, value = word[2:].partition("=")
+            values = [_value(value)] if equals else []
+        elif key is not None:
+            values.append(_value(word))
+        elif word.endswith((".yaml", ".yml", ".json", ".sh")):
+            _file(given, Path(word).expanduser())
+        elif match := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word):
+            processes[match.group(1)] = int(match.group(2))
+        elif match := re.fullmatch(r"([A-Z_]+)=(.*)", word):
+            given.environment[match.group(1)] = match.group(2)
+        elif word not in ("swift", "megatron", "rlhf", "rollout", "grpo", "run"):
+            raise ConfigError(
+                f"{word!r} is no argument of ms-swift; they are written --name value, or in a file: args.yaml"
+            )
+    end()
+    for count in processes.values():
+        given.processes *= count
+
+
+def _file(given: Given, path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the arguments {path.absolute()} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
+    if path.suffix == ".sh":
+        for words in _commands(text, path):
+            _words(given, words)
+        return
+    try:
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of arguments; it holds a {type(tree).__name__}")
+    for key, value in tree.items():
+        given.add(str(key), _value(value) if isinstance(value, str) else value)
+
+
+def _commands(text: str, path: Path) -> list[list[str]]:
+    """The words of each `swift rlhf` and `swift rollout` in a script, what is set in front of them included."""
+    found: list[list[str]] = []
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {line.strip()[:80]!r} cannot be read as a shell does: {error}") from None
+        at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in ("swift", "megatron")), None)
+        if at is None or words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
+            continue
+        words = [*(word for word in words[:at] if "=" in word), *words[at + 2 :]]
+        end = next(
+            (n for n, word in enumerate(words) if word in ("&", "&&", "|", "2>&1", ";") or word[0] in "><"), None
+        )
+        words = words[:end]
+        if unset := [word for word in words if re.search(r"\$\{?\w", word)]:
+            raise ConfigError(
+                f"{path}: {unset[0]!r} is a variable of the shell, and nobody sets it here; write its value"
+            )
+        found.append(words)
+    if not found:
+        raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
+    return found
+
+
+def _value(text: str) -> Any:
+    """A word as what it means: a number, true or false, null, JSON, or the text itself."""
+    low = text.strip().lower()
+    if low in ("true", "false"):
+        return low == "true"
+    if low in ("none", "null"):
+        return None
+    if _NUMBER.fullmatch(low):
+        return int(low) if re.fullmatch(r"[-+]?\d+", low) else float(low)
+    if text.strip()[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    return text
