@@ -76,7 +76,7 @@ LIGHT = [
 ]
 """Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
 
-LAZY = {("rollout", "transformers"), ("data", "datasets"), ("environments", "mcp")}
+LAZY = {("rollout", "transformers"), ("data", "datasets"), ("environments", "mcp"), ("compat", "transformers")}
 """Heavy libraries that a part may load inside a function, where it is needed."""
 
 EXCEPT_EXCEPTION = {"errors.py": 1, "engines/local/engine.py": 1}
