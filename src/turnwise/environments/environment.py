@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable
-from typing import Concatenate, ParamSpec, Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
+from turnwise.environments.foreign import Foreign
 from turnwise.types import Opening, Reply, Row, Turn
 
-__all__ = ["Environment", "EnvironmentFactory", "Once", "environment", "say"]
+__all__ = ["Environment", "EnvironmentFactory", "Once", "Settles", "environment", "say"]
 
 P = ParamSpec("P")
+
+Generating = AsyncGenerator[Opening | Reply, Turn] | Generator[Opening | Reply, Turn, None]
+"""What a generator function gives."""
 
 
 @runtime_checkable
@@ -39,6 +43,16 @@ EnvironmentFactory = Callable[[], Environment]
 """Makes a fresh environment for each conversation: a class without arguments, or a `functools.partial`."""
 
 
+@runtime_checkable
+class Settles(Protocol):
+    """An environment that has something to say about the whole conversation, however it ended."""
+
+    async def settle(self) -> float:
+        """What is added to the last turn's reward. Asked once, if a limit ended the conversation and nothing broke: an
+        environment that ends it itself says so in its last Reply."""
+        ...
+
+
 def say(text: str, *, reward: float = 0.0, done: bool = False) -> Reply:
     """A reply of one user message."""
     return Reply(messages=({"role": "user", "content": text},), reward=reward, done=done)
@@ -58,17 +72,21 @@ class Once:
 
 
 class GeneratorEnvironment:
-    """An async generator, made an environment: each `yield` hands over what comes next and receives the model's turn."""
+    """A generator, made an environment: each `yield` hands over what comes next and receives the model's turn.
 
-    def __init__(self, start: Callable[[Row], AsyncGenerator[Opening | Reply, Turn]], name: str) -> None:
+    An async one runs in the event loop; a sync one beside it, so it may block.
+    """
+
+    def __init__(self, start: Callable[[Row], Generating], name: str) -> None:
         self._start = start
         self._name = name
-        self._generator: AsyncGenerator[Opening | Reply, Turn] | None = None
+        self._generator: _Async | _Sync | None = None
 
     async def begin(self, row: Row) -> Opening:
-        self._generator = self._start(row)
-        opening = await anext(self._generator, None)
-        if opening is None:
+        started = self._start(row)
+        self._generator = _Async(started) if isinstance(started, AsyncGenerator) else _Sync(started, self._name)
+        opening = await self._generator.first()
+        if opening is _OVER:
             raise TypeError(f"the environment {self._name!r} ended before its first yield; it must yield an Opening")
         if not isinstance(opening, Opening):
             raise TypeError(
@@ -79,9 +97,8 @@ class GeneratorEnvironment:
 
     async def step(self, turn: Turn) -> Reply:
         assert self._generator is not None, "step before begin"
-        try:
-            reply = await self._generator.asend(turn)
-        except StopAsyncIteration:
+        reply = await self._generator.send(turn)
+        if reply is _OVER:
             return Reply(done=True)
         if not isinstance(reply, Reply):
             raise TypeError(
@@ -92,13 +109,61 @@ class GeneratorEnvironment:
 
     async def close(self) -> None:
         if self._generator is not None:
-            await self._generator.aclose()
+            await self._generator.close()
+
+
+_OVER = object()
+"""What a generator that is over yields."""
+
+
+class _Async:
+    """An async generator, run in the event loop."""
+
+    def __init__(self, generator: AsyncGenerator[Opening | Reply, Turn]) -> None:
+        self._generator = generator
+
+    async def first(self) -> Any:
+        return await anext(self._generator, _OVER)
+
+    async def send(self, turn: Turn) -> Any:
+        try:
+            return await self._generator.asend(turn)
+        except StopAsyncIteration:
+            return _OVER
+
+    async def close(self) -> None:
+        await self._generator.aclose()
+
+
+class _Sync:
+    """A sync generator, run beside the event loop."""
+
+    def __init__(self, generator: Generator[Opening | Reply, Turn, None], name: str) -> None:
+        self._generator = generator
+        self._foreign = Foreign(lambda: generator, lambda one: one.close(), name=name)
+
+    async def first(self) -> Any:
+        generator = await self._foreign.make()
+        return await self._foreign.ask(lambda: next(generator, _OVER))
+
+    async def send(self, turn: Turn) -> Any:
+        def send() -> Any:
+            try:
+                return self._generator.send(turn)
+            except StopIteration:
+                return _OVER
+
+        return await self._foreign.ask(send)
+
+    async def close(self) -> None:
+        await self._foreign.close()
 
 
 def environment(
-    function: Callable[Concatenate[Row, P], AsyncGenerator[Opening | Reply, Turn]],
+    function: Callable[Concatenate[Row, P], Generating],
 ) -> Callable[P, GeneratorEnvironment]:
-    """Make an environment of an async generator function. Its `finally:` is the clean-up; returning ends the conversation.
+    """Make an environment of a generator function, async or not. Its `finally:` is the clean-up; returning ends the
+    conversation.
 
     Example, a user who asks back once::
 
@@ -109,10 +174,12 @@ def environment(
             yield Reply(reward=float("yes" in turn.text), done=True)
 
         make_environment = sure        # parameters after `row` become those of the factory
+
+    Without `async` it may block: it runs beside the event loop, in threads, one after the other.
     """
 
-    if not inspect.isasyncgenfunction(function):
-        raise TypeError(f"{function.__name__!r} is no async generator function; it must be `async def` and yield")
+    if not (inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function)):
+        raise TypeError(f"{function.__name__!r} is no generator function; it must yield")
 
     @functools.wraps(function)
     def factory(*args: P.args, **kwargs: P.kwargs) -> GeneratorEnvironment:

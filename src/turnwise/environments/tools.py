@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.environments.aside import aside
-from turnwise.environments.environment import Environment, Once
+from turnwise.environments.environment import Environment, Once, Settles
 from turnwise.environments.tool import Tool, Toolbox
 from turnwise.environments.tool_result import Answer, ToolResponse, failed
 from turnwise.environments.truncation import Truncation
@@ -96,6 +96,9 @@ class Tools:
             return _joined(turn, _reply(await answering), reply)
         finally:
             answering.cancel()  # where the side behind broke; otherwise it is over
+
+    async def settle(self) -> float:
+        return await self._then.settle() if isinstance(self._then, Settles) else 0.0
 
     async def close(self) -> None:
         instances, self._instances = self._instances, []

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
-from turnwise.environments.environment import Environment, EnvironmentFactory
+from turnwise.environments.environment import Environment, EnvironmentFactory, Settles
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer, Thinking
@@ -86,7 +86,10 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
         with boundary("environment"):
             environment = table.make_environment()
         async with asyncio.timeout(limits.seconds):
-            session.finish(await converse(session, environment, table))
+            stop = await converse(session, environment, table)
+            if stop is not Stop.DONE and isinstance(environment, Settles):
+                await _settle(environment, trajectory, limits)
+            session.finish(stop)
     except Failed as failed:
         trajectory.fail(failed.failure)
     except TimeoutError:
@@ -151,6 +154,13 @@ def _overdue(turn: int, limits: Limits, seconds: float) -> str:
     if limits.seconds is not None and seconds >= limits.seconds:
         return f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
     return f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
+
+
+async def _settle(environment: Settles, trajectory: Trajectory, limits: Limits) -> None:
+    """Ask for what the whole conversation has earned, which a limit ended."""
+    async with asyncio.timeout(limits.seconds_per_turn):
+        with boundary("environment"):
+            trajectory.turns[-1].reward += await environment.settle()
 
 
 async def _close(environment: Environment, name: str) -> None:
