@@ -1,0 +1,77 @@
+"""From what the model says to an action of a gymnasium environment, and back to the model where it is none."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from turnwise.errors import ConfigError
+
+__all__ = ["Actions", "NoAction"]
+
+_INTEGER = re.compile(r"[+-]?\d+")
+
+
+class NoAction(Exception):
+    """What the model said is no action. Its text is for the model: it says what is allowed."""
+
+
+class Actions:
+    """Reads actions for one action space; None is a space of whatever texts there are.
+
+    Raises ConfigError if the space's actions have no form in words and no `function` makes them.
+    """
+
+    def __init__(self, space: Any, function: Callable[[str], Any] | None = None) -> None:
+        if function is not None and inspect.iscoroutinefunction(function):
+            raise ConfigError(
+                f"the action {function.__name__} is async; reading an answer waits for nothing: write def"
+            )
+        self._space = space
+        self._read = function if function is not None else _reader(space)
+        self._allowed = _allowed(space)
+
+    def read(self, text: str) -> Any:
+        """The action in an answer.
+
+        Raises NoAction.
+        """
+        try:
+            action = self._read(text)
+        except ValueError as error:
+            raise NoAction(str(error) or f"There is no action in your answer. Allowed is {self._allowed}.") from None
+        if self._space is not None and not self._space.contains(action):
+            raise NoAction(f"{str(action)[:80]!r} is not allowed. Allowed is {self._allowed}.")
+        return action
+
+
+def _reader(space: Any) -> Callable[[str], Any]:
+    kind = type(space).__name__
+    if space is None or kind == "Text":
+        return str.strip
+    if kind == "Discrete":
+        return _last_integer
+    raise ConfigError(
+        f"the actions of {space} have no form in words: set environment.arguments.action to a function of the answer that gives "
+        f"an action"
+    )
+
+
+def _last_integer(text: str) -> int:
+    found = _INTEGER.findall(text)
+    if not found:
+        raise ValueError
+    return int(found[-1][:18])
+
+
+def _allowed(space: Any) -> str:
+    kind = type(space).__name__
+    if kind == "Discrete":
+        return f"a whole number from {space.start} to {space.start + space.n - 1}"
+    if kind == "Text":
+        characters = "".join(sorted(space.character_set))
+        shown = characters if len(characters) <= 40 else f"{characters[:40]}..."
+        return f"a text of {space.min_length} to {space.max_length} of the characters {shown!r}"
+    return "any text" if space is None else str(space)

@@ -1,0 +1,282 @@
+"""Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, as they are.
+
+    environment:
+      use: turnwise.compat.gym:GymEnvironments
+      arguments: {environment: recipes/quiz.py:Quiz, arguments: {questions: 3}}
+
+What the model says becomes an action, what the environment shows becomes a message. Each conversation has an environment of
+its own; it runs beside the event loop and is closed once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+
+from turnwise.compat.actions import Actions, NoAction
+from turnwise.compat.maker import InFront, Maker, end, messages_of, number, opened, plain, referred
+from turnwise.environments.environment import Environment
+from turnwise.environments.foreign import Foreign, columns_for
+from turnwise.environments.tool import Tool
+from turnwise.errors import ConfigError, DataError, Failed
+from turnwise.types import Opening, Reply, Row, Turn
+
+__all__ = ["GymEnvironments", "ToolEnvironments"]
+
+_REGISTERED = re.compile(r"-v\d+$")
+
+
+class GymEnvironments:
+    """Makes the environment of each conversation: a game of a gymnasium environment.
+
+    Example::
+
+        make_environment = GymEnvironments("FrozenLake-v1", arguments={"is_slippery": False})
+    """
+
+    def __init__(
+        self,
+        environment: str | Callable[..., Any],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        action: str | Callable[[str], Any] | None = None,
+        observation: str | Callable[[Any], Any] | None = None,
+        seed: str | None = None,
+        options: str | None = None,
+        invalid_reward: float = 0.0,
+    ) -> None:
+        """`environment` is a class, a function that makes one, a reference to either, or a registered id such as
+        `FrozenLake-v1`; `arguments` are what it is made with.
+
+        `action` makes an action of the model's answer, and raises ValueError for the model where it cannot; without it a
+        `Text` space gets the answer, and a `Discrete` one the last whole number in it. `observation` makes a text or messages
+        of what is shown; without it a text is told as it is, anything else as JSON.
+
+        `seed` and `options` name the columns that `reset` is given. Without them these are `seed` and `options` where a row
+        has them, and a row without a seed has one of its own. `invalid_reward` is what an answer earns that is no action.
+
+        Raises ConfigError.
+        """
+        if isinstance(environment, str) and _REGISTERED.search(environment):
+            environment = _registered(environment)
+        self._read = None if action is None else referred(action, "action")
+        self.show = None if observation is None else referred(observation, "observation")
+        self._seed, self._options = seed, options
+        if isinstance(invalid_reward, bool) or not isinstance(invalid_reward, int | float):
+            raise ConfigError(f"environment.arguments.invalid_reward is {invalid_reward!r}; it must be a number")
+        self.invalid_reward = invalid_reward
+        self.maker = Maker.of(environment, arguments, wants=("reset", "step"), check=self._check)
+
+    def __call__(self) -> Environment:
+        return _Game(self)
+
+    def tools(self) -> Sequence[Tool]:
+        """None: a game has none of its own."""
+        return ()
+
+    def make(self, in_front: InFront) -> Environment:
+        """An environment with the recipe's tools in front."""
+        return in_front((), self())
+
+    async def aclose(self) -> None:
+        """Nothing is shared."""
+
+    def _check(self, made: Any) -> None:
+        try:
+            inspect.signature(made.reset).bind(seed=0, options=None)
+        except TypeError as error:
+            raise ConfigError(
+                f"its reset cannot be called with seed and options ({error}), as gymnasium does. A class with reset() and "
+                f"step(action) -> (observation, done) is played by turnwise.compat.gym:ToolEnvironments"
+            ) from None
+        self.actions(made)
+
+    def actions(self, made: Any) -> Actions:
+        """What reads the actions of an environment."""
+        return Actions(getattr(made, "action_space", None), self._read)
+
+    def seed(self, row: Row) -> int:
+        """The same for all conversations of a row, so that they can be compared."""
+        if self._seed is None and row.fields.get("seed") is None:
+            return int.from_bytes(blake2b(row.id.encode(), digest_size=4).digest(), "big") >> 1
+        name = self._seed or "seed"
+        seed = row[name]
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise DataError(f"row {row.id!r} has {name}={seed!r:.80}; a seed is a whole number, 0 or more")
+        return seed
+
+    def options(self, row: Row) -> dict[str, Any] | None:
+        """What `reset` is given beside the seed."""
+        if self._options is None and row.fields.get("options") is None:
+            return None
+        name = self._options or "options"
+        options = row[name]
+        if not isinstance(options, Mapping):
+            raise DataError(f"row {row.id!r} has {name}={options!r:.80}; options are a dictionary")
+        return dict(options)
+
+
+class _Game:
+    """One conversation with a gymnasium environment."""
+
+    def __init__(self, rules: GymEnvironments) -> None:
+        self._rules = rules
+        self._name = rules.maker.name
+        self._foreign = Foreign(rules.maker.make, end, name=self._name)
+        self._refused = 0
+
+    async def begin(self, row: Row) -> Opening:
+        seed, options = self._rules.seed(row), self._rules.options(row)
+        self._made = await self._foreign.make()
+        self._actions = self._rules.actions(self._made)
+        answered = await self._foreign.ask(partial(self._made.reset, seed=seed, options=options))
+        if not isinstance(answered, tuple) or len(answered) != 2:
+            raise TypeError(f"{self._name}.reset gave {_form(answered)}; gymnasium's gives (observation, info)")
+        return Opening(messages=opened(row.messages, await self._shown(answered[0])))
+
+    async def step(self, turn: Turn) -> Reply:
+        text = str(turn.message.get("content") or "")
+        try:
+            answered = await self._foreign.ask(lambda: self._made.step(self._actions.read(text)))
+        except Failed as failed:
+            if not isinstance(failed.__cause__, NoAction):
+                raise
+            self._refused += 1
+            return Reply(
+                messages=messages_of(str(failed.__cause__), "user"),
+                reward=self._rules.invalid_reward,
+                info={"invalid_actions": self._refused},
+            )
+        if not isinstance(answered, tuple) or len(answered) != 5:
+            raise TypeError(
+                f"{self._name}.step gave {_form(answered)}; gymnasium's gives (observation, reward, terminated, truncated, info)"
+            )
+        observation, reward, terminated, truncated, info = answered
+        if not isinstance(info, Mapping):
+            raise TypeError(f"{self._name}.step gave the info {info!r:.80}; it must be a dictionary")
+        ends = {name: True for name, over in (("terminated", terminated), ("truncated", truncated)) if over}
+        return Reply(
+            messages=messages_of(await self._shown(observation), "user"),
+            reward=number(reward, f"{self._name}.step"),
+            done=bool(ends),
+            info={**plain(info), **ends},
+        )
+
+    async def close(self) -> None:
+        await self._foreign.close()
+
+    async def _shown(self, observation: Any) -> Any:
+        show = self._rules.show
+        return observation if show is None else await self._foreign.ask(partial(show, observation))
+
+
+class ToolEnvironments:
+    """Makes the environment of each conversation of a class with `reset()` and `step(action) -> (observation, done)`.
+
+    Both may be async, and `step` may also give `(observation, reward, done)` or `(observation, reward, done, info)`.
+    """
+
+    def __init__(
+        self,
+        environment: str | Callable[..., Any],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        tools: Mapping[str, str | Callable[..., Any]] | None = None,
+        role: Literal["user", "tool"] = "user",
+    ) -> None:
+        """`tools` is what the class is made with under this name: functions by their names, or references to them.
+
+        `step` is given all that the model said, its calls too. `reset` is given the columns of the row that it names. `role`
+        is that of the answers: some templates refuse `tool` where they know of no call (Gemma 4, gpt-oss).
+
+        Raises ConfigError.
+        """
+        if role not in ("tool", "user"):
+            raise ConfigError(f"environment.arguments.role is {role!r}; it must be user or tool")
+        given = dict(arguments or {})
+        if tools is not None:
+            if "tools" in given:
+                raise ConfigError("environment.arguments has tools, and its own arguments have them too: remove one")
+            given["tools"] = {name: referred(one, f"tools.{name}") for name, one in tools.items()}
+        self._maker = Maker.of(environment, given, wants=("reset", "step"))
+        self._role = role
+
+    def __call__(self) -> Environment:
+        return _Steps(self._maker, self._role)
+
+    def tools(self) -> Sequence[Tool]:
+        """None that we would run: it runs its own."""
+        return ()
+
+    def make(self, in_front: InFront) -> Environment:
+        """An environment with the recipe's tools in front."""
+        return in_front((), self())
+
+    async def aclose(self) -> None:
+        """Nothing is shared."""
+
+
+class _Steps:
+    """One conversation with an object that has `reset` and `step`."""
+
+    def __init__(self, maker: Maker, role: str) -> None:
+        self._foreign = Foreign(maker.make, end, name=maker.name)
+        self._name = maker.name
+        self._role = role
+
+    async def begin(self, row: Row) -> Opening:
+        self._made = await self._foreign.make()
+        columns = columns_for(self._made.reset, row, name=f"{self._name}.reset")
+        return Opening(messages=opened(row.messages, await self._foreign.ask(partial(self._made.reset, **columns))))
+
+    async def step(self, turn: Turn) -> Reply:
+        answered = await self._foreign.ask(partial(self._made.step, turn.text))
+        match answered:
+            case (observation, done):
+                reward, info = 0.0, {}
+            case (observation, reward, done):
+                info = {}
+            case (observation, reward, done, Mapping() as info):
+                pass
+            case _:
+                observation, reward, done, info = None, 0.0, None, {}
+        if not isinstance(answered, tuple) or not isinstance(done, bool | np.bool_):
+            raise TypeError(
+                f"{self._name}.step gave {_form(answered)}; it must give (observation, done), (observation, reward, done) or "
+                f"(observation, reward, done, info), where done is True or False. A gymnasium environment is played by "
+                f"turnwise.compat.gym:GymEnvironments"
+            )
+        return Reply(
+            messages=messages_of(observation, self._role),
+            reward=number(reward, f"{self._name}.step"),
+            done=bool(done),
+            info=plain(info),
+        )
+
+    async def close(self) -> None:
+        await self._foreign.close()
+
+
+def _registered(name: str) -> Callable[..., Any]:
+    try:
+        import gymnasium
+    except ImportError:
+        raise ConfigError(f"{name!r} is looked up by the gymnasium package: pip install 'turnwise[gym]'") from None
+
+    def make(**arguments: Any) -> Any:
+        return gymnasium.make(name, **arguments)
+
+    make.__name__ = name
+    return make
+
+
+def _form(answered: Any) -> str:
+    if isinstance(answered, tuple):
+        return f"{len(answered)} values ({', '.join(type(one).__name__ for one in answered)})"
+    return f"{answered!r:.80}"

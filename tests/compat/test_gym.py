@@ -1,0 +1,404 @@
+"""Gymnasium environments as they are: what is shown, what is an action, and everything that can go wrong."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise import build
+from turnwise.compat.gym import GymEnvironments
+from turnwise.config import Config
+from turnwise.environments.calculator import calculator
+from turnwise.environments.tools import Tools
+from turnwise.errors import ConfigError
+from turnwise.rollout.limits import Limits
+from turnwise.types import Trajectory
+
+MADE: list[Guess] = []
+
+
+class Guess(gymnasium.Env[str, int]):
+    """A number from 0 to 9 is to be guessed."""
+
+    def __init__(self, tries: int = 3, wait: Callable[[], Any] = bool) -> None:
+        self.action_space = spaces.Discrete(10)
+        self.observation_space = spaces.Text(40)
+        self.closed = 0
+        self._tries = tries
+        self._wait = wait
+        MADE.append(self)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.given = (seed, options)
+        self.secret = int(self.np_random.integers(10)) if options is None else options["secret"]
+        self._left = self._tries
+        return f"{self._left} tries.", {}
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._wait()
+        self._left -= 1
+        info = {"left": np.int64(self._left), "board": np.arange(2)}
+        if action == self.secret:
+            return "Right.", 1.0, True, False, info
+        return ("Higher." if action < self.secret else "Lower."), np.float32(-0.5), False, self._left == 0, info
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    MADE.clear()
+
+
+def play(*said: Any, environment: Any = Guess, options: Any = None, **rules: Any) -> Trajectory:
+    """One game, whose secret is 7 unless told otherwise."""
+    make = GymEnvironments(environment, **rules)
+    MADE.clear()
+    return hold(Says(*said), make, row=a_row("Guess!", options={"secret": 7} if options is None else options))
+
+
+def heard(trajectory: Trajectory) -> list[str]:
+    return [message["content"] for message in trajectory.messages if message["role"] == "user"]
+
+
+def failure(trajectory: Trajectory) -> str:
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    return trajectory.error.message
+
+
+def test_a_game_is_played_to_its_end() -> None:
+    trajectory = play("3", "I say 9.", "then it is 7")
+    assert heard(trajectory) == ["Guess!\n\n3 tries.", "Higher.", "Lower.", "Right."]
+    assert [turn.reward for turn in trajectory.turns] == [-0.5, -0.5, 1.0]
+    assert trajectory.turns[2].info == {"left": 0, "board": [0, 1], "terminated": True}
+    assert (trajectory.stop, [game.closed for game in MADE]) == ("done", [1])
+
+
+def test_a_truncated_game_is_over_too() -> None:
+    trajectory = play("1", arguments={"tries": 1})
+    assert trajectory.turns[0].info == {"left": 0, "board": [0, 1], "truncated": True}
+    assert (trajectory.stop, trajectory.turns[0].reward) == ("done", -0.5)
+
+
+def test_what_is_no_action_is_told_and_counted_and_ends_nothing() -> None:
+    trajectory = play("dunno", "12", "99999999999999999999999", "7", invalid_reward=-0.25)
+    allowed = "Allowed is a whole number from 0 to 9."
+    assert heard(trajectory) == [
+        "Guess!\n\n3 tries.",
+        f"There is no action in your answer. {allowed}",
+        f"'12' is not allowed. {allowed}",
+        f"'999999999999999999' is not allowed. {allowed}",
+        "Right.",
+    ]
+    assert [turn.info.get("invalid_actions") for turn in trajectory.turns] == [1, 2, 3, None]
+    assert [turn.reward for turn in trajectory.turns] == [-0.25, -0.25, -0.25, 1.0]
+    assert trajectory.turns[3].info["left"] == 2
+
+
+def test_a_text_space_is_given_the_answer() -> None:
+    class Spell(Guess):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = spaces.Text(3, min_length=2, charset="abc")  # type: ignore[assignment]
+
+        def step(self, action: Any) -> Any:
+            return f"You said {action}.", 0, action == "cab", False, {}
+
+    trajectory = play("a", "  abba", "b!", " ab\n", "cab", environment=Spell)
+    allowed = "Allowed is a text of 2 to 3 of the characters 'abc'."
+    assert heard(trajectory)[1:] == [
+        f"'a' is not allowed. {allowed}",
+        f"'abba' is not allowed. {allowed}",
+        f"'b!' is not allowed. {allowed}",
+        "You said ab.",
+        "You said cab.",
+    ]
+
+
+def word(text: str) -> int:
+    """An action in words."""
+    names = {"seven": 7, "eleven": 11}
+    if text not in names:
+        raise ValueError(f"Say seven, not {text}.")
+    return names[text]
+
+
+def test_an_action_may_be_read_by_a_function() -> None:
+    trajectory = play("six", "eleven", "seven", action=word)
+    assert heard(trajectory)[1:] == [
+        "Say seven, not six.",
+        "'11' is not allowed. Allowed is a whole number from 0 to 9.",
+        "Right.",
+    ]
+
+
+def test_an_action_function_that_breaks_fails_the_conversation() -> None:
+    assert failure(play("six", action=lambda text: {}[text])) == "KeyError: six"
+
+
+def test_an_action_space_without_words_needs_a_function() -> None:
+    class Steer(Guess):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = spaces.Box(-1, 1, (2,), np.float32)  # type: ignore[assignment]
+
+        def step(self, action: Any) -> Any:
+            return action, float(action.sum()), True, False, {}
+
+    with pytest.raises(
+        ConfigError, match=r"Steer: the actions of Box.* have no form in words: set environment\.arguments\."
+    ):
+        GymEnvironments(Steer)
+    action = lambda text: np.array([float(one) for one in text.split()], np.float32)  # noqa: E731
+    trajectory = play("2 3", "x", "0.5 0.25", environment=Steer, action=action)
+    assert heard(trajectory)[1:] == [
+        "'[2. 3.]' is not allowed. Allowed is Box(-1.0, 1.0, (2,), float32).",
+        "could not convert string to float: 'x'",
+        "[0.5, 0.25]",
+    ]
+    assert trajectory.turns[2].reward == 0.75
+
+
+def test_an_environment_without_spaces_is_given_the_text() -> None:
+    class Bare:
+        def reset(self, seed: Any = None, options: Any = None) -> Any:
+            return None, {}
+
+        def step(self, action: str) -> Any:
+            return [{"role": "user", "content": action.upper()}], 0.5, action == "b", False, {}
+
+    trajectory = play(" a ", "b", environment=Bare)
+    assert heard(trajectory) == ["Guess!", "A", "B"]
+
+
+def test_what_is_shown_may_be_said_by_a_function() -> None:
+    def show(text: str) -> Any:
+        return [{"type": "text", "text": text.upper()}]
+
+    trajectory = play("7", observation=show)
+    assert heard(trajectory) == [
+        [{"type": "text", "text": "Guess!"}, {"type": "text", "text": "3 TRIES."}],
+        [{"type": "text", "text": "RIGHT."}],
+    ]
+
+
+def test_registered_games_are_made_by_their_id() -> None:
+    make = GymEnvironments("FrozenLake-v1", arguments={"is_slippery": False})
+    trajectory = hold(Says(*"112122"), make, row=a_row("Go!"))
+    assert heard(trajectory) == ["Go!\n\n0", "4", "8", "9", "13", "14", "15"]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        ("FrozenLak-v9", {}, "FrozenLak-v9 cannot be made: NameNotFound: Environment `FrozenLak` doesn't exist"),
+        ("json:dumps", {}, r"dumps cannot be made with the arguments {}: missing a required argument: 'obj'"),
+        ("json:no", {}, "environment.arguments.environment: json has no 'no'"),
+        ("guess.py:Guess", {}, "there is no file"),
+        (5, {}, "environment.arguments.environment is a int, 5; it must be a class or a function"),
+        (dict, {}, "dict makes a dict without reset and step; what is played must have reset and step"),
+        (Guess, {"arguments": {"trys": 1}}, "Guess cannot be made with the arguments {'trys': 1}"),
+        (Guess, {"action": 5}, "environment.arguments.action is a int"),
+        (Guess, {"observation": "json"}, "environment.arguments.observation: 'json' names nothing"),
+        (Guess, {"invalid_reward": "much"}, "environment.arguments.invalid_reward is 'much'"),
+        (functools.partial(Guess, wait=5), {"arguments": {"tries": 1, "more": 2}}, "partial cannot be made"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_the_start(environment: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        GymEnvironments(environment, **options)
+    assert message in str(error.value)
+
+
+def test_an_environment_of_another_contract_is_refused_with_the_right_adapter() -> None:
+    class Other:
+        def reset(self) -> None: ...
+
+        def step(self, action: str) -> Any: ...
+
+    with pytest.raises(
+        ConfigError, match=r"reset cannot be called with seed and options.*compat\.gym:ToolEnvironments"
+    ):
+        GymEnvironments(Other)
+
+
+def test_an_environment_that_cannot_be_made_is_refused_at_the_start() -> None:
+    class Broken(Guess):
+        def __init__(self) -> None:
+            raise OSError("no licence")
+
+    with pytest.raises(ConfigError, match="Broken cannot be made: OSError: no licence"):
+        GymEnvironments(Broken)
+
+
+# seeds
+
+
+def seeds(row: Any, size: int = 2, **rules: Any) -> list[Any]:
+    make = GymEnvironments(Guess, **rules)
+    MADE.clear()
+    trajectories = hold_all(Says("7", "7", "7"), make, row=row, size=size)
+    failed = [one.error.message for one in trajectories if one.error is not None]
+    return failed or [game.given for game in MADE]
+
+
+def test_all_conversations_of_a_row_begin_alike() -> None:
+    (first, _), (second, _) = seeds(a_row(id="a"))
+    ((other, _),) = seeds(a_row(id="b"), size=1)
+    assert first == second != other
+    assert 0 <= first < 2**31
+
+
+def test_a_row_may_say_the_seed_and_the_options() -> None:
+    assert seeds(a_row(seed=5, options={"secret": 3})) == [(5, {"secret": 3})] * 2
+    assert seeds(a_row(number=6, how={"secret": 4}), size=1, seed="number", options="how") == [(6, {"secret": 4})]
+
+
+@pytest.mark.parametrize(
+    ("row", "rules", "message"),
+    [
+        (a_row(seed="x"), {}, "row '1' has seed='x'; a seed is a whole number, 0 or more"),
+        (a_row(seed=-1), {}, "row '1' has seed=-1; a seed is a whole number, 0 or more"),
+        (a_row(options=[1]), {}, "row '1' has options=[1]; options are a dictionary"),
+        (a_row(), {"seed": "n"}, "KeyError: row '1' has no column 'n'; its columns are: none. Add the column to the data, or "
+                                 "map one to it: data.columns.n=<column>"),
+        (a_row(options={"colour": 1}), {}, "KeyError: secret"),
+    ],
+)  # fmt: skip
+def test_a_row_that_lacks_what_reset_wants_fails_alone(row: Any, rules: Any, message: str) -> None:
+    assert seeds(row, size=1, **rules) == [message]
+
+
+# what goes wrong
+
+
+class Wrong(Guess):
+    """Does what a test says."""
+
+    todo: Any = None
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed, options={"secret": 7})
+        return options["reset"]() if "reset" in options else ("", {})
+
+    def step(self, action: int) -> Any:
+        return self.todo()
+
+
+def raises() -> Any:
+    raise RuntimeError("no luck")
+
+
+FINITE = "it must be a finite number"
+FIVE = "gymnasium's gives (observation, reward, terminated, truncated, info)"
+
+
+@pytest.mark.parametrize(
+    ("reset", "step", "message"),
+    [
+        (raises, None, "RuntimeError: no luck"),
+        (lambda: "hello", None, "TypeError: Wrong.reset gave 'hello'; gymnasium's gives (observation, info)"),
+        (None, raises, "RuntimeError: no luck"),
+        (None, lambda: ("a", 0.0, True, {}), f"TypeError: Wrong.step gave 4 values (str, float, bool, dict); {FIVE}"),
+        (None, lambda: "abcde", f"TypeError: Wrong.step gave 'abcde'; {FIVE}"),
+        (None, lambda: ("a", float("nan"), True, False, {}), "TypeError: Wrong.step gave the reward nan; " + FINITE),
+        (None, lambda: ("a", None, True, False, {}), "TypeError: Wrong.step gave the reward None; " + FINITE),
+        (None, lambda: ("a", 0.0, True, False, None), "TypeError: Wrong.step gave the info None; it must be a dictionary"),
+        (None, lambda: exit(3), "it tried to exit the process (status 3)"),
+    ],
+)  # fmt: skip
+def test_what_breaks_fails_its_conversation_and_is_closed(reset: Any, step: Any, message: str) -> None:
+    class Does(Wrong):
+        todo = staticmethod(step) if step else None
+
+    Does.__name__ = "Wrong"
+    trajectory = play("7", environment=Does, options={"reset": reset} if reset else {"x": 1})
+    assert failure(trajectory) == message
+    assert [game.closed for game in MADE] == [1]
+
+
+def test_a_game_that_hangs_is_given_up_and_closed() -> None:
+    gate = threading.Event()
+    make = GymEnvironments(Guess, arguments={"wait": gate.wait})
+    MADE.clear()
+    limits = Limits(turns=3, tokens_per_turn=99, seconds_per_turn=0.1)
+    trajectory = hold(Says("7"), make, row=a_row(), limits=limits)
+    gate.set()
+    assert (trajectory.stop, [game.closed for game in MADE]) == ("deadline", [1])
+
+
+@pytest.mark.parametrize(
+    ("said", "limits"),
+    [
+        (["1", "2"], Limits(turns=2, tokens_per_turn=99)),
+        (["1", "2 is what I say"], Limits(turns=9, tokens_per_turn=8)),
+        (["1", RuntimeError("the engine is gone")], Limits(turns=9, tokens_per_turn=99)),
+    ],
+)
+def test_a_game_is_closed_however_its_conversation_ends(said: list[Any], limits: Limits) -> None:
+    make = GymEnvironments(Guess, arguments={"tries": 9})
+    MADE.clear()
+    hold(Says(*said), make, row=a_row(options={"secret": 7}), limits=limits)
+    assert [game.closed for game in MADE] == [1]
+
+
+def test_eight_games_wait_together() -> None:
+    make = GymEnvironments(Guess, arguments={"wait": lambda: time.sleep(0.2)})
+    started = time.perf_counter()
+    trajectories = hold_all(Says("7"), make, row=a_row(options={"secret": 7}), size=8)
+    assert [one.turns[0].reward for one in trajectories] == [1.0] * 8
+    assert 0.2 <= time.perf_counter() - started < 0.8
+
+
+def test_tools_stand_in_front_of_a_game() -> None:
+    games = GymEnvironments(Guess)
+    row = a_row(options={"secret": 7})
+    trajectory = hold(
+        Says(call("calculator", '{"expression": "3+4"}'), "7"), lambda: Tools([calculator], then=games()), row=row
+    )
+    assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == ["7"]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+
+
+def test_a_recipe_names_a_game_and_the_tools_in_front_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
+        "import gymnasium\n"
+        "class Game(gymnasium.Env):\n"
+        "    action_space = gymnasium.spaces.Discrete(3)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return 'Go', {}\n"
+        "    def step(self, action):\n"
+        "        return '', float(action), True, False, {}\n"
+        "def last(text):\n"
+        "    return int(text.split()[-1])\n"
+    )
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "x"},
+            "tools": ["turnwise.environments.calculator:calculator"],
+            "environment": {
+                "use": "turnwise.compat.gym:GymEnvironments",
+                "arguments": {"environment": f"{file}:Game", "action": f"{file}:last"},
+            },
+        }
+    )
+    environments = build.environment_factory(config)
+    trajectory = hold(Says(call("calculator", '{"expression": "1+1"}'), "I take 2"), environments)
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 2.0]
+    assert trajectory.messages[0]["content"] == "Hi\n\nGo"
