@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -197,12 +197,11 @@ class Toolbox:
         kind: type,
         *,
         arguments: Mapping[str, Any] | None = None,
-        without: Collection[str] = (),
         timeout: float = 30.0,
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> Toolbox:
-        """Make tools of a class; `arguments` are those of its constructor, `without` names methods that are none.
+        """Make tools of a class; `arguments` are those of its constructor.
 
         Raises ConfigError if it cannot be called with them, or one of its methods cannot be a tool.
         """
@@ -211,7 +210,7 @@ class Toolbox:
             inspect.signature(kind).bind(**arguments)
         except (TypeError, ValueError) as error:  # the latter from a builtin without a signature
             raise ConfigError(f"{kind.__name__} cannot be made with the arguments {arguments}: {error}") from None
-        methods = {name: method for name, method in _public_methods(kind).items() if name not in without}
+        methods = _public_methods(kind)
         closes = methods.pop("close", None) is not None
         if not methods:
             raise ConfigError(f"the class {kind.__name__} has no public methods, which would be its tools")

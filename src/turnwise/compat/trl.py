@@ -1,0 +1,207 @@
+"""TRL's environments (`environment_factory` of its GRPOTrainer), as they are.
+
+    environment:
+      use: turnwise.compat.trl:TrlEnvironments
+      arguments: {environment: game.py:GuessEnv}
+
+A class with `reset(**row)`, whose public methods are tools, and which may have `get_reward()`. A turn that calls no tool ends
+the conversation. The facts are those of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+from turnwise.compat.maker import InFront, Maker, end, number, opened
+from turnwise.environments.environment import Environment
+from turnwise.environments.foreign import Foreign, columns_for
+from turnwise.environments.tool import Tool, Toolbox
+from turnwise.environments.tool_result import ToolResponse
+from turnwise.environments.tools import Tools
+from turnwise.errors import ConfigError, nearest
+from turnwise.types import Opening, Reply, Row, Turn
+
+__all__ = ["TrlEnvironments"]
+
+_COLUMN = "environment"
+_NO_TOOLS = ("reset", "get_reward", "close")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One class of environments."""
+
+    maker: Maker
+    box: Toolbox | None
+    """Its tools; None where it has none."""
+    scores: bool
+    """Whether it has `get_reward`."""
+
+
+class TrlEnvironments:
+    """Makes the environment of each conversation, with its tools in front.
+
+    Example::
+
+        make_environment = TrlEnvironments(GuessEnv)
+    """
+
+    def __init__(
+        self,
+        environment: str | Callable[..., Any] | Mapping[str, str | Callable[..., Any]],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        """`environment` is a class, a function that makes one, a reference to either, or several of them by names, of which a
+        row's column `environment` says one. `arguments` are what it is made with, `timeout` is that of a tool call in seconds.
+
+        Raises ConfigError.
+        """
+        self._named = isinstance(environment, Mapping)
+        several = environment if isinstance(environment, Mapping) else {"": environment}
+        if not several:
+            raise ConfigError("environment.arguments.environment names no environment at all; give one")
+        self._kinds = {name: _kind(one, arguments, timeout) for name, one in several.items()}
+
+    def __call__(self) -> Environment:
+        return self.make(lambda tools, then: Tools(tools, then=then) if tools else then)
+
+    def tools(self) -> Sequence[Tool]:
+        """Those of all the classes, one of each name."""
+        every = {tool.name: tool for kind in self._kinds.values() if kind.box is not None for tool in kind.box.tools}
+        return tuple(every.values())
+
+    def make(self, in_front: InFront) -> Environment:
+        """An environment with its tools, and the recipe's, in front. Which tools these are, the row says."""
+        return _Chosen(self._kind_of, in_front)
+
+    async def aclose(self) -> None:
+        """Nothing is shared."""
+
+    def _kind_of(self, row: Row) -> tuple[_Kind, Row]:
+        if not self._named:
+            return self._kinds[""], row
+        name = row[_COLUMN]
+        if name not in self._kinds:
+            have = ", ".join(self._kinds)
+            raise KeyError(
+                f"row {row.id!r} has {_COLUMN}={name!r}, which is none of environment.arguments.environment: "
+                f"{have}{nearest(str(name), self._kinds)}"
+            )
+        # as in TRL, the column that chooses is not handed on
+        return self._kinds[name], replace(row, fields={key: one for key, one in row.fields.items() if key != _COLUMN})
+
+
+class _Chosen:
+    """One conversation. Its tools are known only when there is a row."""
+
+    def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: InFront) -> None:
+        self._kind_of = kind_of
+        self._in_front = in_front
+        self._inner: _Played | None = None
+        self._outer: Environment | None = None
+
+    async def begin(self, row: Row) -> Opening:
+        kind, row = self._kind_of(row)
+        self._inner = _Played(kind)
+        boxes = [] if kind.box is None else [replace(kind.box, make=self._inner.tools)]
+        self._outer = self._in_front(boxes, self._inner)
+        return await self._outer.begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        assert self._outer is not None, "step before begin"
+        return await self._outer.step(turn)
+
+    async def settle(self) -> float:
+        return 0.0 if self._inner is None else await self._inner.settle()
+
+    async def close(self) -> None:
+        if self._outer is not None:
+            await self._outer.close()
+
+
+class _Played:
+    """What is behind the tools: `reset` and `get_reward`."""
+
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+        self._name = kind.maker.name
+        self._foreign = Foreign(kind.maker.make, end, name=self._name)
+
+    async def begin(self, row: Row) -> Opening:
+        self._made = await self._foreign.make()
+        prompt = [dict(message) for message in row.messages]
+        columns = columns_for(self._made.reset, row, name=f"{self._name}.reset", extra={"prompt": prompt})
+        shown = await self._foreign.ask(partial(self._made.reset, **columns))
+        if not isinstance(shown, str | list | None):
+            raise TypeError(
+                f"{self._name}.reset gave {shown!r:.80}; it must give None, a text, a list of content blocks or a list of "
+                f"messages"
+            )
+        return Opening(messages=opened(row.messages, shown, between=""))
+
+    async def step(self, turn: Turn) -> Reply:
+        return Reply(done=True, reward=await self.settle())
+
+    async def settle(self) -> float:
+        if not self._kind.scores:
+            return 0.0
+        reward = await self._foreign.ask(self._made.get_reward)
+        return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
+
+    async def close(self) -> None:
+        await self._foreign.close()
+
+    def tools(self) -> Any:
+        """The methods of this conversation's instance, told as TRL tells them."""
+        assert self._kind.box is not None
+        methods = {tool.name: getattr(self._made, tool.name) for tool in self._kind.box.tools}
+        return SimpleNamespace(**{name: _told(method) for name, method in methods.items()})
+
+
+def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, timeout: float) -> _Kind:
+    boxes: list[tuple[Toolbox | None, bool]] = []
+
+    def look(made: Any) -> None:
+        public = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if not name.startswith("_")]
+        methods = [getattr(made, name) for name in public if name not in _NO_TOOLS]
+        # of this instance, which nobody will ask: each conversation has its own
+        tools = tuple(Tool.of(method, timeout=timeout) for method in methods)
+        box = Toolbox(make=object, name=type(made).__name__, tools=tools) if tools else None
+        boxes.append((box, "get_reward" in public))
+
+    maker = Maker.of(found, arguments, wants=("reset",), check=look)
+    ((box, scores),) = boxes
+    return _Kind(maker, box, scores)
+
+
+def _told(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A tool whose result is told as in TRL: content blocks as they are, anything else as `str` has it."""
+    if inspect.iscoroutinefunction(method):
+
+        @wraps(method)
+        async def waiting(**arguments: Any) -> Any:
+            return _content(await method(**arguments))
+
+        return waiting
+
+    @wraps(method)
+    def at_once(**arguments: Any) -> Any:
+        return _content(method(**arguments))
+
+    return at_once
+
+
+def _content(result: Any) -> Any:
+    if isinstance(result, list) and result and all(isinstance(part, Mapping) and "type" in part for part in result):
+        texts = [str(part["text"]) for part in result if part["type"] == "text"]
+        images = [part["image"] for part in result if part["type"] == "image"]
+        if len(texts) + len(images) == len(result):
+            return ToolResponse(text="\n".join(texts) if texts else None, image=images or None)
+    return str(result)

@@ -1,0 +1,393 @@
+"""TRL's environment classes as they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise import build
+from turnwise.compat.trl import TrlEnvironments
+from turnwise.config import Config
+from turnwise.errors import ConfigError
+from turnwise.rollout.limits import Limits
+from turnwise.types import Trajectory
+
+MADE: list[Any] = []
+ROOM = Limits(turns=8, tokens_per_turn=400)
+
+
+class GuessEnv:
+    """In the form of those in TRL's documentation."""
+
+    def __init__(self) -> None:
+        self.reward = -1.0
+        self.asked = 0
+        MADE.append(self)
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.given = kwargs
+        self.secret = kwargs["secret"]
+        return f" Between 1 and {kwargs.get('most', 10)}."
+
+    def guess(self, number: int) -> str:
+        """
+        Make a guess.
+
+        Args:
+            number: The number.
+
+        Returns:
+            Whether it is right.
+        """
+        if number > 10:
+            raise ValueError("Too large.")
+        self.reward = 1.0 if number == self.secret else 0.25
+        return "Right." if number == self.secret else "Wrong."
+
+    async def peek(self, hard: bool = False) -> dict[str, int]:
+        """
+        Look.
+
+        Args:
+            hard: How.
+        """
+        if hard:
+            raise RuntimeError("You must not.")
+        return {"secret": self.secret}
+
+    def _secretly(self) -> None: ...
+
+    @classmethod
+    def from_file(cls, *paths: str) -> GuessEnv:
+        return cls()
+
+    def get_reward(self) -> float:
+        self.asked += 1
+        return self.reward
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    MADE.clear()
+
+
+def play(*said: Any, environment: Any = GuessEnv, row: Any = None, limits: Limits = ROOM, **options: Any) -> Trajectory:
+    make = TrlEnvironments(environment, **options)
+    MADE.clear()
+    return hold(Says(*said), make, row=row or a_row("Guess!", secret=7), limits=limits)
+
+
+def guess(number: int) -> str:
+    return call("guess", f'{{"number": {number}}}')
+
+
+def failure(trajectory: Trajectory) -> str:
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    return trajectory.error.message
+
+
+def told(trajectory: Trajectory) -> list[Any]:
+    return [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+
+
+def test_public_methods_are_tools_and_the_reward_is_the_environments() -> None:
+    trajectory = play(guess(3), guess(7), "It is 7.")
+    assert trajectory.messages[0]["content"] == "Guess! Between 1 and 10."
+    assert [tool["function"]["name"] for tool in trajectory.tools] == ["guess", "peek"]
+    assert told(trajectory) == ["Wrong.", "Right."]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
+    (env,) = MADE
+    assert (trajectory.stop, env.asked) == ("done", 1)
+    assert env.given == {"secret": 7, "prompt": [{"role": "user", "content": "Guess!"}]}
+
+
+def test_errors_inside_are_told_to_the_model_and_end_nothing() -> None:
+    trajectory = play(guess(11), call("peek", '{"hard": true}'), call("peek"), call("reset"), guess(7), "7")
+    assert told(trajectory) == [
+        "Error: Too large.",
+        "Error: RuntimeError: You must not.",
+        "{'secret': 7}",  # as TRL has it: str, not JSON
+        "Error: there is no tool 'reset' (the tools are: guess, peek)",
+        "Right.",
+    ]
+    assert [outcome.error for turn in trajectory.turns for outcome in turn.outcomes] == [
+        "raised",
+        "raised",
+        None,
+        "unknown_tool",
+        None,
+    ]
+    assert trajectory.turns[-1].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "stop", "rewards"),
+    [
+        ([guess(3), guess(4)], Limits(turns=2, tokens_per_turn=400), "max_turns", [0.0, 0.25]),
+        (["I do not know at all"], Limits(turns=2, tokens_per_turn=8), "length", [-1.0]),
+        ([guess(7), "I do not know at all" * 9], Limits(turns=2, tokens_per_turn=100), "length", [0.0, 1.0]),
+        ([guess(7), RuntimeError("gone")], ROOM, "error", [0.0]),
+    ],
+)
+def test_the_reward_is_asked_for_once_whoever_ends_the_conversation(
+    said: list[Any], limits: Limits, stop: str, rewards: list[float]
+) -> None:
+    trajectory = play(*said, limits=limits)
+    assert (trajectory.stop, [turn.reward for turn in trajectory.turns]) == (stop, rewards)
+    assert [env.asked for env in MADE] == [int(stop != "error")]
+
+
+class Bare:
+    """No tools, no reward, a way to be closed."""
+
+    shown: Any = None
+
+    def __init__(self) -> None:
+        self.closed = 0
+        MADE.append(self)
+
+    def reset(self, colour: str = "none") -> Any:
+        return self.shown
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+IMAGE = Image.new("RGB", (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("shown", "messages"),
+    [
+        (None, [{"role": "user", "content": "Hi"}]),
+        ("!", [{"role": "user", "content": "Hi!"}]),
+        (
+            [{"type": "image", "image": IMAGE}, {"type": "text", "text": "Look."}],
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "Hi"},
+                        {"type": "image", "image": IMAGE},
+                        {"type": "text", "text": "Look."},
+                    ],
+                }
+            ],
+        ),
+        (
+            [{"role": "assistant", "content": "Well?"}, {"role": "user", "content": "Go on."}],
+            [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Well?"},
+                {"role": "user", "content": "Go on."},
+            ],
+        ),
+    ],
+)
+def test_what_reset_shows_stands_behind_the_prompt(shown: Any, messages: list[Any]) -> None:
+    import asyncio
+
+    class Shows(Bare):
+        pass
+
+    Shows.shown = shown
+    environment = TrlEnvironments(Shows)()
+    opening = asyncio.run(environment.begin(a_row()))
+    assert (list(opening.messages), list(opening.tools)) == (messages, [])
+
+
+def test_an_environment_without_tools_and_reward_listens_once_and_is_closed() -> None:
+    trajectory = play("a", environment=Bare, row=a_row())
+    assert (trajectory.stop, trajectory.turns[0].reward, MADE[0].closed) == ("done", 0.0, 1)
+
+
+def test_content_blocks_of_a_tool_are_told_as_they_are() -> None:
+    class Camera(Bare):
+        def look(self) -> list[dict[str, Any]]:
+            """Look."""
+            return [{"type": "image", "image": IMAGE}, {"type": "text", "text": "A wall."}]
+
+        def count(self) -> list[int]:
+            """Count."""
+            return [1, 2]
+
+        def nothing(self) -> None:
+            """Do nothing."""
+
+    trajectory = play(call("count") + call("nothing"), "b", environment=Camera, row=a_row())
+    assert told(trajectory) == ["[1, 2]", "None"]
+    make = TrlEnvironments(Camera)
+    trajectory = hold(Says(call("look"), "b"), make)
+    assert told(trajectory) == [[{"type": "image", "image": IMAGE}, {"type": "text", "text": "A wall."}]]
+
+
+def test_several_environments_are_chosen_by_the_row() -> None:
+    make = TrlEnvironments({"guess": GuessEnv, "bare": Bare})
+    assert [tool.name for tool in make.tools()] == ["guess", "peek"]
+    MADE.clear()
+    guessing = hold(Says(guess(7), "7"), make, row=a_row(environment="guess", secret=7))
+    assert (guessing.reward, [turn.reward for turn in guessing.turns]) == (None, [0.0, 1.0])
+    assert "environment" not in MADE[0].given
+    bare = hold(Says("a"), make, row=a_row(environment="bare"))
+    assert (bare.stop, list(bare.tools)) == ("done", [])
+    assert failure(hold(Says("a"), make, row=a_row(environment="gess"))) == (
+        "KeyError: row '1' has environment='gess', which is none of environment.arguments.environment: guess, bare; did you mean "
+        "'guess'?"
+    )
+    assert "row '1' has no column 'environment'" in failure(hold(Says("a"), make))
+
+
+# what goes wrong
+
+
+class Wants(Bare):
+    def reset(self, secret: int, colour: str) -> None: ...
+
+
+class ResetRaises(Bare):
+    def reset(self, **row: Any) -> None:
+        raise OSError("no board")
+
+
+class ResetGives(Bare):
+    def reset(self, **row: Any) -> Any:
+        return 5
+
+
+class RewardRaises(Bare):
+    def get_reward(self) -> float:
+        raise RuntimeError("no judge")
+
+
+class RewardIsNone(Bare):
+    def get_reward(self) -> Any:
+        return float("inf")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Wants, "KeyError: Wants.reset wants the column 'colour', and row '1' has none of that name; its columns are: prompt, "
+                "secret. Add it to the data, or map one to it: data.columns.colour=<column>"),
+        (ResetRaises, "OSError: no board"),
+        (ResetGives, "TypeError: ResetGives.reset gave 5; it must give None, a text, a list of content blocks or a list of "
+                     "messages"),
+        (RewardRaises, "RuntimeError: no judge"),
+        (RewardIsNone, "TypeError: RewardIsNone.get_reward gave the reward inf; it must be a finite number"),
+    ],
+)  # fmt: skip
+def test_what_breaks_fails_its_conversation_and_is_closed(environment: Any, message: str) -> None:
+    trajectory = play("a", environment=environment)
+    assert failure(trajectory) == message
+    assert [env.closed for env in MADE] == [1]
+
+
+def test_a_reset_that_hangs_is_given_up_and_the_environment_closed() -> None:
+    gate = threading.Event()
+
+    class Hangs(Bare):
+        def reset(self) -> None:
+            gate.wait()
+
+    limits = Limits(turns=2, tokens_per_turn=99, seconds_per_turn=0.1)
+    trajectory = play("a", environment=Hangs, row=a_row(), limits=limits)
+    gate.set()
+    assert (trajectory.stop, [env.closed for env in MADE]) == ("deadline", [1])
+
+
+def test_a_tool_that_hangs_is_told_to_the_model() -> None:
+    gate = threading.Event()
+
+    class Hangs(Bare):
+        def wait(self) -> None:
+            """Wait."""
+            gate.wait()
+
+    trajectory = play(call("wait"), "b", environment=Hangs, row=a_row(), timeout=0.05)
+    gate.set()
+    assert told(trajectory) == ["Error: wait took longer than 0.05 s"]
+    assert [env.closed for env in MADE] == [1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "names no environment at all"),
+        ("no.such.module:X", "environment.arguments.environment: no.such.module could not be imported"),
+        (object, "object makes a object without reset"),
+        (7, "environment.arguments.environment is a int, 7; it must be a class or a function"),
+        (lambda: 1 // 0, "cannot be made: ZeroDivisionError"),
+        (lambda colour: colour, "cannot be made with the arguments {}: missing a required argument: 'colour'"),
+    ],
+)
+def test_what_is_no_environment_is_refused_at_the_start(environment: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrlEnvironments(environment)
+    assert message in str(error.value)
+
+
+def test_a_method_that_cannot_be_a_tool_is_refused_at_the_start() -> None:
+    class Untyped(Bare):
+        def move(self, where) -> None:  # type: ignore[no-untyped-def]
+            """Move."""
+
+    with pytest.raises(ConfigError, match="where"):
+        TrlEnvironments(Untyped)
+
+
+def test_eight_conversations_wait_together() -> None:
+    class Slow(Bare):
+        def wait(self) -> str:
+            """Wait."""
+            time.sleep(0.2)
+            return "done"
+
+    make = TrlEnvironments(Slow)
+    started = time.perf_counter()
+    trajectories = hold_all(Says(call("wait"), "b"), make, size=8)
+    assert [told(one) for one in trajectories] == [["done"]] * 8
+    assert 0.2 <= time.perf_counter() - started < 0.8
+
+
+def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path: Path) -> None:
+    file = tmp_path / "game.py"
+    file.write_text(
+        "class Env:\n"
+        "    def __init__(self, word='hello'):\n"
+        "        self.word = word\n"
+        "    def reset(self, **row):\n"
+        "        return None\n"
+        "    def say(self) -> str:\n"
+        "        '''Say it.'''\n"
+        "        return self.word\n"
+        "    def get_reward(self):\n"
+        "        return 0.5\n"
+    )
+    tree: dict[str, Any] = {
+        "model": {"path": "m"},
+        "data": {"train": "x"},
+        "tools": ["turnwise.environments.calculator:calculator"],
+        "tool_calls": {"max_tool_response_length": 4, "max_parallel_calls": 1},
+        "environment": {
+            "use": "turnwise.compat.trl:TrlEnvironments",
+            "arguments": {"environment": f"{file}:Env", "arguments": {"word": "goodbye"}},
+        },
+    }
+    environments = build.environment_factory(Config.model_validate(tree))
+    trajectory = hold(Says(call("say") + call("calculator", '{"expression": "1+1"}'), "b"), environments)
+    assert told(trajectory)[0] == "go...(truncated)...ye"
+    assert told(trajectory)[1].startswith("Error: at most 1 tool call can be made at once")
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.5]
+    file.write_text(file.read_text().replace("say", "calculator"))
+    other = tmp_path / "other.py"
+    other.write_text(file.read_text())
+    tree["environment"]["arguments"]["environment"] = f"{other}:Env"
+    with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
+        build.environment_factory(Config.model_validate(tree))
