@@ -13,10 +13,10 @@ from turnwise.compat.swift.protocol import (
     RolloutOutput,
 )
 from turnwise.compat.swift.rewards import MathAccuracy
-from turnwise.compat.swift.scheduler import MultiTurnScheduler, answer, multi_turns
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, answer, multi_turns
 from turnwise.environments.calculator import calculate
 
-__all__ = ["MathTipsScheduler", "ThinkingModelTipsScheduler", "ToolCallScheduler"]
+__all__ = ["MathTipsMultiTurnScheduler", "MathTipsScheduler", "ThinkingModelTipsScheduler", "ToolCallScheduler"]
 
 _THOUGHT = re.compile(r"^.*?</think>\s*", re.DOTALL)
 _ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)")
@@ -100,6 +100,31 @@ class MathTipsScheduler(MultiTurnScheduler):
         return {"infer_request": infer_request}
 
 
+class MathTipsMultiTurnScheduler(MultiTurnScheduler):
+    """A wrong answer is told so by the user, once."""
+
+    tips_prompt = ThinkingModelTipsScheduler.tips_prompt
+
+    def __init__(self, *args: Any, acc_function: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acc_func = acc_function or MathAccuracy()
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> bool:
+        told = any(message["content"] == self.tips_prompt for message in infer_request.messages)
+        said = infer_request.messages[-1]["content"]
+        if told or self.acc_func([said], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        infer_request.messages.append({"role": "user", "content": self.tips_prompt})
+        return {"infer_request": infer_request}
+
+
 class ToolCallScheduler(MultiTurnScheduler):
     """Tools in the ReAct format: `Action: name`, `Action Input: text`. Their results go on with the model's own answer.
 
@@ -135,6 +160,8 @@ class ToolCallScheduler(MultiTurnScheduler):
             return f"{type(error).__name__}: {error}"
 
 
+multi_turns["base_scheduler"] = RolloutScheduler
 multi_turns["thinking_tips_scheduler"] = ThinkingModelTipsScheduler
 multi_turns["math_tip_trick"] = MathTipsScheduler
+multi_turns["math_tip_trick_multi_turn"] = MathTipsMultiTurnScheduler
 multi_turns["tool_call_scheduler"] = ToolCallScheduler

@@ -74,10 +74,10 @@ class GYMScheduler(MultiTurnScheduler):
         super().__init__(infer_engine, max_turns, **kwargs)
         self.gym_env_name = gym_env
         self.context_manager_name = context_manager_name
-        self._playing: dict[str, Any] = {}
+        self._envs: dict[str, Any] = {}
         self._managers: dict[str, Any] = {}
-        self._rewards: dict[str, list[float]] = {}
-        self._observations: dict[str, Any] = {}
+        self._step_rewards: dict[str, list[float]] = {}
+        self._pending_obs: dict[str, Any] = {}
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
         return _of(envs, env_config.get("name") or self.gym_env_name, "environment", "gym_env")(env_config)
@@ -90,8 +90,8 @@ class GYMScheduler(MultiTurnScheduler):
         for request in requests:
             key = _key(request)
             self._managers[key] = self._create_context_manager(dict(request.data_dict.get("ctx_config") or {}))
-            env = self._playing[key] = self._create_env(dict(request.data_dict.get("env_config") or {}))
-            self._rewards[key] = []
+            env = self._envs[key] = self._create_env(dict(request.data_dict.get("env_config") or {}))
+            self._step_rewards[key] = []
             observation, _, system = await call(env.reset, request)
             head: Messages = [{"role": "system", "content": system}] if system else []
             request.messages = [*head, {"role": "user", "content": observation}]
@@ -100,10 +100,10 @@ class GYMScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
         key = _key(infer_request)
-        observation, reward, done, info = await call(self._playing[key].step, list(infer_request.messages))
-        rewards = self._rewards[key]
+        observation, reward, done, info = await call(self._envs[key].step, list(infer_request.messages))
+        rewards = self._step_rewards[key]
         rewards.append(float(reward))
-        self._observations[key] = observation
+        self._pending_obs[key] = observation
         return {
             "done": bool(done),
             "rollout_infos": {
@@ -118,15 +118,15 @@ class GYMScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
         key = _key(infer_request)
-        infer_request.messages.append({"role": "user", "content": self._observations.pop(key)})
+        infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(key)})
         infer_request.messages = self._managers[key].manage_context(infer_request.messages, key)
         return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
         key = _key(infer_request)
-        for kept in (self._managers, self._rewards, self._observations):
+        for kept in (self._managers, self._step_rewards, self._pending_obs):
             kept.pop(key, None)
-        if (env := self._playing.pop(key, None)) is not None:
+        if (env := self._envs.pop(key, None)) is not None:
             await call(env.close)
 
 

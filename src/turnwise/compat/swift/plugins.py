@@ -62,7 +62,7 @@ def get_logger(name: str | None = None) -> logging.Logger:
 def _absent(name: str, instead: str) -> type[Any]:
     """A class that can be imported and subclassed, and says when it is used that it is not here."""
 
-    def refuse(self: Any, *args: Any) -> None:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(f"there is no {name} here: {instead}")
 
     return type(name, (), {"__init__": refuse, "__doc__": f"Not here: {instead}"})
@@ -100,6 +100,7 @@ NAMES: dict[str, Any] = {
         for name in ("PtEngine", "TransformersEngine", "VllmEngine")
     },
     "rm_plugins": dict[str, Any](),
+    "OpenEnvScheduler": _absent("OpenEnvScheduler", "write an Env that asks the server, and take the gym_scheduler"),
     "load_image": _load_image,
 }
 """What can be imported from them."""

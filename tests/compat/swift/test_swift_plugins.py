@@ -1,0 +1,208 @@
+"""Plugin files: they load under ms-swift's names, leave nothing behind, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from support.conversations import Says, hold, spoken
+from support.swift import ASKED, play, whole
+from turnwise.compat.swift import scheduler
+from turnwise.compat.swift.plugins import MODULES, NAMES, load, names, select
+from turnwise.compat.swift.rewards import orms
+from turnwise.compat.swift.scheduler import multi_turns
+from turnwise.errors import ConfigError
+
+PLUGIN = """
+from {module} import MultiTurnScheduler, multi_turns
+
+
+class Asks{n}(MultiTurnScheduler):
+    def step(self, infer_request, response_choice, current_turn):
+        from swift.llm import RolloutInferRequest  # while it runs there is no `swift` any more
+        infer_request.messages.append({{"role": "user", "content": "Sure?"}})
+        return {{"infer_request": infer_request}}
+
+
+multi_turns["asks{n}"] = Asks{n}
+"""
+
+OLD = """
+from copy import deepcopy
+from typing import Dict, Union
+from swift.plugin import MultiTurnScheduler, multi_turns, ORM, orms, rm_plugins
+from swift.llm import RolloutInferRequest, Template, to_device
+from swift.utils import get_logger
+
+logger = get_logger()
+
+
+class Old(MultiTurnScheduler):
+    name = "old"
+
+    def __init__(self, max_turns=None, *args, **kwargs):
+        super().__init__(max_turns, *args, **kwargs)
+        logger.debug("made")
+
+    def step(self, infer_request, result, current_turn):
+        infer_request.messages.append({"role": "user", "content": f"{current_turn} of {self.max_turns}"})
+        return infer_request
+
+
+multi_turns["old_style"] = Old
+"""
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    for registry in (multi_turns, orms):
+        for name in list(registry):
+            monkeypatch.setitem(registry, name, registry[name])  # type: ignore[arg-type]
+    before = [dict(multi_turns), dict(orms)]
+    yield  # type: ignore[misc]
+    for registry, kept in zip((multi_turns, orms), before, strict=True):
+        for name in set(registry) - set(kept):
+            del registry[name]
+
+
+@pytest.mark.parametrize(
+    "module", ["swift.plugin", "swift.plugin.multi_turn", "swift.rollout", "swift.rollout.multi_turn", "swift.llm"]
+)
+def test_a_plugin_imports_from_wherever_ms_swift_had_it(module: str, tmp_path: Path) -> None:
+    file = tmp_path / "plugin.py"
+    name = module.replace(".", "_")
+    file.write_text(
+        PLUGIN.format(module=module, n=name).replace("        from swift.llm import RolloutInferRequest", "#")
+    )
+    trajectory = whole(play(f"asks{name}", "a", "b", max_turns=2, external_plugins=[str(file)]))
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "Sure?", "b"]
+
+
+def test_nothing_is_left_of_the_names_and_what_was_there_comes_back() -> None:
+    real = ModuleType("swift")
+    sys.modules["swift"] = real
+    try:
+        with names():
+            from swift.rollout.multi_turn import MultiTurnScheduler  # type: ignore[import-not-found]
+
+            assert MultiTurnScheduler is NAMES["MultiTurnScheduler"]
+            assert sys.modules["swift"] is not real
+            assert {name for name in sys.modules if name.startswith("swift")} == set(MODULES)
+        assert {name for name in sys.modules if name.partition(".")[0] == "swift"} == {"swift"}
+        assert sys.modules["swift"] is real
+    finally:
+        del sys.modules["swift"]
+
+
+def test_a_scheduler_of_an_older_version_works_as_it_is(tmp_path: Path) -> None:
+    """`__init__(max_turns, ...)`, a step that returns the request, names from `swift.plugin` and `swift.llm`."""
+    file = tmp_path / "old.py"
+    file.write_text(OLD)
+    trajectory = whole(play("old_style", "a", "b", "c", max_turns=3, external_plugins=[str(file)]))
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "1 of 3", "b", "2 of 3", "c"]
+
+
+def test_a_plugin_is_run_once_and_a_class_can_be_named_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "once.py").write_text(
+        "from swift.plugin import MultiTurnScheduler\nfrom beside import text\ntext.append(1)\n"
+        "class Ends(MultiTurnScheduler):\n    def check_finished(self, *args):\n        return len(text) == 1\n"
+    )
+    (tmp_path / "beside.py").write_text("text = []\n")
+    assert load("once.py") is load(str(tmp_path / "once.py"))
+    trajectory = whole(hold(Says("a"), lambda: scheduler("once.py:Ends", external_plugins="once.py")))
+    assert spoken(trajectory.segments[0]) == [(-1, ASKED), (0, "a<|im_end|>")]
+    sys.modules.pop("beside")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "from swift.trainers import Trainer",
+            "could not be loaded: ModuleNotFoundError: No module named 'swift.trainers'",
+        ),
+        ("from swift.plugin import Nothing", "cannot import name 'Nothing' from 'swift.plugin'"),
+        ("raise RuntimeError('no key')", "could not be loaded: RuntimeError: no key"),
+        ("def f(:", "SyntaxError"),
+    ],
+)
+def test_a_plugin_that_cannot_be_run_is_refused_with_its_reason(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(file))
+    assert why in str(caught.value)
+    if "swift." in text:
+        assert "Of ms-swift there is here: " in str(caught.value)
+    assert not any(name.startswith("turnwise_swift.broken") for name in sys.modules)
+
+
+def test_what_is_not_here_says_so_where_it_is_used_and_not_where_it_is_imported() -> None:
+    with names():
+        from swift.infer_engine import TransformersEngine  # type: ignore[import-not-found]
+        from swift.rewards.rm_plugin import DefaultRMPlugin  # type: ignore[import-not-found]
+    with pytest.raises(
+        RuntimeError, match=r"there is no DefaultRMPlugin here: reward models are functions in a recipe"
+    ):
+        type("Mine", (DefaultRMPlugin,), {})()
+    with pytest.raises(RuntimeError, match=r"there is no TransformersEngine here"):
+        TransformersEngine("model", max_batch_size=1)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scheduler("math_tips_trick")
+    assert str(caught.value).startswith(
+        "environment.arguments.name: there is no scheduler 'math_tips_trick'; did you mean 'math_tip_trick'?; registered are: "
+        "base_scheduler, gym_scheduler, math_tip_trick, math_tip_trick_multi_turn, thinking_tips_scheduler, tool_call_scheduler."
+    )
+    with pytest.raises(ConfigError, match=r"there is no plugin .*/absent\.py; a plugin is a \.py file"):
+        scheduler("x", external_plugins=[str(tmp_path / "absent.py")])
+    (tmp_path / "one.py").write_text("class One: pass\n")
+    with pytest.raises(ConfigError, match=r"has no 'Onee'; did you mean 'One'\?"):
+        select(multi_turns, f"{tmp_path}/one.py:Onee", what="scheduler", key="k")
+    with pytest.raises(
+        ConfigError, match=r"One'> .*a scheduler is a subclass of MultiTurnScheduler|a scheduler is a subclass"
+    ):
+        scheduler(f"{tmp_path}/one.py:One")
+
+
+def test_options_that_do_nothing_are_refused() -> None:
+    for arguments, why in (
+        ({"max_turns": 0}, "max_turns=0; it must be at least 1"),
+        ({"gym_env": "g"}, "gym_env has no effect on math_tip_trick, which is no gym scheduler"),
+        ({"context_manager": "c"}, "context_manager has no effect on math_tip_trick"),
+        ({"gym_weight": 2.0}, "gym_weight has no effect on math_tip_trick, whose turns are not paid"),
+        ({"arguments": {"acc_function": 1, "oh": 2}}, None),
+    ):
+        if why is not None:
+            with pytest.raises(ConfigError, match=why):
+                scheduler("math_tip_trick", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"use_gym_env has no effect on thinking_tips_scheduler, which has a run"):
+        scheduler("thinking_tips_scheduler", use_gym_env=True)
+    with pytest.raises(ConfigError, match=r"max_turns=3 has no effect without a scheduler"):
+        scheduler(max_turns=3)
+
+
+def test_a_scheduler_that_holds_whole_batches_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tree.py").write_text(
+        "from swift.plugin import MultiTurnScheduler\n"
+        "class Tree(MultiTurnScheduler):\n    async def async_infer(self, infer_requests, request_config):\n        ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"overrides async_infer, which holds a whole batch of conversations at once"):
+        scheduler(f"{tmp_path}/tree.py:Tree")
+
+
+def test_without_a_name_there_is_one_turn_and_a_reference_answer_is_left_out() -> None:
+    from turnwise.types import Row
+
+    row = Row(id="1", messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "the reference"}])
+    trajectory = whole(hold(Says("a"), scheduler, row=row))
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "a"]
