@@ -99,7 +99,7 @@ class _Conversion:
         for key, (option, names) in CHOICES.items():
             value = self._value(key)
             name = str(value).lower()
-            if value is not None and name in names:
+            if (value is not None or key in self._given.values) and name in names:
                 self._set(option, names[name], key)
             elif value is not None:
                 self._leave(key, f"{option} knows {', '.join(names)} by ms-swift's names", matters=True)
@@ -136,6 +136,8 @@ class _Conversion:
                     self._set("data.limit", int(limit), key)
                 elif hashed:
                     self._set("eval.rows", int(limit), key)
+        if not given.get("dataset"):
+            self._leave("dataset", "no data set is named: set data.train", matters=True)
         theirs = given.get("columns") or {}
         for name, meaning in (json.loads(theirs) if isinstance(theirs, str) else theirs).items():
             columns["prompt" if meaning in ("messages", "query", "prompt", "problem") else meaning] = name
@@ -194,6 +196,9 @@ class _Conversion:
                 arguments["tokenizer"] = given.get("model")
         elif "max_turns" in given:
             self._leave("max_turns", "there is no scheduler, so there is one turn")
+        if name is None and given.get("vllm_mode") == "server":
+            why = "if `swift rollout` had a scheduler, give its arguments too: there is one turn without"
+            self._leave("vllm_mode", f"the engine is the embedded one; {why}")
         turns = (given.get("max_turns") or _MANY_TURNS) if name is not None else 1
         self._set("limits.turns", turns, *(["max_turns"] if name is not None else []))
         self._set("environment", {"use": f"{_PLACE}:scheduler", "arguments": arguments})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Given:
     given = Given()
     if isinstance(source, Mapping):
         for key, value in source.items():
-            given.add(str(key), value)
+            given.add(str(key), _value(value) if isinstance(value, str) else value)
     else:
         _words(given, [str(source)] if isinstance(source, str | Path) else list(source))
     if not given.values:
@@ -68,7 +69,9 @@ def listed(value: Any) -> list[Any]:
             return list(json.loads(value))
         except json.JSONDecodeError:
             return [value]
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    if isinstance(value, list | tuple):
+        return [one for part in value for one in (part if isinstance(part, list) else [part])]
+    return [] if value is None else [value]
 
 
 def _words(given: Given, words: Sequence[str]) -> None:
@@ -98,8 +101,7 @@ def _words(given: Given, words: Sequence[str]) -> None:
                 f"{word!r} is no argument of ms-swift; they are written --name value, or in a file: args.yaml"
             )
     end()
-    for count in processes.values():
-        given.processes *= count
+    given.processes = max(given.processes, math.prod(processes.values()))
 
 
 def _file(given: Given, path: Path) -> None:
@@ -124,29 +126,55 @@ def _file(given: Given, path: Path) -> None:
 
 
 def _commands(text: str, path: Path) -> list[list[str]]:
-    """The words of each `swift rlhf` and `swift rollout` in a script, what is set in front of them included."""
+    """The words of each `swift rlhf` and `swift rollout` in a script, what is set in front of them included.
+
+    Variables that the script itself sets to plain texts are put in.
+    """
     found: list[list[str]] = []
-    for line in re.sub(r"\\\n", " ", text).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {line.strip()[:80]!r} cannot be read as a shell does: {error}") from None
-        at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in ("swift", "megatron")), None)
-        if at is None or words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
+    variables: dict[str, str] = {}
+    for line in _lines(text, path):
+        words = [re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: _variable(match, variables), word) for word in line]
+        at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in ("swift", "megatron")), len(words))
+        if words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
+            variables.update(word.split("=", 1) for word in words if re.match(r"[A-Za-z_]\w*=", word))
             continue
         words = [*(word for word in words[:at] if "=" in word), *words[at + 2 :]]
-        end = next(
-            (n for n, word in enumerate(words) if word in ("&", "&&", "|", "2>&1", ";") or word[0] in "><"), None
-        )
-        words = words[:end]
-        if unset := [word for word in words if re.search(r"\$\{?\w", word)]:
-            raise ConfigError(
-                f"{path}: {unset[0]!r} is a variable of the shell, and nobody sets it here; write its value"
-            )
+        words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]
+        if unset := [word for word in words if re.search(r"\$[\w{(]", word)]:
+            raise ConfigError(f"{path}: {unset[0]!r} is set nowhere in the script; write its value")
         found.append(words)
     if not found:
         raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
     return found
+
+
+def _lines(text: str, path: Path) -> Iterator[list[str]]:
+    """The words of each command; one goes on behind a backslash, and as long as a quotation is open."""
+    waiting, quoted = "", False
+    for line in text.splitlines():
+        if not quoted and line.lstrip().startswith("#"):
+            continue  # a comment does not go on behind a backslash
+        if not quoted and line.endswith("\\"):
+            waiting += line[:-1] + " "
+            continue
+        waiting += line
+        try:
+            words = shlex.split(re.sub(r"\\\n", " ", waiting))  # not its own comments: `dataset#500` holds none
+        except ValueError:
+            waiting, quoted = waiting + "\n", True
+            continue
+        waiting, quoted = "", False
+        yield words
+    if not quoted:
+        yield shlex.split(waiting)  # the last line ended with a backslash
+    else:
+        raise ConfigError(
+            f"{path}: {waiting.strip()[:80]!r} cannot be read as a shell does: its quotation is never closed"
+        )
+
+
+def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    return variables.get(match.group(1) or match.group(2), match.group(0))
 
 
 def _value(text: str) -> Any:

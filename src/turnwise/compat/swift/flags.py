@@ -151,9 +151,9 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"logging_.*|report_to|log_.*|run_name|wandb_.*|swanlab_.*|tensorboard.*|num_completions_to_print|"
      r"disable_tqdm|add_version|create_checkpoint_symlink|push_to_hub|hub_.*|use_hf|check_model|ignore_args_error|"
      r"save_only_model|save_strategy|save_safetensors|safe_serialization|eval_strategy|eval_on_start|metric.*|"
-     r"load_best_model_at_end|logging_dir|overwrite_output_dir|include_.*|model_type|template|template_backend|task_type",
-     "about files, logs and where a model is from: the run's directory holds all (docs/record.md), and the model's own chat "
-     "template is used"),
+     r"load_best_model_at_end|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
+     "about files and logs: the run's directory holds all (docs/record.md)"),
+    (r"model_type|template|template_backend", "the model says what it is, and its own chat template is used"),
     (r"lora_.*|target_modules|target_regex|target_parameters|modules_to_save|use_rslora|use_dora|init_weights|"
      r"merge_lora|vera_.*|adalora_.*|galore.*|lorap_.*", "of LoRA, which is not here"),
     (r"freeze_vit|freeze_aligner|freeze_llm|vit_lr|aligner_lr|max_pixels|min_pixels", "of models that see: all parameters "

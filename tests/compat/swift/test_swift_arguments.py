@@ -1,0 +1,293 @@
+"""Arguments of ms-swift become a recipe; what has no place in one is told, with its reason."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.compat.converted import Converted
+from turnwise.compat.swift.arguments import from_swift_arguments
+from turnwise.compat.swift.command import read
+from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
+from turnwise.config import Config, refuse_without_effect
+from turnwise.errors import ConfigError
+
+SCRIPT = """\
+# Multi-turn on two machines; don't forget the server.
+SYSTEM="Think first.
+# then answer"
+
+CUDA_VISIBLE_DEVICES=0 swift rollout \\
+    --model Qwen/Qwen3-1.7B \\
+    --multi_turn_scheduler tool_call_scheduler \\
+    --vllm_max_model_len 4096 \\
+    --max_turns 3 &
+
+NPROC_PER_NODE=2 nohup swift rlhf \\
+    --rlhf_type grpo \\
+    --model Qwen/Qwen3-1.7B \\
+    --tuner_type full \\
+    --external_plugins plugin.py more.py \\
+    --reward_funcs accuracy mine --reward_weights 1.0 0.5 \\
+    --vllm_mode server --use_vllm true \\
+    --torch_dtype bfloat16 \\
+    --dataset data/math.jsonl#500 --columns '{"question": "query"}' \\
+    --system "$SYSTEM" \\
+    --max_completion_length 1024 \\
+    --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --steps_per_generation 4 \\
+    --num_generations 8 --num_iterations 2 \\
+    --learning_rate 1e-6 --lr_scheduler_type constant_with_warmup --warmup_ratio 0.1 --max_steps 80 \\
+    --temperature 1.0 --top_k -1 --stop_words "Observation:" \\
+    --beta 0.001 --epsilon 0.2 --epsilon_high 0.28 \\
+    --save_steps 10 --output_dir out > log.txt 2>&1
+"""
+
+
+def converted(text: str) -> Converted:
+    return from_swift_arguments(shlex.split(text))
+
+
+def left(found: Converted) -> dict[str, bool]:
+    return {one.key: one.matters for one in found.left}
+
+
+def valid(found: Converted) -> Config:
+    config = Config.model_validate(found.recipe)
+    refuse_without_effect(config)
+    return config
+
+
+FULL = "--rlhf_type grpo --model M --dataset d.jsonl --tuner_type full --max_steps 10 "
+
+
+def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    found = from_swift_arguments(str(script))
+    valid(found)
+    plugins = ["plugin.py", "more.py"]
+    assert found.recipe == {
+        "model": {"path": "Qwen/Qwen3-1.7B", "dtype": "bfloat16"},
+        "data": {
+            "train": "data/math.jsonl",
+            "limit": 500,
+            "columns": {"prompt": "question"},
+            "system": "Think first.\n# then answer",
+        },
+        "environment": {
+            "use": "turnwise.compat.swift:scheduler",
+            "arguments": {"name": "tool_call_scheduler", "max_turns": 3, "external_plugins": plugins},
+        },
+        "reward": {
+            "trajectory": [
+                {
+                    "use": "turnwise.compat.swift:reward",
+                    "name": "accuracy",
+                    "arguments": {"use": "accuracy", "external_plugins": plugins},
+                },
+                {
+                    "use": "turnwise.compat.swift:reward",
+                    "name": "mine",
+                    "arguments": {"use": "mine", "external_plugins": plugins},
+                    "weight": 0.5,
+                },
+            ]
+        },
+        "sampling": {"temperature": 1.0, "top_k": 0, "stop": ["Observation:"]},
+        "limits": {"turns": 3, "tokens_per_turn": 1024, "context": 4096},
+        "train": {
+            # 2 processes, 4 each, 4 such batches a generation: 32 conversations, in two optimizer steps, twice
+            "rows": 4,
+            "group": 8,
+            "minibatches": 2,
+            "epochs": 2,
+            "steps": 20,
+            "lr": 1e-6,
+            "schedule": "constant",
+            "warmup_steps": 2,
+            "weight_decay": 0.1,
+            "betas": [0.9, 0.95],
+            "kl_coef": 0.001,
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "loss_average": "sequence",
+        },
+        "seed": 42,
+        "checkpoint": {"every": 10},
+        "output": "out",
+    }
+    assert left(found) == {"use_vllm": False, "vllm_mode": False, "CUDA_VISIBLE_DEVICES": False}
+
+
+def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
+    words = FULL + (
+        "--vllm_mode colocate --deepspeed zero3 --report_to wandb swanlab --lora_rank 8 --made_up 3 --overlong_filter true "
+        "--loss_type cispo --advantage_estimator rloo --epsilon 0.2 --truncation_strategy left --seed 7 --data_seed 8"
+    )
+    found = converted(words)
+    given = set(read(shlex.split(words)).values)
+    assert given == set(found.carried) | {one.key for one in found.left}
+    assert not set(found.carried) & {one.key for one in found.left}
+    assert all(one.reason for one in found.left)
+    assert left(found) == {
+        "vllm_mode": False,
+        "deepspeed": False,
+        "report_to": False,
+        "lora_rank": False,
+        "made_up": True,
+        "overlong_filter": True,
+        "loss_type": True,
+        "advantage_estimator": True,
+        "epsilon": False,  # one optimizer step on each batch
+        "truncation_strategy": True,
+        "data_seed": False,
+    }
+    assert {one.key for one in found.refused()} == {key for key, matters in left(found).items() if matters}
+
+
+def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
+    found = converted("--model M --dataset d --max_steps 10")
+    config = Config.model_validate(found.recipe)
+    assert (config.sampling.temperature, config.limits.tokens_per_turn) == (0.9, 512)
+    assert (config.train.kl_coef, config.train.lr, config.train.group) == (0.04, 1e-5, 8)
+    assert (config.train.schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
+    assert (config.train.loss_average, config.train.rows, config.seed) == ("sequence", 2, 42)
+    assert config.data.columns == {"prompt": "messages"}
+    (lora,) = found.left
+    assert (lora.key, lora.value, lora.matters) == ("tuner_type", "lora", True)
+    assert "all parameters are trained here" in lora.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        ("--loss_type dapo", "train.loss_average", "token"),
+        ("--scale_rewards none", "credit.scale", "none"),
+        ("--scale_rewards false", "credit.scale", "none"),
+        ("--completion_length_limit_scope total --max_completion_length 64", "limits.tokens", 64),
+        ("--async_generate true", "train.overlap", True),
+        ("--top_k 50", "sampling.top_k", 50),
+        ("--dtype float32", "model.dtype", "float32"),
+        ("--generation_batch_size 64", "train.rows", 8),
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", "train.rows", 4),
+        ("--dataset a/b:sub#10", "data.subset", "sub"),
+        ("--val_dataset e.jsonl#5 --eval_steps 2", "eval.every", 2),
+        ("--val_dataset e.jsonl#5", "eval.rows", 5),
+        ("--multi_turn_scheduler math_tip_trick --loss_scale last_round", "loss_mask", "last_round"),
+        ("--multi_turn_scheduler math_tip_trick", "limits.turns", 100),
+        ("--use_gym_env true --gym_env g --max_turns 4", "environment.arguments.name", "gym_scheduler"),
+        ("--gym_env g --context_manager c", "environment.arguments.context_manager", "c"),
+        ("--gym_env g --reward_weights 2", "environment.arguments.gym_weight", 2.0),
+        ("--multi_turn_scheduler mine --external_plugins p.py", "environment.arguments.tokenizer", "M"),
+        ("--warmup_steps 3", "train.warmup_steps", 3),
+        ('--reward_funcs \'["accuracy", "format"]\'', "reward.trajectory.1.name", "format"),
+        ("--vllm_max_model_len=2048", "limits.context", 2048),
+        ("--num_iterations 2 --epsilon 0.1", "train.clip_high", 0.1),
+    ],
+)
+def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> None:
+    found = converted(FULL + words)
+    node: Any = found.recipe
+    for part in option.split("."):
+        node = node[int(part)] if part.isdigit() else node[part]
+    assert node == value
+    Config.model_validate(found.recipe)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ("--rlhf_type dpo", "rlhf_type", "only GRPO has a place in a recipe"),
+        ("--dataset a.jsonl b.jsonl", "dataset", "data.train is one data set"),
+        (
+            "--reward_funcs cosines",
+            "reward_funcs",
+            "there is no reward function 'cosines' here; there are accuracy, format",
+        ),
+        ("--reward_weights 1 2", "reward_weights", "2 weights for 0 rewards"),
+        ("--importance_sampling_level sequence", "importance_sampling_level", "the ratio is each token's here"),
+        ("--loss_scale hermes", "loss_scale", "loss_mask knows all and last_round"),
+        ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows are a file or a split of their own"),
+        (
+            "--learning_rat 1",
+            "learning_rat",
+            "not known here as an argument of ms-swift; did you mean 'learning_rate'?",
+        ),
+        ("--reward_model R", "reward_model", "a reward model is asked by a reward function of yours here"),
+    ],
+)
+def test_what_would_be_another_training_is_left_and_matters(words: str, key: str, reason: str) -> None:
+    found = converted(FULL + words)
+    assert [one.matters for one in found.left if one.key == key and reason in one.reason] == [True]
+
+
+def test_epochs_are_counted_in_steps_where_the_rows_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("d.jsonl").write_text(json.dumps({"query": "q", "solution": "1"}) + "\n" * 2 + '{"query": "r"}\n' * 9)
+    words = "--model M --dataset d.jsonl --tuner_type full --num_generations 4 --per_device_train_batch_size 16 "
+    found = converted(words + "--gradient_accumulation_steps 1 --num_train_epochs 2 --warmup_ratio 0.5")
+    assert found.recipe["train"]["rows"] == 4
+    assert found.recipe["train"]["steps"] == 5  # two passes over ten rows, four a step
+    assert found.recipe["train"]["warmup_steps"] == 3
+    assert found.recipe["data"]["columns"] == {"prompt": "query"}
+    unknown = converted("--model M --dataset hub/name --tuner_type full --num_train_epochs 2")
+    assert "steps" not in unknown.recipe["train"]
+    assert left(unknown) == {"num_train_epochs": True}
+
+
+def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_path: Path) -> None:
+    tree = {
+        "rlhf_type": "grpo",
+        "model": "M",
+        "dataset": ["d.jsonl"],
+        "learning_rate": "1e-6",
+        "beta": 0.0,
+        "top_p": 0.9,
+    }
+    (tmp_path / "args.json").write_text(json.dumps(tree))
+    (tmp_path / "args.yaml").write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in tree.items()))
+    one, other = (from_swift_arguments(tmp_path / name) for name in ("args.json", "args.yaml"))
+    assert one == other == from_swift_arguments(tree)
+    assert one.recipe["train"]["lr"] == 1e-6
+    over = from_swift_arguments(["swift", "rlhf", str(tmp_path / "args.yaml"), "--beta", "0.5"])
+    assert over.recipe["train"]["kl_coef"] == 0.5
+    (twice,) = [one for one in over.left if one.key == "beta"]
+    assert (twice.value, twice.reason) == (0.0, "the commands give it twice; 0.5 was taken")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "there are no arguments of ms-swift"),
+        (["train"], "'train' is no argument of ms-swift"),
+        (["absent.yaml"], "absent.yaml cannot be read: No such file"),
+        (["empty.sh"], "has neither `swift rlhf` nor `swift rollout` in it"),
+        (["unset.sh"], r"'\$\{MODEL\}' is set nowhere in the script; write its value"),
+        (["open.sh"], "its quotation is never closed"),
+        (["list.yaml"], "must hold a mapping of arguments; it holds a list"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.sh").write_text("# swift rlhf --model M\necho done\n")
+    Path("unset.sh").write_text("swift rlhf --model ${MODEL}\n")
+    Path("open.sh").write_text("swift rlhf --system 'never\n")
+    Path("list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match=why):
+        from_swift_arguments(words)
+
+
+def test_the_tables_name_options_that_there_are() -> None:
+    for option in [*OPTIONS.values(), *(option for option, _ in CHOICES.values())]:
+        part: Any = Config
+        for name in option.split("."):
+            part = part.model_fields[name].annotation if isinstance(part, type) else part
+    assert not set(OPTIONS) & set(FIXED)
+    assert not set(ALIASES) & (set(OPTIONS) | set(FIXED))
+    assert set(ALIASES.values()) & LISTS == {"external_plugins", "stop_words"}

@@ -1,0 +1,163 @@
+"""Reward functions of ms-swift: what they are handed, and what becomes of what they give."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, a_row, hold
+from support.swift import play, whole
+from turnwise.compat.swift import reward, scheduler
+from turnwise.compat.swift.rewards import Format, MathAccuracy, arguments_of, ask, orms
+from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.errors import ConfigError
+from turnwise.rollout.limits import Limits
+from turnwise.scoring.reward import Scorer, TrajectoryReward
+from turnwise.types import Trajectory
+
+PLUGIN = """
+from swift.rewards import ORM, AsyncORM, orms
+
+
+class Length(ORM):
+    def __init__(self, per=1.0):
+        self.per = per
+
+    def __call__(self, completions, solution, **kwargs):
+        return [self.per * len(one) + len(two) for one, two in zip(completions, solution)]
+
+
+class Later(AsyncORM):
+    async def __call__(self, completions, **kwargs):
+        return [None for _ in completions]
+
+
+def infos(completions, rollout_infos, trajectory_inputs, request_id, **kwargs):
+    assert [len(trajectory_inputs[one]) for one in request_id] == [2]
+    return [info["n"] + info["num_turns"] for info in rollout_infos]
+
+
+orms["length"] = Length
+orms["later"] = Later
+orms["infos"] = infos
+"""
+
+
+class Rewrites(MultiTurnScheduler):
+    """A new history after the first turn."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        infer_request.messages = [{"role": "user", "content": "Again."}]
+        return {"infer_request": infer_request, "rollout_infos": {"n": 10}}
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Any:
+    file = tmp_path / "rewards.py"
+    file.write_text(PLUGIN)
+    yield str(file)
+    for name in ("length", "later", "infos"):
+        orms.pop(name, None)
+
+
+def spoken(*said: str, **fields: Any) -> Trajectory:
+    return whole(hold(Says(*said), scheduler, row=a_row("Hi", **fields)))
+
+
+def given(trajectory: Trajectory, use: str, **options: Any) -> float:
+    return asyncio.run(reward(trajectory, use=use, **options))
+
+
+def test_a_class_is_made_once_with_its_arguments_and_asked_with_the_rows_columns(plugin: str) -> None:
+    trajectory = spoken("four", solution="4!")
+    assert given(trajectory, "length", external_plugins=[plugin]) == 6.0
+    assert given(trajectory, f"{plugin}:Length", arguments={"per": 0.5}) == 4.0
+    with pytest.raises(ConfigError, match=r"infos is no class and is made of nothing; remove them"):
+        given(trajectory, "infos", arguments={"per": 1})
+
+
+def test_none_counts_nothing_and_async_functions_are_awaited(plugin: str) -> None:
+    assert given(spoken("x"), "later", external_plugins=[plugin]) == 0.0
+
+
+def test_rollout_infos_and_all_records_of_a_trajectory_are_handed_over(plugin: str) -> None:
+    trajectory = whole(play(Rewrites, "one", "two", max_turns=2))
+    assert given(trajectory, "infos", external_plugins=[plugin]) == 12.0
+    completions, columns = arguments_of(trajectory)
+    assert completions == ["two"]
+    (records,) = columns["trajectory_inputs"].values()  # type: ignore[attr-defined]
+    told = [[message["content"] for message in record["messages"]] for record in records]
+    assert told == [["Hi", "one"], ["Again.", "two"]]
+    assert {record["request_id"] for record in records} == {trajectory.id}
+    assert columns["finish_reason"] == ["stop"]
+    assert columns["response_token_ids"] == [
+        [list(turn.completion.token_ids) for turn in trajectory.turns if turn.completion]
+    ]
+
+
+def test_an_answer_that_was_cut_while_it_went_on_is_read_whole() -> None:
+    class GoesOn(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.messages[-1]["content"] += ", so"
+            return {"infer_request": infer_request}
+
+    trajectory = play(GoesOn, "ab", "cdefgh", max_turns=3, table={"limits": Limits(tokens_per_turn=4)})
+    assert trajectory.stop == "length"
+    completions, columns = arguments_of(trajectory)
+    assert completions == ["ab, socdef"]
+    assert columns["is_truncated"] == [True]
+    assert columns["rollout_infos"] == [{"num_turns": 2}]
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [], 1.0, "1"])
+def test_anything_but_one_number_for_one_completion_breaks_the_trajectory(values: Any) -> None:
+    def odd(completions: Sequence[str], **kwargs: Any) -> Any:
+        return values
+
+    with pytest.raises(ValueError, match=r"the reward function odd gave .* for 1 completion; it must give a list"):
+        asyncio.run(ask(odd, spoken("x"), "odd"))
+
+
+def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() -> None:
+    def breaks(completions: Sequence[str], **kwargs: Any) -> Any:
+        raise RuntimeError("no judge")
+
+    trajectory = spoken("x")
+    score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: ask(breaks, one, "breaks"))])
+    asyncio.run(score.score_one(trajectory))
+    assert trajectory.error is not None
+    assert (trajectory.error.kind, trajectory.error.message) == ("reward", "RuntimeError: no judge")
+    assert trajectory.reward is None
+
+
+@pytest.mark.parametrize(
+    ("said", "solution", "right"),
+    [
+        ("so \\boxed{12}", "\\boxed{12}", 1.0),
+        ("so \\boxed{1,200.0}", "the answer is 1200", 1.0),
+        ("12 or 13", "<answer>13</answer>", 1.0),
+        ("<answer>12</answer> not 13", "12", 1.0),
+        ("\\boxed{\\frac{3}{2}}", "\\boxed{\\frac{3}{2}}", 1.0),
+        ("\\boxed{\\frac{3}{2}}", "2", 0.0),
+        ("no idea", "12", 0.0),
+        ("", "12", 0.0),
+    ],
+)
+def test_accuracy_reads_what_is_boxed_then_what_is_tagged_then_the_last_number(
+    said: str, solution: str, right: float
+) -> None:
+    assert MathAccuracy()([said], solution=[solution]) == [right]
+
+
+def test_format_is_thoughts_and_an_answer_and_nothing_else() -> None:
+    said = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> b", "c <think>a</think><answer>b</answer>"]
+    assert Format()(said) == [1.0, 0.0, 0.0]
+
+
+def test_an_unknown_reward_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"there is no reward function 'acuracy'; did you mean 'accuracy'\?"):
+        given(spoken("x"), "acuracy")

@@ -1,0 +1,291 @@
+"""Schedulers with a `run` of their own, gym environments, images: flows that are not step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from support.conversations import RENDERER, Says, a_row, hold_all, scripted, spoken
+from support.swift import ASKED, learnt, made, play, whole
+from turnwise.compat.swift.gym import ContextManager, Env, context_managers, envs
+from turnwise.compat.swift.protocol import RequestConfig, RolloutOutput
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler
+from turnwise.rollout.limits import Limits
+from turnwise.types import Stop
+
+
+class Twice(MultiTurnScheduler):
+    """Asks, asks again about a new history, and returns one output for each."""
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> list[RolloutOutput]:
+        first = await self.infer_engine.infer_async(infer_request, request_config)
+        text = first.choices[0].message.content
+        told = [*infer_request.messages, {"role": "assistant", "content": text}]
+        again = [{"role": "user", "content": f"You said {text}. Sure?"}]
+        infer_request.messages = again
+        second = await self.infer_engine.infer_async(infer_request, request_config)
+        answer = {"role": "assistant", "content": second.choices[0].message.content}
+        return [
+            RolloutOutput(first, told, first.choices[0].token_ids, rollout_infos={"first": text}),
+            RolloutOutput(second, [*again, answer], second.choices[0].token_ids, rollout_infos={"n": 2}),
+        ]
+
+
+def test_a_run_of_its_own_asks_the_loop_and_each_history_is_a_segment() -> None:
+    trajectory = whole(play(Twice, "4", "yes"))
+    assert [spoken(segment) for segment in trajectory.segments] == [
+        [(-1, ASKED), (0, "4<|im_end|>")],
+        [(-1, "<|im_start|>user\nYou said 4. Sure?<|im_end|>\n<|im_start|>assistant\n"), (1, "yes<|im_end|>")],
+    ]
+    assert trajectory.turns[1].info == {"first": "4", "n": 2}
+    assert (trajectory.stop, trajectory.messages[-1]["content"]) == (Stop.DONE, "yes")
+
+
+def test_masks_of_run_say_what_is_learnt_from() -> None:
+    class Masks(Twice):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            _, second = await super().run(infer_request, request_config)
+            second.response_loss_mask = [[0, 1, 1, 1]]
+            return [second]  # and the first answer not at all
+
+    trajectory = whole(play(Masks, "4", "yes"))
+    assert learnt(trajectory.segments[0], 0) == []
+    assert learnt(trajectory.segments[1], 1) == [*RENDERER.encode("es"), 2]
+
+
+class Counted(MultiTurnScheduler):
+    """Calls the run that it overrides."""
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+        output = await super().run(infer_request, request_config)
+        assert isinstance(output, RolloutOutput)
+        output.rollout_infos["lists"] = [len(ids) for ids in output.response_token_ids]
+        return output
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        if current_turn == 1:
+            infer_request.messages[-1]["content"] += "+"
+        else:
+            infer_request.messages.append({"role": "user", "content": "More."})
+        return {"infer_request": infer_request}
+
+
+def test_the_run_that_is_overridden_may_be_called_and_takes_the_same_turns() -> None:
+    trajectory = whole(play(Counted, "one", "two", "three", max_turns=3))
+    assert spoken(trajectory.segments[0]) == [
+        (-1, ASKED),
+        (0, "one"),
+        (-1, "+"),
+        (1, "two<|im_end|>"),
+        (-1, "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"),
+        (2, "three<|im_end|>"),
+    ]
+    assert trajectory.turns[-1].info == {"lists": [8, 6], "num_turns": 3}
+
+
+def test_a_scheduler_without_turns_speaks_once() -> None:
+    trajectory = whole(play(RolloutScheduler, "one"))
+    assert (trajectory.said, trajectory.stop) == (["one"], Stop.DONE)
+    trajectory = whole(play("base_scheduler", "one"))
+    assert trajectory.said == ["one"]
+
+
+def refused(run: Any, *said: str) -> str:
+    kind = type("Odd", (MultiTurnScheduler,), {"run": run})
+    error = play(kind, *(said or ("a", "b"))).error
+    assert error is not None
+    assert error.kind == "environment"
+    return error.message
+
+
+def test_a_run_that_makes_no_sense_breaks_its_own_conversation() -> None:
+    async def nothing(self: Any, request: Any, config: Any) -> None:
+        return None
+
+    async def no_output(self: Any, request: Any, config: Any) -> str:
+        await self.infer_engine.infer_async(request, config)
+        return "text"
+
+    async def hotter(self: Any, request: Any, config: RequestConfig) -> None:
+        config.temperature = 2.0
+        await self.infer_engine.infer_async(request, config)
+
+    async def two_at_once(self: Any, request: Any, config: Any) -> None:
+        await asyncio.gather(*(self.infer_engine.infer_async(request, config) for _ in range(2)))
+
+    async def blocks(self: Any, request: Any, config: Any) -> None:
+        self.infer_engine.infer([request], config)
+
+    async def breaks(self: Any, request: Any, config: Any) -> None:
+        await self.infer_engine.infer_async(request, config)
+        raise KeyError("gone")
+
+    assert "Odd.run returned before it asked its infer_engine for anything" in refused(nothing)
+    assert "Odd.run must return a RolloutOutput or a list of them; it returned 'text'" in refused(no_output)
+    assert "the scheduler asks with temperature=2.0. How tokens are drawn is the recipe's" in refused(hotter)
+    assert "run asks its infer_engine for a second answer before it has the first" in refused(two_at_once)
+    assert "infer_engine.infer blocks until the model has answered" in refused(blocks)
+    assert refused(breaks) == "KeyError: gone"
+
+
+def test_a_run_is_ended_when_its_conversation_is() -> None:
+    ended: list[str] = []
+
+    class Forever(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            try:
+                while True:
+                    await self.infer_engine.infer_async(infer_request, request_config)
+                    infer_request.messages.append({"role": "user", "content": "More."})
+            finally:
+                ended.append("run")
+
+        async def on_trajectory_end(self, infer_request: Any) -> None:
+            ended.append("trajectory")
+
+    trajectory = play(Forever, *["x"] * 9, table={"limits": Limits(turns=3)})
+    assert (trajectory.stop, len(trajectory.turns), trajectory.error) == (Stop.MAX_TURNS, 3, None)
+    assert ended == ["run", "trajectory"]
+
+
+def test_conversations_with_runs_of_their_own_do_not_hear_each_other() -> None:
+    with made(Twice) as make:
+        four = hold_all(scripted(*[[str(n), "yes"] for n in range(4)]), make, size=4)
+    assert sorted(one.turns[1].info["first"] for one in four) == ["0", "1", "2", "3"]
+    for one in four:
+        assert whole(one).messages[0]["content"] == f"You said {one.said[0]}. Sure?"
+
+
+# games
+
+
+class Guess(Env):
+    """Higher or lower; sync and async methods mixed."""
+
+    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        self.secret = int(self.env_config.get("secret", config.data_dict["secret"]))
+        return "Guess.", {}, "You guess numbers."
+
+    def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:  # type: ignore[override]
+        guess = int(action[-1]["content"])
+        right = guess == self.secret
+        return ("Right." if right else "No."), (1.0 if right else -0.25), right, {"guess": guess}
+
+    def close(self) -> None:  # type: ignore[override]
+        pass
+
+
+class LastTwo(ContextManager):
+    """Shows the system message and the last two messages."""
+
+    def manage_context(self, history: Any, trajectory_id: str) -> Any:
+        return [history[0], *history[-2:]] if len(history) > 4 else history
+
+
+@pytest.fixture(autouse=True)
+def games() -> Any:
+    envs["guess"], context_managers["last_two"] = Guess, LastTwo
+    yield
+    del envs["guess"], context_managers["last_two"]
+
+
+def test_a_game_opens_the_conversation_and_pays_each_move() -> None:
+    row = a_row("placeholder", secret=4)
+    trajectory = whole(play("gym_scheduler", "3", "5", "4", row=row, gym_env="guess", max_turns=9))
+    assert [message["content"] for message in trajectory.messages] == [
+        "You guess numbers.", "Guess.", "3", "No.", "5", "No.", "4",
+    ]  # fmt: skip
+    assert [turn.reward for turn in trajectory.turns] == [-0.25, -0.25, 1.0]
+    assert trajectory.turns[-1].info == {
+        "total_reward": 0.5,
+        "step_rewards": [-0.25, -0.25, 1.0],
+        "gym_done": True,
+        "env_info": {"guess": 4},
+    }
+    assert (trajectory.stop, len(trajectory.turns)) == (Stop.DONE, 3)
+
+
+def test_a_row_names_its_game_and_the_weight_of_its_reward_is_the_recipes() -> None:
+    row = a_row("x", secret=1, env_config={"name": "guess", "secret": 7})
+    trajectory = whole(play("gym_scheduler", "7", row=row, gym_weight=0.5))
+    assert [turn.reward for turn in trajectory.turns] == [0.5]
+    trajectory = whole(play("gym_scheduler", "7", row=row, use_gym_env=False))
+    assert [turn.reward for turn in trajectory.turns] == [0.0]
+
+
+def test_a_context_manager_shortens_what_the_model_is_shown_and_nothing_is_trained_twice() -> None:
+    row = a_row("x", secret=4)
+    engine = Says("1", "2", "4")
+    trajectory = whole(play("gym_scheduler", engine, row=row, gym_env="guess", context_manager="last_two"))
+    assert RENDERER.decode(engine.requests[2].token_ids) == (
+        "<|im_start|>system\nYou guess numbers.<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [[turn for turn, _ in spoken(segment) if turn >= 0] for segment in trajectory.segments] == [[0, 1], [2]]
+
+
+def test_a_game_that_there_is_not_breaks_the_conversation_with_its_name() -> None:
+    error = play("gym_scheduler", "1", row=a_row("x"), gym_env="gues").error
+    assert error is not None
+    assert "there is no environment 'gues'; did you mean 'guess'?; registered are: " in error.message
+    error = play("gym_scheduler", "1", row=a_row("x")).error
+    assert error is not None
+    assert "the row names no environment, and neither does environment.arguments.gym_env" in error.message
+
+
+def test_a_scheduler_that_pays_by_total_reward_is_paid_if_the_recipe_says_so() -> None:
+    class Pays(MultiTurnScheduler):
+        async def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            return {"rollout_infos": {"total_reward": float(current_turn)}}
+
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.messages.append({"role": "user", "content": "More."})
+            return {"infer_request": infer_request}
+
+    assert [turn.reward for turn in play(Pays, "a", "b", max_turns=2).turns] == [0.0, 0.0]
+    assert [turn.reward for turn in play(Pays, "a", "b", max_turns=2, use_gym_env=True).turns] == [1.0, 1.0]
+
+
+def test_images_that_rollout_infos_names_stand_where_the_messages_say(tmp_path: Any) -> None:
+    pytest.importorskip("PIL")
+    from support.vision import picture, save_vision_model
+    from turnwise.rollout.renderer import Renderer
+    from turnwise.types import Row
+
+    renderer = Renderer.from_pretrained(save_vision_model(tmp_path / "sees"))
+
+    class Crops(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            cut = infer_request.images[0].crop((0, 0, 16, 16))
+            infer_request.messages.append({"role": "user", "content": "<image>Nearer."})
+            return {"infer_request": infer_request, "rollout_infos": {"images": [*infer_request.images, cut], "n": 1}}
+
+    whole_picture = picture(32, 16, seed=1)
+    row = Row(
+        id="1",
+        messages=[
+            {"role": "user", "content": [{"type": "image", "image": whole_picture}, {"type": "text", "text": "?"}]}
+        ],
+    )
+    engine = scripted(["Let me look.", "A dog."], renderer=renderer)
+    trajectory = whole(play(Crops, engine, row=row, max_turns=2, table={"renderer": renderer}))
+    (segment,) = trajectory.segments
+    assert [(one.kind, one.length, one.source.size) for one in segment.media] == [
+        ("image", segment.media[0].length, (32, 16)),
+        ("image", segment.media[1].length, (16, 16)),
+    ]
+    assert segment.media[0].length == 2 * segment.media[1].length
+    assert trajectory.turns[0].info == {"n": 1}
+
+    # places and images must be as many as each other
+    class Forgets(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.messages.append({"role": "user", "content": "Nearer."})
+            return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images * 2}}
+
+    engine = scripted(["Let me look.", "A dog."], renderer=renderer)
+    error = play(Forgets, engine, row=row, max_turns=2, table={"renderer": renderer}).error
+    assert error is not None
+    assert "the request has 2 images and its messages have places for 1" in error.message

@@ -1,0 +1,331 @@
+"""What a scheduler says with messages, ids, masks and log-probabilities, and what the conversation makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.conversations import RENDERER, STOP, Says, a_row, spoken
+from support.swift import ASKED, learnt, play, whole
+from turnwise.compat.swift.masks import Returned, Sampled, masked_outputs, masked_turn
+from turnwise.compat.swift.protocol import RolloutOutput
+from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.types import Row, Trajectory
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+class Does(MultiTurnScheduler):
+    """Does to the request what a test wants, after the first turn."""
+
+    what: Any = None
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        said = type(self).what(infer_request, response_choice)
+        return {"infer_request": infer_request, **(said or {})}
+
+
+def does(what: Any, *said: Any, row: Row | None = None, **options: Any) -> Trajectory:
+    kind = type("Does", (Does,), {"what": staticmethod(what)})
+    return play(kind, *(said or ("one", "two")), row=row, **{"max_turns": 2, **options})
+
+
+def user(request: Any, text: str = "More.") -> None:
+    request.messages.append({"role": "user", "content": text})
+
+
+def test_what_a_scheduler_is_handed_is_the_row_and_the_turn_as_they_are() -> None:
+    seen: dict[str, Any] = {}
+
+    def look(request: Any, choice: Any) -> None:
+        seen.update(
+            messages=[dict(message) for message in request.messages],
+            data=request.data_dict,
+            tools=request.tools,
+            images=request.images,
+            uuid=request.uuid,
+            choice=choice,
+        )
+        user(request)
+
+    row = a_row("Hi", id="7", solution="4", extra={"a": [1]}, tools=[TOOL])
+    trajectory = does(look, "one", "two", row=row)
+    assert trajectory.error is None, trajectory.error
+    assert seen["messages"] == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one"}]
+    assert seen["data"] == {"solution": "4", "extra": {"a": [1]}}
+    assert (seen["tools"], seen["images"]) == ([TOOL], [])
+    assert seen["uuid"].startswith("7-")
+    choice = seen["choice"]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "one", "stop")
+    assert choice.token_ids == [*RENDERER.encode("one"), STOP]
+    assert [one["logprob"] for one in choice.logprobs["content"]] == [-0.125, -0.25, -0.375, -0.5]
+    assert trajectory.tools == (TOOL,)
+
+
+def test_what_a_scheduler_changes_in_a_row_is_its_own() -> None:
+    row = a_row("Hi", deep={"list": [1]})
+
+    def change(request: Any, choice: Any) -> None:
+        request.data_dict["deep"]["list"].append(2)
+        user(request)
+
+    whole(does(change, row=row))
+    assert row.fields == {"deep": {"list": [1]}}
+
+
+def test_tool_messages_go_on_with_the_conversation() -> None:
+    def tool(request: Any, choice: Any) -> None:
+        request.messages.append({"role": "tool", "content": "5"})
+
+    trajectory = whole(does(tool))
+    assert "<tool_response>\n5\n</tool_response>" in spoken(trajectory.segments[0])[2][1]
+
+
+def test_an_untouched_request_lets_the_model_go_on_with_its_answer() -> None:
+    trajectory = whole(does(lambda request, choice: None, "one", " two"))
+    assert spoken(trajectory.segments[0]) == [(-1, ASKED), (0, "one"), (1, " two<|im_end|>")]
+    assert trajectory.messages[-1]["content"] == "one two"
+    assert trajectory.turns[1].info["completion"] == "one two"
+
+
+def test_a_replaced_history_begins_a_new_segment_and_former_turns_stay_trained() -> None:
+    def compress(request: Any, choice: Any) -> None:
+        request.messages = [{"role": "user", "content": "So far: " + choice.message.content}]
+
+    trajectory = whole(does(compress))
+    assert [spoken(segment) for segment in trajectory.segments] == [
+        [(-1, ASKED), (0, "one<|im_end|>")],
+        [(-1, "<|im_start|>user\nSo far: one<|im_end|>\n<|im_start|>assistant\n"), (1, "two<|im_end|>")],
+    ]
+
+
+def test_an_answer_that_is_edited_before_a_further_message_is_another_history() -> None:
+    def edit(request: Any, choice: Any) -> None:
+        request.messages[-1]["content"] = "ONE"
+        user(request)
+
+    first, second = whole(does(edit)).segments
+    assert spoken(first) == [(-1, ASKED), (0, "one<|im_end|>")]
+    assert [turn for turn, _ in spoken(second)] == [-1, 1]
+    assert "assistant\nONE<|im_end|>" in spoken(second)[0][1]
+
+
+def test_ids_and_a_mask_say_which_sampled_tokens_are_learnt_from() -> None:
+    def mask(request: Any, choice: Any) -> dict[str, Any]:
+        user(request)
+        return {"response_token_ids": choice.token_ids, "response_loss_mask": [0, 1, 1, 0]}
+
+    trajectory = whole(does(mask))
+    assert learnt(trajectory.segments[0], 0) == [*RENDERER.encode("ne")]
+    assert [turn for turn, text in spoken(trajectory.segments[0])] == [-1, 0, -1, 1]
+
+
+def test_tool_tokens_behind_an_edited_answer_are_context_as_the_text_says() -> None:
+    """The ToolCallScheduler of ms-swift's examples: text and ids are both extended, the latter with mask 0."""
+
+    def extend(request: Any, choice: Any) -> dict[str, Any]:
+        request.messages[-1]["content"] += " 42"
+        ids = choice.token_ids
+        mask = [1] * len(ids)
+        result = list(RENDERER.encode(" 42"))
+        return {"response_token_ids": ids + result, "response_loss_mask": mask + [0] * len(result)}
+
+    trajectory = whole(does(extend))
+    assert spoken(trajectory.segments[0]) == [(-1, ASKED), (0, "one"), (-1, " 42"), (1, "two<|im_end|>")]
+    assert "not_sampled" not in trajectory.turns[0].info
+
+
+def test_tokens_that_were_not_sampled_are_never_learnt_from_even_if_the_mask_says_so() -> None:
+    def pretend(request: Any, choice: Any) -> dict[str, Any]:
+        request.messages[-1]["content"] += " 42"
+        ids = choice.token_ids + list(RENDERER.encode(" 42"))
+        return {"response_token_ids": ids, "response_loss_mask": [1] * len(ids)}
+
+    trajectory = whole(does(pretend))
+    assert spoken(trajectory.segments[0])[2] == (-1, " 42")
+    assert trajectory.turns[0].info["not_sampled"] == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (
+            {"response_token_ids": [5, 6]},
+            r"turn 1: response_token_ids has 2 tokens where the model sampled 4; they differ",
+        ),
+        ({"response_loss_mask": [1, 1]}, r"response_loss_mask has 2 values for 4 sampled tokens"),
+        ({"response_loss_mask": [1, 1, 2, 1]}, r"response_loss_mask holds 2; its values are 0 and 1"),
+        ({"rollout_logprobs": [-0.1]}, r"rollout_logprobs has 1 values for 4 tokens whose mask is 1"),
+        ({"rollout_logprobs": [-0.1] * 4}, r"rollout_logprobs says -0\.1 for token 0, which was sampled with -0\.125"),
+        ({"infer_request": None}, r"Does\.step must return \{'infer_request': RolloutInferRequest"),
+    ],
+)
+def test_numbers_that_do_not_fit_break_their_own_conversation_and_say_so(said: dict[str, Any], why: str) -> None:
+    def wrong(request: Any, choice: Any) -> dict[str, Any]:
+        user(request)
+        return said
+
+    trajectory = does(wrong)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "environment"
+    import re
+
+    assert re.search(why, trajectory.error.message), trajectory.error.message
+
+
+def test_logprobs_that_are_right_are_accepted() -> None:
+    def give(request: Any, choice: Any) -> dict[str, Any]:
+        user(request)
+        return {
+            "response_loss_mask": [1, 0, 1, 0],
+            "rollout_logprobs": [choice.logprobs["content"][n]["logprob"] for n in (0, 2)],
+        }
+
+    trajectory = whole(does(give))
+    assert learnt(trajectory.segments[0], 0) == [*RENDERER.encode("oe")]
+
+
+def test_hooks_are_called_in_order_and_infos_are_merged_turn_by_turn() -> None:
+    calls: list[str] = []
+
+    class Hooks(MultiTurnScheduler):
+        async def on_trajectory_start(self, requests: list[Any]) -> None:
+            calls.append("start")
+            requests[0].messages.insert(0, {"role": "system", "content": "Be brief."})
+
+        async def on_turn_end(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            calls.append(f"end {current_turn}")
+            return {"rollout_infos": {"seen": current_turn}, **({"done": True} if current_turn == 3 else {})}
+
+        def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+            calls.append(f"check {current_turn}")
+            return False
+
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            calls.append(f"step {current_turn}")
+            user(infer_request)
+            return {"infer_request": infer_request, "rollout_infos": {"stepped": current_turn}}
+
+        async def on_trajectory_end(self, infer_request: Any) -> None:
+            calls.append(f"over {len(infer_request.messages)}")
+
+    trajectory = whole(play(Hooks, "a", "b", "c", "d"))
+    assert calls == [
+        "start", "end 1", "check 1", "step 1", "end 2", "check 2", "step 2", "end 3", "check 3", "over 7",
+    ]  # fmt: skip
+    assert [turn.info for turn in trajectory.turns] == [
+        {"seen": 1, "stepped": 1},
+        {"seen": 2, "stepped": 2},
+        {"seen": 3},
+    ]
+    assert trajectory.messages[0] == {"role": "system", "content": "Be brief."}
+
+
+def test_one_scheduler_for_all_conversations_is_called_by_one_at_a_time() -> None:
+    from support.conversations import hold_all
+    from support.swift import made
+
+    class Counts(MultiTurnScheduler):
+        inside = 0
+        most = 0
+        total = 0
+
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            import time
+
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            time.sleep(0.005)
+            self.total += 1
+            self.inside -= 1
+            user(infer_request)
+            return {"infer_request": infer_request, "rollout_infos": {"most": self.most, "total": self.total}}
+
+    with made(Counts, max_turns=2, shared=True) as make:
+        shared = hold_all(Says("a", "b"), make, size=4)
+    assert sorted(one.turns[0].info["total"] for one in shared) == [1, 2, 3, 4]
+    assert {one.turns[0].info["most"] for one in shared} == {1}
+    with made(Counts, max_turns=2) as make:
+        own = hold_all(Says("a", "b"), make, size=4)
+    assert [one.turns[0].info["total"] for one in own] == [1, 1, 1, 1]
+
+
+def test_what_cannot_be_told_to_a_model_here_is_refused_and_not_left_out() -> None:
+    def add_audio(request: Any, choice: Any) -> None:
+        request.audios.append("a.wav")
+        user(request)
+
+    def other_tools(request: Any, choice: Any) -> None:
+        request.tools = [TOOL]
+        user(request)
+
+    def open_end(request: Any, choice: Any) -> None:
+        request.add_eos = True
+
+    for what, why in (
+        (add_audio, "the request has audios, which cannot be told to a model here"),
+        (other_tools, "the scheduler changed the tools of a conversation that goes on"),
+        (open_end, "add_eos=True is not known here"),
+    ):
+        error = does(what).error
+        assert error is not None
+        assert why in error.message
+
+
+# masks by themselves
+
+
+@given(
+    sampled=st.lists(st.integers(3, 20), min_size=1, max_size=8),
+    given_ids=st.lists(st.integers(3, 20), max_size=10),
+    ones=st.lists(st.integers(0, 1), min_size=10, max_size=10),
+)
+def test_only_tokens_that_agree_with_the_sampled_ones_and_have_mask_1_are_learnt(
+    sampled: list[int], given_ids: list[int], ones: list[int]
+) -> None:
+    mask = ones[: len(given_ids)]
+    if not given_ids:
+        return
+    masked = masked_turn(Returned(given_ids, mask), sampled, [0.0] * len(sampled), turn=1, edited=True)
+    left = [n for n in range(len(sampled)) if n not in masked.places]
+    agree = 0
+    while agree < min(len(sampled), len(given_ids)) and sampled[agree] == given_ids[agree]:
+        agree += 1
+    assert left == [n for n in range(agree) if mask[n]]
+    assert masked.foreign == sum(mask[agree:])
+
+
+def outputs(*ids: list[list[int]], masks: Any = None) -> list[RolloutOutput]:
+    return [
+        RolloutOutput(response_token_ids=one, response_loss_mask=masks[n] if masks else []) for n, one in enumerate(ids)
+    ]
+
+
+def test_outputs_of_run_are_found_in_the_turns_and_turns_in_none_are_left_out() -> None:
+    turns = [Sampled(0, [5, 6, 2]), Sampled(1, [7, 2]), Sampled(2, [8, 9, 2])]
+    assert masked_outputs(outputs([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]), turns) == {}
+    assert masked_outputs(outputs([[5, 6, 2], [7, 2], [8, 9, 2]]), turns) == {}
+    assert masked_outputs(outputs([[8, 9, 2]]), turns) == {0: [0, 1, 2], 1: [0, 1]}
+    assert masked_outputs(outputs([[5, 6, 2]], [[7]], masks=[[[1, 0, 0]], [[1]]]), turns) == {0: [1, 2], 2: [0, 1, 2]}
+    # between them there may be what the scheduler put there, masked
+    together = [5, 6, 2, 40, 41, 7, 2]
+    assert masked_outputs(outputs([together], masks=[[[1, 1, 1, 0, 0, 1, 1]]]), turns) == {2: [0, 1, 2]}
+    assert masked_outputs([RolloutOutput()], turns) == {}
+
+
+def test_outputs_of_run_that_fit_no_turn_are_refused() -> None:
+    turns = [Sampled(0, [5, 6, 2])]
+    with pytest.raises(
+        ValueError, match=r"output 1 of run: the mask is 1 at place 3 of 5 response_token_ids, and token 40"
+    ):
+        masked_outputs(outputs([[5, 6, 2, 40, 41]]), turns)
+    with pytest.raises(ValueError, match=r"response_loss_mask has 1 lists for 2 of response_token_ids"):
+        masked_outputs(outputs([[5], [6]], masks=[[[1]]]), turns)
+    with pytest.raises(ValueError, match=r"has a response_loss_mask or rollout_logprobs without response_token_ids"):
+        masked_outputs([RolloutOutput(response_loss_mask=[[1]])], turns)
+    one = RolloutOutput(response_token_ids=[[5, 6, 2]], rollout_logprobs=[[-0.1]])
+    with pytest.raises(ValueError, match=r"rollout_logprobs has 1 values for 3 tokens whose mask is 1"):
+        masked_outputs([one], turns)
