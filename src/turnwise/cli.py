@@ -10,11 +10,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.errors import TurnwiseError
+from turnwise.convert import SYSTEMS
+from turnwise.errors import ConfigError, TurnwiseError
+
+if TYPE_CHECKING:
+    from turnwise.config import Config
 
 __all__ = ["main"]
 
@@ -31,6 +36,8 @@ examples:
   turnwise rollout recipes/calculator.yaml --out runs/look       hold and score conversations, change no weights
   turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
                                                                  replay texts (one list of them a line), needs no weights
+  turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml
+                                                                 a recipe of verl's configuration (docs/verl.md)
   turnwise show runs/demo                                        summary of a run
   turnwise show runs/demo --worst 3 --tokens                     its worst conversations, token by token
 """
@@ -84,10 +91,31 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model as a recipe says", description="Train as a recipe says.")
-    train.add_argument("recipe", help="a YAML file, such as recipes/calculator.yaml")
+    train = commands.add_parser(
+        "train",
+        help="train a model as a recipe says",
+        description="Train as a recipe says, or as a configuration of verl's says (docs/verl.md).",
+    )
+    train.add_argument("recipe", nargs="?", help="a YAML file, such as recipes/calculator.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    train.add_argument("--config-path", metavar="DIR", help="instead of a recipe: a directory of verl's YAML files")
+    train.add_argument("--config-name", metavar="NAME", help="the file in it; overrides are verl's then")
     train.set_defaults(command=_train)
+
+    convert = commands.add_parser(
+        "convert",
+        help="make a recipe of another system's configuration",
+        description="Make a recipe of a configuration of verl's (docs/verl.md) or of ms-swift's arguments, and say of every "
+        "key that has no place in it why. Arguments that begin with a dash stand behind `--`.",
+    )
+    convert.add_argument(
+        "overrides", nargs="*", metavar="argument", help="overrides of verl's, or arguments of ms-swift"
+    )
+    convert.add_argument("--from", dest="system", choices=SYSTEMS, default="verl", help="verl unless given")
+    convert.add_argument("--config-path", metavar="DIR", help="a directory of verl's YAML files")
+    convert.add_argument("--config-name", metavar="NAME", help="the file in it")
+    convert.add_argument("--out", type=Path, metavar="FILE", help="where the recipe is written; printed unless given")
+    convert.set_defaults(command=_convert)
 
     sft = commands.add_parser(
         "sft",
@@ -138,7 +166,15 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     from turnwise.report import Report
     from turnwise.train import assemble, train
 
-    config, notes = load(options.recipe, options.overrides)
+    of_verl = options.config_path is not None or options.config_name is not None
+    if of_verl:
+        config, notes = _recipe_of_verl(options)
+        again = "the same command"
+    elif options.recipe is None:
+        raise ConfigError("name a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
+    else:
+        config, notes = load(options.recipe, options.overrides)
+        again = f"turnwise train {options.recipe} resume=auto output={config.output}"
     run = assemble(config)
     run.notes[:0] = notes
     report = Report(console)
@@ -147,13 +183,56 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     except KeyboardInterrupt:
         report.close()
         console.print(
-            f"stopped after step {run.step}; go on with: turnwise train {options.recipe} resume=auto output={config.output}",
+            f"stopped after step {run.step}; go on with: {again}",
             highlight=False,
             soft_wrap=True,
         )
         raise
     finally:
         report.close()
+    return 0
+
+
+def _recipe_of_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
+    from turnwise.convert import converted, refuse
+    from turnwise.recipe import checked
+
+    words: list[str] = options.overrides
+    if options.recipe is not None:  # what stands first is an override too
+        if "=" not in options.recipe and not options.recipe.startswith("~"):
+            raise ConfigError(f"{options.recipe} and --config-path both say what is trained: choose one")
+        words = [options.recipe, *words]
+    found = converted("verl", words, folder=options.config_path, name=options.config_name)
+    refuse(
+        found,
+        how="Change these keys, or take them out (~key), or write a recipe with `turnwise convert` and go on from there",
+    )
+    source = "the recipe of verl's configuration (`turnwise convert` shows it)"
+    return checked(found.recipe, source=source), [f"left out: {left}" for left in found.left]
+
+
+def _convert(options: argparse.Namespace, console: Console) -> int:
+    from turnwise.convert import as_recipe, converted
+
+    found = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
+    recipe = as_recipe(found)
+    if options.out is None:
+        print(recipe, end="")
+        return 0
+    if options.out.exists():
+        raise ConfigError(f"{options.out} is there already: name another file, or remove it")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(recipe, encoding="utf-8")
+    for left in found.left:
+        mark = "CHANGES THE TRAINING, left out" if left.matters else "left out"
+        console.print(f"{mark}: {left}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"{len(found.carried)} keys carried over and {len(found.left)} left out, {len(found.refused())} of which change the "
+        f"training; the recipe: {options.out}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from turnwise.config import Config, LocalEngine, Part, ScriptedEngine
 from turnwise.errors import ConfigError, nearest
 
-__all__ = ["load"]
+__all__ = ["checked", "load"]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -38,12 +38,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
     notes = _override(tree, overrides)
-    tree = _interpolate(tree, where=str(path))
+    return checked(_interpolate(tree, where=str(path)), source=str(path)), notes
+
+
+def checked(tree: Mapping[str, Any], *, source: str) -> Config:
+    """The recipe that a tree of options is; `source` says in messages where it came from.
+
+    Raises ConfigError.
+    """
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, str(path))) from None
-    return config, notes
+        raise ConfigError(_explain(error, source)) from None
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import yaml
 
 from turnwise.errors import ConfigError
 
-__all__ = ["MISSING", "Composed", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
+__all__ = ["MISSING", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
 
 MISSING = object()
 """What `at` gives where there is nothing."""
@@ -53,41 +52,33 @@ def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
     return tree
 
 
-@dataclass(slots=True)
-class Composed:
-    """A configuration put together from the files of its defaults list."""
-
-    tree: dict[str, Any]
-    absent: list[str] = field(default_factory=list)
-    """Defaults whose files were found nowhere."""
-
-
-def compose(folder: Path, name: str) -> Composed:
-    """Read `folder/name.yaml`, what its defaults list names being merged in where the files stand beside it.
+def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lambda target: False) -> dict[str, Any]:
+    """Read `folder/name.yaml`, what its defaults list names being merged in from the files beside it.
 
     A file's own keys go over those of its defaults unless `_self_` stands elsewhere in the list, as in Hydra 1.1 and later.
-    Raises ConfigError.
+    `leaving_out` says which of the defaults are not read. Raises ConfigError.
     """
     path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     own = read_mapping(path, what="the configuration")
+    tree: dict[str, Any] = {}
     defaults = own.pop("defaults", None) or []
     if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list; it is {defaults!r:.80}")
-    composed = Composed({})
     if "_self_" not in defaults:
         defaults = [*defaults, "_self_"]
     for entry in defaults:
         if entry == "_self_":
-            _merge(composed.tree, own)
+            _merge(tree, own)
             continue
         for target, package in _default(entry):
-            if not (folder / f"{target}.yaml").is_file():
-                composed.absent.append(target)
+            if leaving_out(target):
                 continue
-            part = compose(folder, target)
-            composed.absent += part.absent
-            _merge(composed.tree, _under(_package(folder / f"{target}.yaml", package), part.tree))
-    return composed
+            beside = folder / f"{target}.yaml"
+            if not beside.is_file():
+                raise ConfigError(f"{path}: the defaults list names {target}, and there is no {beside}")
+            part = compose(folder, target, leaving_out=leaving_out)
+            _merge(tree, _under(_package(beside, package), part))
+    return tree
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -104,11 +95,15 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         node = tree
         for parent in parents:
             child = node.get(parent)
-            if not isinstance(child, dict):  # `multi_turn: True` may be made a mapping by the command line
+            if child is None:
                 child = node[parent] = {}
+            if not isinstance(child, dict):
+                raise ConfigError(f"{text!r}: {parent} is {child!r:.80} and has no keys")
             node = child
         if key.startswith("~"):
-            node.pop(last, None)
+            if last not in node:
+                raise ConfigError(f"{text!r}: the configuration says nothing of {key[1:]}")
+            del node[last]
             continue
         try:
             node[last] = _parse(value)

@@ -1,0 +1,322 @@
+"""verl's keys, in tables: what they are where nobody says so, which are options of ours, and which change nothing here."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+__all__ = ["DEFAULTS", "FIXED", "HANDLED", "IDLE", "PLAIN", "idle", "machinery"]
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+
+DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    f"{ACTOR}.clip_ratio": 0.2,
+    f"{ACTOR}.entropy_coeff": 0.0,
+    f"{ACTOR}.grad_clip": 1.0,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    f"{ACTOR}.kl_loss_type": "low_var_kl",
+    f"{ACTOR}.loss_agg_mode": "token-mean",
+    f"{ACTOR}.optim.betas": [0.9, 0.999],
+    f"{ACTOR}.optim.lr": 1e-6,
+    f"{ACTOR}.optim.lr_warmup_steps": -1,
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0,
+    f"{ACTOR}.optim.weight_decay": 0.01,
+    f"{ACTOR}.ppo_epochs": 1,
+    f"{ACTOR}.ppo_mini_batch_size": 256,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ROLLOUT}.n": 1,
+    f"{ROLLOUT}.temperature": 1.0,
+    f"{ROLLOUT}.top_k": -1,
+    f"{ROLLOUT}.top_p": 1.0,
+    f"{ROLLOUT}.val_kwargs.n": 1,
+    f"{TURNS}.max_parallel_calls": 1,
+    f"{TURNS}.max_tool_response_length": 256,
+    f"{TURNS}.tool_response_truncate_side": "middle",
+    f"{TURNS}.tokenization_sanity_check_mode": "strict",
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.prompt_key": "prompt",
+    "data.reward_fn_key": "data_source",
+    "data.shuffle": True,
+    "data.train_batch_size": 1024,
+    "data.train_max_samples": -1,
+    "data.val_max_samples": -1,
+    "custom_reward_function.name": "compute_score",
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+    "trainer.resume_mode": "auto",
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.total_epochs": 30,
+}
+"""verl's values where a configuration does not say them: of the keys that become options, and differ from ours or may."""
+
+PLAIN: dict[str, str] = {
+    "data.shuffle": "data.shuffle",
+    "data.seed": "seed",
+    "data.return_multi_modal_inputs": "data.return_multi_modal_inputs",
+    "data.train_batch_size": "train.rows",
+    f"{ROLLOUT}.n": "train.group",
+    f"{ROLLOUT}.temperature": "sampling.temperature",
+    f"{ROLLOUT}.top_p": "sampling.top_p",
+    f"{ACTOR}.optim.lr": "train.lr",
+    f"{ACTOR}.optim.weight_decay": "train.weight_decay",
+    f"{ACTOR}.optim.betas": "train.betas",
+    f"{ACTOR}.grad_clip": "train.max_grad_norm",
+    f"{ACTOR}.ppo_epochs": "train.epochs",
+    f"{ACTOR}.entropy_coeff": "train.entropy_coef",
+    f"{TURNS}.tokenization_sanity_check_mode": "sanity",
+    f"{TURNS}.use_inference_chat_template": "use_inference_chat_template",
+}
+"""Keys that are an option of ours, value for value."""
+
+HANDLED: tuple[str, ...] = (
+    "actor_rollout_ref.model.path",
+    "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo",
+    f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c",
+    f"{ACTOR}.fsdp_config.model_dtype", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.loss_agg_mode",
+    f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{ACTOR}.optim.warmup_style", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.use_kl_loss",
+    f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.top_k", f"{ROLLOUT}.val_kwargs.n",
+    f"{ROLLOUT}.interaction_config_file", f"{ROLLOUT}.tool_kwargs.tools_config_file",
+    f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length",
+    f"{TURNS}.enable", f"{TURNS}.format", f"{TURNS}.interaction_config_path", f"{TURNS}.max_assistant_turns",
+    f"{TURNS}.max_parallel_calls", f"{TURNS}.max_tool_response_length", f"{TURNS}.max_user_turns",
+    f"{TURNS}.tool_config_path", f"{TURNS}.tool_response_truncate_side",
+    "data.image_key", "data.max_prompt_length", "data.max_response_length", "data.prompt_key", "data.return_raw_chat",
+    "data.reward_fn_key", "data.tool_config_path", "data.train_files", "data.train_max_samples", "data.val_files",
+    "data.val_max_samples", "data.video_key",
+    "custom_reward_function.name", "custom_reward_function.path", "custom_reward_function.reward_kwargs",
+    "rollout.multiturn.enabled", "rollout.multiturn.max_turns", "rollout.multiturn.stop_tokens",
+    "rollout.multiturn.environment.tools", "rollout.multiturn.environment.type",
+    "trainer.default_local_dir", "trainer.device", "trainer.experiment_name", "trainer.max_actor_ckpt_to_keep",
+    "trainer.project_name", "trainer.resume_mode", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs",
+    "trainer.total_training_steps",
+)  # fmt: skip
+"""Keys that are looked at one by one in `arguments` and `optimization`."""
+
+_NO = "turnwise has nothing of the kind"
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "algorithm.use_kl_in_reward": ((False,), "a divergence can be in the loss, not in the reward: use_kl_loss=True"),
+    "algorithm.use_pf_ppo": ((False,), _NO),
+    "algorithm.filter_groups.enable": ((False, None), _NO),
+    "algorithm.rollout_correction.rollout_is": ((None, False), "the engine samples on the trainer's own weights"),
+    "algorithm.rollout_correction.rollout_rs": ((None, False), "the engine samples on the trainer's own weights"),
+    "algorithm.rollout_correction.bypass_mode": ((False,), "the engine samples on the trainer's own weights"),
+    f"{ACTOR}.policy_loss.loss_mode": (("vanilla",), "the loss is PPO's clipped one"),
+    f"{ACTOR}.loss_scale_factor": ((None,), _NO),
+    f"{ACTOR}.shuffle": ((False,), "minibatches follow the order of the rows"),
+    f"{ACTOR}.freeze_vision_tower": ((False,), "all parameters are trained"),
+    f"{ACTOR}.router_replay.mode": (("disabled",), _NO),
+    f"{ACTOR}.optim.optimizer": (("AdamW",), "the optimizer is AdamW"),
+    f"{ACTOR}.optim.optimizer_impl": (("torch.optim",), "the optimizer is AdamW of torch.optim"),
+    f"{ACTOR}.optim.override_optimizer_config": ((None, {}), _NO),
+    f"{ACTOR}.optim.min_lr_ratio": ((0, 0.0, None), "a schedule ends at 0"),
+    f"{ACTOR}.optim.num_cycles": ((0.5,), "a cosine goes down once"),
+    f"{ACTOR}.optim.total_training_steps": ((-1, None), "say trainer.total_training_steps"),
+    f"{ACTOR}.optim.clip_grad": ((1.0, None), "say actor_rollout_ref.actor.grad_clip"),
+    "actor_rollout_ref.model.custom_chat_template": ((None,), "put the template into the model's directory"),
+    "actor_rollout_ref.model.trust_remote_code": ((False,), "code that comes with a model is not run"),
+    "actor_rollout_ref.model.external_lib": ((None,), "code that comes with a model is not run"),
+    "actor_rollout_ref.model.lora_rank": ((0,), "all parameters are trained"),
+    "actor_rollout_ref.model.lora_adapter_path": ((None,), "merge the adapter into the model first"),
+    "actor_rollout_ref.model.override_config": (({}, None), "change the model's config.json"),
+    "actor_rollout_ref.model.tokenizer_path": ((None,), "the tokenizer is that of the model's directory"),
+    "actor_rollout_ref.model.hf_config_path": ((None,), "the configuration is that of the model's directory"),
+    "actor_rollout_ref.model.mtp.enable": ((False,), _NO),
+    "data.tokenizer": ((None,), "the tokenizer is that of the model's directory"),
+    "data.custom_cls.path": ((None,), "rows are read as they are: make a data set of what the class yields"),
+    "data.sampler.class_path": ((None,), "rows are used in order or shuffled"),
+    "data.datagen.path": ((None,), "the data set is what it is"),
+    "data.apply_chat_template_kwargs": (({}, None), "the template is rendered without keywords of its own"),
+    "data.trust_remote_code": ((False,), "code that comes with a data set is not run"),
+    "data.truncation": (("error",), "prompts are not cut"),
+    f"{ROLLOUT}.do_sample": ((True,), "training needs a temperature above 0"),
+    f"{ROLLOUT}.ignore_eos": ((False,), "a turn ends with its stop token"),
+    f"{ROLLOUT}.quantization": ((None,), "the engine samples on the trainer's own weights"),
+    f"{ROLLOUT}.skip_rollout": ((False,), "use engine.name=scripted and `turnwise rollout` for given lines"),
+    f"{ROLLOUT}.agent.agent_loop_config_path": ((None,), "make an environment of the loop (README)"),
+    f"{ROLLOUT}.agent.default_agent_loop": (
+        ("single_turn_agent", "tool_agent"),
+        "make an environment of the loop (README)",
+    ),
+    f"{ROLLOUT}.agent.custom_async_server.path": ((None,), _NO),
+    f"{TURNS}.function_tool_path": ((None,), "name the functions in `tools:` of the recipe (docs/tools.md)"),
+    f"{TURNS}.completion_callback": ((None,), "make an environment of it (README)"),
+    f"{TURNS}.num_repeat_rollouts": ((None,), _NO),
+    "reward_model.enable": ((False,), "ask the reward model in a reward function: custom_reward_function"),
+    "reward_model.reward_manager": (("naive",), "one score for a conversation: custom_reward_function"),
+    "reward_model.sandbox_fusion.url": ((None,), "ask the service in a reward function: custom_reward_function"),
+    "reward_manager.name": (("naive",), "one score for a conversation: custom_reward_function"),
+    "reward_manager.source": (("register",), "one score for a conversation: custom_reward_function"),
+    "trainer.val_only": ((False,), "use `turnwise rollout`"),
+    "trainer.resume_from_path": ((None,), "set trainer.default_local_dir to the run's directory, and resume_mode=auto"),
+}
+"""Keys of which one value, or a few, are what turnwise does anyway; the reason is that of any other."""
+
+IDLE: dict[str, str] = {
+    "algorithm.gamma": "has no effect with adv_estimator=grpo, in verl neither",
+    "algorithm.lam": "has no effect with adv_estimator=grpo, in verl neither",
+    "algorithm.kl_penalty": "belongs to use_kl_in_reward",
+    "algorithm.kl_ctrl.*": "belongs to use_kl_in_reward",
+    "algorithm.pf_ppo.*": "belongs to use_pf_ppo",
+    "algorithm.filter_groups.*": "belongs to filter_groups.enable",
+    "algorithm.rollout_correction.*": "belongs to a correction",
+    f"{ACTOR}.policy_loss.*": "belongs to another loss_mode than vanilla",
+    f"{ACTOR}.tau_*": "belongs to another loss_mode than vanilla",
+    "actor_rollout_ref.model.lora_alpha": "belongs to lora_rank",
+    "actor_rollout_ref.model.target_modules": "belongs to lora_rank",
+    "actor_rollout_ref.model.exclude_modules": "belongs to lora_rank",
+    "actor_rollout_ref.model.mtp.*": "belongs to mtp.enable",
+    "data.custom_cls.name": "belongs to custom_cls.path",
+    "data.sampler.class_name": "belongs to sampler.class_path",
+    "data.datagen.name": "belongs to datagen.path",
+    "critic.*": "there is no critic with adv_estimator=grpo, in verl neither",
+    "trainer.critic_warmup": "there is no critic with adv_estimator=grpo, in verl neither",
+    "trainer.max_critic_ckpt_to_keep": "there is no critic with adv_estimator=grpo, in verl neither",
+    "reward_model.*": "belongs to reward_model.enable",
+    "reward_manager.*": "belongs to another reward manager than naive",
+}
+"""Keys that do nothing, and why, as long as those of `FIXED` are what they are there."""
+
+_WORK = "how verl spreads the work and spends memory; here one process does it, train.micro_batch_tokens at a time"
+_ENGINE = "an option of verl's engines; the embedded engine has its own (docs/recipes.md, engine.*)"
+_WATCH = "metrics.jsonl, the curve and every conversation are written anyway (docs/record.md)"
+_SAME = "an evaluation samples as training does"
+MACHINERY: dict[str, str] = {
+    "*._target_": "a class of verl",
+    "hydra.*": "Hydra's own",
+    "*.profiler.*": "turnwise has no profiler",
+    "global_profiler.*": "turnwise has no profiler",
+    "ray_init.*": _WORK,
+    "ray_kwargs.*": _WORK,
+    "transfer_queue.*": _WORK,
+    f"{ACTOR}.*micro_batch_size*": _WORK,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": _WORK,
+    **{
+        f"{ACTOR}.{name}": _WORK
+        for name in (
+            "use_dynamic_bsz",
+            "use_torch_compile",
+            "use_remove_padding",
+            "use_fused_kernels",
+            "use_prefix_grouper",
+            "strategy",
+            "ulysses_sequence_parallel_size",
+            "entropy_checkpointing",
+            "entropy_from_logits_with_chunking",
+            "calculate_sum_pi_squared",
+            "sum_pi_squared_checkpointing",
+        )
+    },
+    f"{ACTOR}.calculate_entropy": _WATCH,
+    f"{ACTOR}.fsdp_config.*": _WORK,
+    f"{ACTOR}.megatron.*": _WORK,
+    f"{ACTOR}.checkpoint.*": "a checkpoint holds all that the run needs to go on",
+    f"{ACTOR}.data_loader_seed": "minibatches follow the order of the rows",
+    f"{ACTOR}.rollout_n": "it is rollout.n",
+    f"{ACTOR}.router_replay.*": "belongs to router_replay.mode",
+    "actor_rollout_ref.ref.*": _WORK,
+    "actor_rollout_ref.hybrid_engine": _WORK,
+    "actor_rollout_ref.nccl_timeout": _WORK,
+    **{
+        f"actor_rollout_ref.model.{name}": _WORK
+        for name in (
+            "use_shm",
+            "use_remove_padding",
+            "use_liger",
+            "use_fused_kernels",
+            "enable_gradient_checkpointing",
+            "enable_activation_offload",
+            "enable_activation_offloading",
+        )
+    },
+    "actor_rollout_ref.model.fused_kernel_options.*": _WORK,
+    "actor_rollout_ref.model.tiled_mlp.*": _WORK,
+    f"{ROLLOUT}.agent.num_workers": _WORK,
+    f"{ROLLOUT}.agent.*": "belongs to an agent loop of one's own",
+    f"{ROLLOUT}.val_kwargs.*": _SAME,
+    f"{ROLLOUT}.over_sample_rate": "no conversation is thrown away for being slow; limits.seconds bounds them",
+    f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are always kept, and compared with the trainer's",
+    f"{ROLLOUT}.log_prob_*": _WORK,
+    f"{ROLLOUT}.*parallel_size": _WORK,
+    f"{ROLLOUT}.checkpoint_engine.*": _WORK,
+    f"{ROLLOUT}.trace.*": _WATCH,
+    f"{ROLLOUT}.prometheus.*": _WATCH,
+    f"{ROLLOUT}.engine_kwargs.*": _ENGINE,
+    f"{ROLLOUT}.quantization_config_file": "belongs to quantization",
+    f"{ROLLOUT}.skip_dump_dir": "belongs to skip_rollout",
+    f"{ROLLOUT}.mtp*": "belongs to mtp.enable",
+    **{
+        f"{ROLLOUT}.{name}": _ENGINE
+        for name in (
+            "name",
+            "mode",
+            "dtype",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "cudagraph_capture_sizes",
+            "free_cache_engine",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+            "enable_rollout_routing_replay",
+            "logprobs_mode",
+            "scheduling_policy",
+            "load_format",
+            "disable_log_stats",
+            "multi_stage_wake_up",
+            "skip_tokenizer_init",
+            "layered_summon",
+            "update_weights_bucket_megabytes",
+            "limit_images",
+            "use_fire_sampling",
+            "seed",
+        )
+    },
+    "data.use_shm": _WORK,
+    "data.val_batch_size": _WORK,
+    "data.dataloader_num_workers": _WORK,
+    "data.filter_overlong_prompts_workers": _WORK,
+    "data.filter_overlong_prompts": "a prompt without room for an answer ends its conversations at once (stop=context) "
+    "and teaches nothing, since all of its group are alike",
+    "data.return_raw_input_ids": "conversations are held on messages",
+    "data.return_full_prompt": "conversations are held on messages",
+    "data.image_patch_size": "the model's own processor knows it",
+    "data.validation_shuffle": "the order of held-out rows changes nothing",
+    "trainer.balance_batch": _WORK,
+    "trainer.nnodes": _WORK,
+    "trainer.n_gpus_per_node": _WORK,
+    "trainer.use_legacy_worker_impl": _WORK,
+    "trainer.ray_wait_register_center_timeout": _WORK,
+    "trainer.esi_redundant_time": _WORK,
+    "trainer.del_local_ckpt_after_load": "checkpoint.keep says how many stay",
+    "trainer.default_hdfs_dir": "runs are written to a directory of this machine",
+    "trainer.logger": _WATCH,
+    "trainer.log_val_generations": _WATCH,
+    "trainer.rollout_data_dir": _WATCH,
+    "trainer.validation_data_dir": _WATCH,
+    "trainer.val_before_train": "held-out rows are always held before and after training",
+    "rollout.engine": _ENGINE,
+}
+"""Keys that change how the work is done and not what is learnt, and the reason."""
+
+
+def _of(table: dict[str, str], key: str) -> str | None:
+    if key in table:
+        return table[key]
+    return next((reason for pattern, reason in table.items() if fnmatchcase(key, pattern)), None)
+
+
+def idle(key: str) -> str | None:
+    """Why a key does nothing, or None."""
+    return _of(IDLE, key)
+
+
+def machinery(key: str) -> str | None:
+    """Why a key changes nothing that is learnt, or None."""
+    return _of(MACHINERY, key)

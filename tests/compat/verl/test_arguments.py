@@ -1,0 +1,367 @@
+"""verl's configuration, made a recipe: each key is an option, or is left out by name and with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compat.verl.verl_files import an_interaction, written
+from turnwise.compat.converted import Converted
+from turnwise.compat.verl.arguments import from_verl_arguments
+from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
+from turnwise.config import Config, refuse_without_effect
+from turnwise.errors import ConfigError
+from turnwise.recipe import checked
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+def a_row(**fields: Any) -> dict[str, Any]:
+    """A row as verl's preprocessing scripts write it."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "What is 3 + 4?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0},
+        **fields,
+    }
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """Ten rows."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(json.dumps(a_row()) for _ in range(10)))
+    return str(path)
+
+
+@pytest.fixture
+def grpo(rows: str) -> list[str]:
+    """Overrides of an ordinary GRPO run."""
+    return [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.model.path=some/model",
+        f"data.train_files={rows}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=5",
+        "trainer.total_epochs=3",
+    ]
+
+
+def matters(converted: Converted) -> dict[str, str]:
+    """The keys that change the training, and the reasons."""
+    return {left.key: left.reason for left in converted.refused()}
+
+
+def whole(converted: Converted) -> Config:
+    """The recipe, which must be one, and must be fit for training."""
+    config = checked(converted.recipe, source="converted")
+    refuse_without_effect(config)
+    return config
+
+
+def test_an_ordinary_run_is_the_same_run(grpo: list[str], rows: str) -> None:
+    found = from_verl_arguments(
+        [
+            *grpo,
+            f"data.val_files=[{rows}]",
+            "data.max_prompt_length=100",
+            "data.max_response_length=300",
+            "data.shuffle=False",
+            "data.seed=3",
+            "actor_rollout_ref.rollout.temperature=0.7",
+            "actor_rollout_ref.rollout.top_k=-1",
+            "actor_rollout_ref.rollout.top_p=0.9",
+            "actor_rollout_ref.actor.optim.lr=2e-6",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5",
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            "actor_rollout_ref.actor.kl_loss_coef=0.01",
+            "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+            "actor_rollout_ref.actor.entropy_coeff=0.001",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "trainer.test_freq=2",
+            "trainer.save_freq=4",
+            "trainer.project_name=p",
+            "trainer.experiment_name=e",
+        ]
+    )
+    assert found.left == []
+    config = whole(found)
+    assert (config.model.path, config.model.dtype) == ("some/model", "bfloat16")
+    assert (config.data.train, config.data.eval, config.data.shuffle, config.seed) == (rows, rows, False, 3)
+    train = config.train
+    assert (train.rows, train.group, train.steps, train.minibatches, train.epochs) == (4, 5, 3 * (10 // 4), 1, 1)
+    assert (train.lr, train.warmup_steps, train.schedule) == (2e-6, 3, "cosine")
+    assert (train.weight_decay, train.betas, train.max_grad_norm) == (0.01, (0.9, 0.999), 1.0)
+    assert (train.kl_coef, train.entropy_coef, train.loss_average) == (0.01, 0.001, "sequence")
+    assert (config.credit.name, config.credit.scale) == ("grpo", "none")
+    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.7, 0, 0.9)
+    assert (config.limits.turns, config.limits.context, config.limits.tokens_per_turn) == (1, 400, 300)
+    assert (config.eval.every, config.checkpoint.every, config.output) == (2, 4, "checkpoints/p/e")
+    assert config.resume == "auto"
+    assert [use.use for use in config.reward.trajectory] == ["turnwise.compat.verl:data_source_score"]
+
+
+def test_what_is_not_said_has_verl_s_value(grpo: list[str]) -> None:
+    config = whole(from_verl_arguments(grpo))
+    assert (config.train.weight_decay, config.train.lr) == (0.01, 1e-6)
+    assert (config.limits.context, config.limits.tokens_per_turn) == (1024, 512)
+    found = from_verl_arguments([one for one in grpo if "adv_estimator" not in one and "mini" not in one])
+    assert matters(found) == {
+        "algorithm.adv_estimator": "there is grpo: algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": "the 4 rows of data.train_batch_size cannot be divided by it",
+    }
+    assert {left.key: left.value for left in found.left}["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+
+
+def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
+    config = whole(
+        from_verl_arguments(
+            [*grpo, "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.clip_ratio_high=0.28"]
+        )
+    )
+    assert (config.train.minibatches, config.train.clip_low, config.train.clip_high) == (2, 0.2, 0.28)
+    found = from_verl_arguments([*grpo, "actor_rollout_ref.actor.clip_ratio=0.3"])
+    assert [str(left) for left in found.left] == [
+        "actor_rollout_ref.actor.clip_ratio=0.3: has no effect with one optimizer step a batch: the ratio is 1"
+    ]
+    assert "clip_low" not in found.recipe["train"]
+
+
+def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "data.train_files=/nowhere/train.parquet"])
+    assert "which cannot be read here: say total_training_steps" in matters(found)["trainer.total_epochs"]
+    found = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", "trainer.total_training_steps=7"])
+    assert (whole(found).train.steps, matters(found)) == (7, {})
+    assert whole(from_verl_arguments([*grpo, "data.train_max_samples=8"])).train.steps == 6
+    found = from_verl_arguments([*grpo, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"])
+    assert matters(found) == {"trainer.total_epochs": "the 10 rows are fewer than data.train_batch_size=16"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [f"{TURNS}.enable=True", f"{TURNS}.interaction_config_path=i.yaml", f"{TURNS}.tool_config_path=t.yaml"],
+        [f"{TURNS}.interaction_config_path=i.yaml", f"{TURNS}.tool_config_path=t.yaml"],
+        [  # the keys of document 4
+            f"{TURNS}=True",
+            "actor_rollout_ref.rollout.interaction_config_file=i.yaml",
+            "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=t.yaml",
+        ],
+    ],
+)
+def test_the_files_are_found_by_each_of_their_keys(keys: list[str], grpo: list[str]) -> None:
+    found = from_verl_arguments(
+        [
+            *grpo,
+            *keys,
+            f"{TURNS}.max_user_turns=3",
+            f"{TURNS}.max_assistant_turns=6",
+            f"{TURNS}.max_parallel_calls=2",
+            f"{TURNS}.max_tool_response_length=99",
+            f"{TURNS}.tool_response_truncate_side=left",
+            f"{TURNS}.tokenization_sanity_check_mode=ignore_strippable",
+            f"{TURNS}.use_inference_chat_template=True",
+            f"{TURNS}.format=hermes",
+            "data.return_raw_chat=True",
+        ]
+    )
+    assert found.left == []
+    assert found.carried["data.return_raw_chat"] == "rows are always conversations"
+    config = whole(found)
+    assert config.environment.use == "turnwise.compat.verl:Conversations"
+    assert config.environment.arguments == {"interactions": "i.yaml", "tools": "t.yaml", "max_user_turns": 3}
+    assert config.limits.turns == 6
+    assert config.tool_calls.model_dump() == {
+        "max_parallel_calls": 2,
+        "max_tool_response_length": 99,
+        "tool_response_truncate_side": "left",
+        "tool_response_unit": "characters",
+    }
+    assert (config.sanity, config.thinking, config.tool_format) == ("ignore_strippable", "branch", "hermes")
+    assert config.reward.trajectory == []  # an interaction's scores are the reward
+
+
+def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, f"{TURNS}.tool_config_path=t.yaml"])
+    calls = whole(found).tool_calls
+    assert (calls.max_parallel_calls, calls.max_tool_response_length) == (1, 256)
+    assert found.recipe["limits"]["turns"] == 1024 // 3  # verl's own bound
+    assert [use["use"] for use in found.recipe["reward"]["trajectory"]] == ["turnwise.compat.verl:data_source_score"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ([f"{TURNS}.max_user_turns=3"], "it counts an interaction's answers, and there is none"),
+        ([f"{TURNS}.max_assistant_turns=3"], "multi_turn is off, so there is one turn"),
+        ([f"{TURNS}.enable=False", f"{TURNS}.tool_config_path=t"], "it contradicts the interaction or tool file"),
+        (
+            [f"{TURNS}.tool_config_path=t", "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=u"],
+            "multi_turn.tool_config_path names another file: leave one out",
+        ),
+        ([f"{TURNS}.function_tool_path=f.py"], "name the functions in `tools:` of the recipe"),
+        (["algorithm.use_kl_in_reward=True"], "a divergence can be in the loss, not in the reward"),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], "by verl's names: token-mean, seq-mean-token-mean"),
+        (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
+        (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the template is rendered without keywords"),
+        (["data.train_files=[a.parquet,b.parquet]"], "data.train is one file: put the rows into one"),
+        (["data.val_files=[a.parquet,b.parquet]"], "data.eval is one file: put the rows into one"),
+        (["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"], "has no second bound"),
+        (["trainer.resume_mode=resume_path"], "resume knows, by verl's names: auto, disable"),
+        (["trainer.device=npu"], "model.device knows, by verl's names: cuda, cpu"),
+        (["actor_rollout_ref.actor.use_kl_los=True"], "did you mean 'actor_rollout_ref.actor.use_kl_loss'?"),
+        (["train.lr=1e-4"], "turnwise knows no such key of verl's"),
+        (["trainer.default_local_dir=${nowhere.at_all}/x"], "it names a key or a variable that is not there"),
+    ],
+)  # fmt: skip
+def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str], told: str, grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, *keys])
+    assert any(told in reason for reason in matters(found).values()), matters(found)
+    if not keys[-1].startswith("data."):  # it can be taken out, as Hydra takes keys out
+        taken = [f"~{key.lstrip('+').partition('=')[0]}" for key in keys[-1:]]
+        assert not any(told in reason for reason in matters(from_verl_arguments([*grpo, *keys, *taken])).values())
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("trainer.n_gpus_per_node=8", "one process does it"),
+        ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and every conversation are written anyway"),
+        ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has its own"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has its own"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "one process does it"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "one process does it"),
+        ("critic.optim.lr=1e-5", "there is no critic with adv_estimator=grpo, in verl neither"),
+        ("algorithm.gamma=1.0", "has no effect with adv_estimator=grpo, in verl neither"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.01", "belongs to use_kl_loss, which is off"),
+        ("data.filter_overlong_prompts=True", "teaches nothing, since all of its group are alike"),
+        ("data.return_multi_modal_inputs=False", "no row holds an image"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "an evaluation samples as training does"),
+        (f"{TURNS}.max_parallel_calls=1", "there are no tools"),
+    ],
+)
+def test_a_key_that_changes_nothing_that_is_learnt_is_named(key: str, told: str, grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, key])
+    (left,) = found.left
+    assert (left.key, left.matters) == (key.partition("=")[0], False)
+    assert told in left.reason
+    whole(found)
+
+
+def test_every_key_is_carried_over_or_left_out(grpo: list[str]) -> None:
+    """Whatever the tables know, given a value: nothing is accepted and ignored."""
+    for key in [*PLAIN, *HANDLED, *FIXED, *DEFAULTS, "some.thing", "data.some"]:
+        found = from_verl_arguments([*grpo, f"{key}={json.dumps(DEFAULTS.get(key, 1))}"])
+        names = [*found.carried, *(left.key for left in found.left)]
+        assert key in names, key
+        assert len(names) == len(set(names))
+        if key not in ("some.thing", "data.some"):
+            assert "no such key" not in matters(found).get(key, "")
+
+
+def test_the_third_document_s_block_is_tools_and_a_bound(grpo: list[str], tmp_path: Path) -> None:
+    written(
+        tmp_path / "note.yaml",
+        "rollout:\n"
+        "  engine: sglang\n"
+        "  multiturn:\n"
+        "    enabled: true\n"
+        "    max_turns: 5           # most turns\n"
+        '    stop_tokens: ["</s>"]\n'
+        "    environment:\n"
+        "      type: tool_calling\n"
+        "      tools:\n"
+        "        - {name: python, type: sandbox, endpoint: 'http://sandbox:8080'}\n"
+        "        - {name: search, type: api, endpoint: 'http://search:3000'}\n",
+    )
+    found = from_verl_arguments(grpo, folder=tmp_path, name="note")
+    assert [left.key for left in found.left] == ["rollout.engine"]
+    config = whole(found)
+    assert (config.limits.turns, config.sampling.stop) == (5, ["</s>"])
+    assert [(tool.use, tool.arguments) for tool in config.tools] == [
+        ("turnwise.environments.sandbox.fusion:SandboxFusion", {"url": "http://sandbox:8080"}),
+        ("turnwise.environments.search:Search", {"retrieval_service_url": "http://search:3000"}),
+    ]
+
+
+def test_a_reward_function_of_one_s_own_is_asked(grpo: list[str]) -> None:
+    found = from_verl_arguments(
+        [
+            *grpo,
+            f"{TURNS}.interaction_config_path=i.yaml",
+            "custom_reward_function.path=mine.py",
+            "custom_reward_function.name=score",
+            "+custom_reward_function.reward_kwargs.bonus=2",
+        ]
+    )
+    (use,) = whole(found).reward.trajectory
+    assert use.use == "turnwise.compat.verl:custom_score"
+    assert use.arguments == {"path": "mine.py", "name": "score", "arguments": {"bonus": 2}}
+    assert found.left == []
+
+
+def test_data_without_a_grader_needs_a_reward_function(grpo: list[str], tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text("\n".join(json.dumps(a_row(data_source="my/data")) for _ in range(4)))
+    found = from_verl_arguments([*grpo, f"data.train_files={tmp_path}/other.jsonl"])
+    assert "there is no grader for 'my/data' here" in matters(found)["custom_reward_function.path"]
+
+
+def test_configuration_files_are_put_together_as_hydra_does(grpo: list[str], tmp_path: Path) -> None:
+    written(tmp_path / "sizes.yaml", "data: {max_prompt_length: 64, max_response_length: 64}\n")
+    (tmp_path / "lr").mkdir()
+    written(tmp_path / "lr" / "fast.yaml", "# @package _global_\nactor_rollout_ref: {actor: {optim: {lr: 1e-3}}}\n")
+    written(
+        tmp_path / "mine.yaml",
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_trainer, sizes, {lr: fast}, _self_]\n"
+        "data: {max_prompt_length: 32, return_raw_chat: True}\n"
+        "trainer:\n  experiment_name: x-${data.max_prompt_length}-${oc.select:no.such,1}\n",
+    )
+    found = from_verl_arguments([*grpo, "data.max_response_length=16"], folder=tmp_path, name="mine")
+    config = whole(found)
+    assert (config.limits.context, config.limits.tokens_per_turn, config.train.lr) == (48, 16, 1e-3)
+    assert config.output == "checkpoints/verl_examples/x-32-1"
+    assert [left.key for left in found.left] == ["hydra.searchpath"]
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "told"),
+    [
+        ({}, {"folder": "/nowhere"}, "--config-path: there is no directory /nowhere"),
+        ({}, {"name": "mine"}, "--config-name=mine needs --config-path"),
+        ({"a": "x: 1"}, {"name": "b"}, "b.yaml cannot be read: No such file"),
+        ({"a": "- 1"}, {"name": "a"}, "must hold a mapping; it holds [1]"),
+        ({"a": "x: ["}, {"name": "a"}, "is not YAML"),
+        ({"a": "defaults: [other]"}, {"name": "a"}, "the defaults list names other, and there is no"),
+        ({"a": "defaults: other"}, {"name": "a"}, "defaults must be a list; it is 'other'"),
+        ({"a": "x: 1"}, {"name": "a", "overrides": ["nonsense"]}, "'nonsense' is no override; write key=value"),
+        ({"a": "x: 1"}, {"name": "a", "overrides": ["x.y=2"]}, "'x.y=2': x is 1 and has no keys"),
+        ({"a": "x: 1"}, {"name": "a", "overrides": ["~z"]}, "'~z': the configuration says nothing of z"),
+        ({"a": "x: 1"}, {"name": "a", "overrides": ["x=["]}, "'x=[': the value is not YAML"),
+        ({"a": "data: {train_batch_size: many}"}, {"name": "a"}, "data.train_batch_size must be a whole number; it is 'many'"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_cannot_be_read_says_why(
+    files: dict[str, str], arguments: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        written(tmp_path / f"{name}.yaml", text)
+    given = {**({"folder": tmp_path} if files else {}), **arguments}
+    with pytest.raises(ConfigError) as refused:
+        from_verl_arguments(given.pop("overrides", ()), **given)
+    assert told in str(refused.value)
+
+
+def test_an_interaction_file_named_in_a_configuration_is_read(grpo: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path / "i.yaml", {"interaction": [an_interaction()]})
+    config = whole(from_verl_arguments([*grpo, f"{TURNS}.interaction_config_path={path}"]))
+    assert config.environment.arguments == {"interactions": path}
