@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from compat.verl.test_arguments import a_row
+from compat.verl.test_verl_arguments import a_row
 from compat.verl.verl_files import written
 from support.tiny import save_model
 from turnwise.cli import main
