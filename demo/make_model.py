@@ -1,14 +1,15 @@
 """Make the demo's model and its questions: `python demo/make_model.py`, a few minutes on two cores.
 
 Trains a byte-level BPE on the demo's own conversations, builds a Qwen3 of 0.7 million parameters, and warm-starts it in two
-steps: first it learns how the questions are answered, then, briefly, it learns the habits of a sloppy student
-(`student.py`). What comes out has the skill under the sloppiness, which is what reinforcement learning is good at removing.
-Writes demo/model/, demo/train.jsonl and demo/heldout.jsonl.
+steps, by the library's own fine-tuning (`turnwise.replay`): first it learns how the questions are answered, then, briefly, it
+learns the habits of a sloppy student (`student.py`). What comes out has the skill under the sloppiness, which is what
+reinforcement learning is good at removing. Writes demo/model/, demo/train.jsonl and demo/heldout.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import random
@@ -27,6 +28,11 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools import Tool
+from turnwise.replay import problems, replay, weigh
+from turnwise.rollout.renderer import Renderer
+from turnwise.training.batch import pack
+from turnwise.training.policy import Optimization, Policy, Update
+from turnwise.types import Row, Sampling
 
 HERE = Path(__file__).resolve().parent
 TOOLS = [Tool.of(calculator).schema]
@@ -37,9 +43,6 @@ PIECES = r" ?\p{L}+|\p{N}|\n|[^\p{L}\p{N}\n]+"
 VOCABULARY = 760
 BATCH = 32
 TRAIN, HELDOUT = 2048, 256
-
-Encoded = tuple[list[int], list[bool]]
-"""Token ids of a conversation, and for each whether it is learned."""
 
 CAREFUL = Habits(wrong=0.25, wrong_again=0.25, guess=0.05, garbled=0.05)
 SLOPPY = Habits(wrong=0.64, wrong_again=0.58, guess=0.08, garbled=0.04)
@@ -116,45 +119,34 @@ def render(tokenizer: PreTrainedTokenizerFast, trace: Trace) -> str:
     return tokenizer.apply_chat_template(trace.messages, tools=TOOLS, tokenize=False)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, trace: Trace, *, mistakes: bool) -> Encoded:
-    """Token ids, and for each whether it is learned: the student's turns with their <|im_end|>, nothing else."""
-    ids = tokenizer.encode(render(tokenizer, trace), add_special_tokens=False)
-    cue = tokenizer.encode(f"{START}assistant\n", add_special_tokens=False)
-    learned, learn, turns = [False] * len(ids), False, iter(trace.mistakes)
-    for at, token in enumerate(ids):
-        learned[at] = learn
-        if ids[at + 1 - len(cue) : at + 1] == cue:
-            learn = mistakes or not next(turns)
-        elif token == tokenizer.eos_token_id:
-            learn = False
-    return ids, learned
-
-
 def teach(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    lesson: Lesson,
-    rng: random.Random,
-    heldout: Container[str] = (),
+    model: Qwen3ForCausalLM, renderer: Renderer, lesson: Lesson, rng: random.Random, heldout: Container[str] = ()
 ) -> None:
-    """Supervised training on fresh conversations of one lesson, none about a question in `heldout`."""
+    """Fine-tuning on fresh conversations of one lesson, none about a question in `heldout`."""
     conversations = _conversations(lesson, rng, heldout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.peak, betas=(0.9, 0.98), weight_decay=0.0)
+    options = Optimization(lr=lesson.peak, loss="likelihood", betas=(0.9, 0.98))
+    policy = Policy(model, sampling=Sampling(), options=options)
     started = time.perf_counter()
     for step in range(lesson.steps):
         traces = islice(conversations, BATCH)
-        batch = [encode(tokenizer, trace, mistakes=lesson.mistakes) for trace in traces]
+        rows = [_row(number, trace, mistakes=lesson.mistakes) for number, trace in enumerate(traces)]
         progress = step / lesson.steps
         rate = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = _loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        update = asyncio.run(_step(policy, renderer, rows, rate))
         if step % 50 == 0 or step == lesson.steps - 1:
-            print(f"{lesson.name} {step:4d}  loss {loss.item():.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+            print(f"{lesson.name} {step:4d}  loss {update.loss:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
+
+
+def _row(number: int, trace: Trace, *, mistakes: bool) -> Row:
+    weights = [1.0 if mistakes or not mistake else 0.0 for mistake in trace.mistakes]
+    return Row(id=str(number), messages=trace.messages, fields={"tools": TOOLS, "weights": weights})
+
+
+async def _step(policy: Policy, renderer: Renderer, rows: Sequence[Row], rate: float) -> Update:
+    trajectories = await replay(rows, renderer)
+    learnt = [one for one in trajectories if weigh(one)]
+    assert len(learnt) == len(rows), problems(trajectories, context=None)
+    return await policy.learn([pack(learnt, share_prompts=policy.shares_prompts)], lr=rate)
 
 
 def _conversations(lesson: Lesson, rng: random.Random, heldout: Container[str]) -> Iterator[Trace]:
@@ -162,17 +154,6 @@ def _conversations(lesson: Lesson, rng: random.Random, heldout: Container[str]) 
     while True:
         for row in questions(rng.getrandbits(32), 512, without=heldout):
             yield converse(rng, row, lesson.habits)
-
-
-def _loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
-    longest = max(len(ids) for ids, _ in batch)
-    pad = model.config.pad_token_id
-    ids_BT = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in batch])
-    learned_BT = torch.tensor([learned + [False] * (longest - len(learned)) for _, learned in batch])
-    hidden_BTH = model.model(ids_BT).last_hidden_state
-    # the head only where something is learned: most of a conversation is not
-    logits_NV = model.lm_head(hidden_BTH[:, :-1][learned_BT[:, 1:]])
-    return torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][learned_BT[:, 1:]])
 
 
 def save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -202,11 +183,11 @@ def main() -> None:
     rows = questions(arguments.seed, TRAIN + HELDOUT)
     heldout = {row["prompt"][0]["content"] for row in rows[TRAIN:]}
     tokenizer = make_tokenizer([converse(rng, row, SLOPPY) for row in rows[:1000]])
-    model = make_model(tokenizer)
+    model, renderer = make_model(tokenizer), Renderer(tokenizer)
     prompt = tokenizer.apply_chat_template(rows[0]["prompt"], tools=TOOLS, add_generation_prompt=True)["input_ids"]
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens, a prompt of {len(prompt)}")
     for lesson in LESSONS:
-        teach(model, tokenizer, lesson, rng, heldout)
+        teach(model, renderer, lesson, rng, heldout)
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     save(arguments.out / "model", model, tokenizer)

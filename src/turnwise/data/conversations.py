@@ -24,8 +24,16 @@ __all__ = ["read_conversations"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OURS = ("messages", "prompt", "completion")
 _PARTS = ("text", "image", "image_url", "video", "video_url")
-_LABELS = ("weight", "train")
+_FLAGS = ("train", "loss")
+_LABELS = ("weight", *_FLAGS)
 """What a message says about learning it; no template is to see it."""
+_ELSEWHERE = {
+    "function_call": 'write {"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]}',
+    "train_detail": "parts of a message cannot be left out: use `weight`, or two messages",
+    "loss_scale": "use `weight`",
+    "audio": "the model says texts",
+}
+"""What messages of other systems hold and is not read here, and what there is instead."""
 
 
 def read_conversations(
@@ -40,7 +48,8 @@ def read_conversations(
     """Read a data set of conversations; `source` and the options are those of `read_rows`.
 
     A row's `messages` are the whole conversation. Its fields hold the other columns, `tools` as schemas, and `weights`, one for
-    each assistant message, where the messages themselves say what is learnt (`"weight": 0` or `"train": false`).
+    each assistant message, where the messages say what is learnt (`"weight": 0`, `"train": false`, `"loss": false`) or the
+    row has a column of that name.
 
     Raises DataError, with the row's number, where a conversation has no assistant message, an unknown role, a tool's message
     without a call before it, or content of no known kind.
@@ -78,11 +87,20 @@ def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: P
                 f"Name the right one: data.columns.{ours}=<column>"
             )
         fields[ours] = record[theirs]
+    if fields.pop("chat_template_kwargs", None):
+        raise DataError(
+            f"{place}: the column 'chat_template_kwargs' is not read; remove it, or put what it says into the template"
+        )
     messages, fields = with_media(messages, fields, place=place, folder=folder)
+    if any(message["role"] == "assistant" and not isinstance(message["content"], str) for message in messages):
+        raise DataError(
+            f"{place}: an image or video stands in an assistant message, and the model says texts; write <image> and <video> "
+            f"into what it is shown"
+        )
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     _check_order(messages, place)
-    weights = [_weight(message, place) for message in messages if message["role"] == "assistant"]
+    weights = _weights(messages, fields.pop("weights", None), place)
     if any(weight != 1.0 for weight in weights):
         fields["weights"] = weights
     tools = fields.pop("tools", None)
@@ -97,9 +115,10 @@ def _messages(found: Found, mapping: Mapping[str, str]) -> Sequence[Any]:
     """The conversation as it stands in the row, from whichever columns hold it."""
     record, place = found.record, found.place
     whole, prompt, completion = (mapping.get(name, name) for name in _OURS)
-    if whole in record:
+    pair = "messages" not in mapping and prompt in record and completion in record
+    if whole in record and not (pair and {"prompt", "completion"} & set(mapping)):
         return _many(record[whole], f"{place}: {whole}")
-    if prompt in record and completion in record:
+    if pair:
         before = _many(record[prompt], f"{place}: {prompt}", role="user")
         # what the prompt quotes of the model is context
         before = [
@@ -133,6 +152,13 @@ def _clean(message: Any, where: str) -> Message:
     role = kept["role"]
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}{nearest(role, ROLES)}; the roles are: {', '.join(ROLES)}")
+    for key, instead in _ELSEWHERE.items():
+        if key in kept:
+            raise DataError(f"{where} has `{key}`, which is not read: {instead}")
+    if role != "assistant" and any(kept.get(label) for label in _LABELS):
+        raise DataError(
+            f"{where} (role {role!r}) asks to be learnt from; only what the model says is: remove {', '.join(_LABELS)}"
+        )
     calls = kept.pop("tool_calls", None)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
@@ -150,8 +176,9 @@ def _content(message: Message, where: str) -> Any:
         raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or leave the message out")
     if isinstance(content, str):
         return content
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content] if content else []
-    if not isinstance(content, list) or not kinds or any(kind not in _PARTS for kind in kinds):
+    parts: list[Any] = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not kinds or any(kind not in _PARTS for kind in kinds):
         raise DataError(
             f"{where} has the content {content!r:.80}; content is a text, or a list of parts of the types {', '.join(_PARTS)}"
         )
@@ -159,7 +186,10 @@ def _content(message: Message, where: str) -> Any:
         return content
     if any(kind != "text" for kind in kinds):
         raise DataError(f"{where}: the model says texts, and this assistant message has a part {content!r:.80}")
-    return "".join(str(part["text"]) for part in content)
+    texts = [part.get("text") for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f'{where} has a part without a text in {content!r:.80}; it is {{"type": "text", "text": ...}}')
+    return "".join(texts)
 
 
 def _call(call: Any, number: int, where: str) -> dict[str, Any]:
@@ -212,15 +242,33 @@ def _called(before: Sequence[Message]) -> bool:
     return last is not None and last["role"] == "assistant"
 
 
+def _weights(messages: Sequence[Message], column: Any, place: str) -> list[float]:
+    """One for each assistant message: what the messages themselves say, or the row's column `weights`."""
+    said = [message for message in messages if message["role"] == "assistant"]
+    if column is None:
+        return [_weight(message, place) for message in said]
+    if any(label in message for message in said for label in _LABELS):
+        raise DataError(
+            f"{place}: the column 'weights' and a message of its own both say what is learnt: remove one of them"
+        )
+    if not isinstance(column, list) or len(column) != len(said):
+        raise DataError(
+            f"{place}: the column 'weights' is {column!r:.80}; it must be a list of numbers, one for each of the {len(said)} "
+            f"assistant messages"
+        )
+    return [_weight({"weight": weight}, place) for weight in column]
+
+
 def _weight(message: Message, place: str) -> float:
-    """What the message itself says about learning it: `weight` (OpenAI has 0 and 1) or `train`."""
+    """What the message says about learning it: `weight` (OpenAI has 0 and 1), `train` (axolotl) or `loss` (ms-swift)."""
     weight = message.get("weight", 1.0)
-    train = message.get("train", True)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise DataError(f"{place}: an assistant message has `weight` {weight!r}; it must be a number, 0 or more")
-    if not isinstance(train, bool):
-        raise DataError(f"{place}: an assistant message has `train` {train!r}; it must be true or false")
-    return float(weight) if train else 0.0
+        raise DataError(f"{place}: an assistant message has the weight {weight!r}; it must be a number, 0 or more")
+    for flag in _FLAGS:
+        if not isinstance(value := message.get(flag, True), bool):
+            raise DataError(f"{place}: an assistant message has `{flag}` {value!r}; it must be true or false")
+        weight = weight if value else 0.0
+    return float(weight)
 
 
 def _tools(tools: Any, place: str) -> list[ToolSchema]:
