@@ -105,4 +105,5 @@ def problems(trajectories: Sequence[Trajectory], *, context: int | None) -> list
 def _rows(ids: Sequence[str]) -> str:
     if len(ids) == 1:
         return f"row {ids[0]}"
-    return f"rows {', '.join(ids[:5])}" + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    return f"rows {', '.join(ids[:5])}{more}"

@@ -21,7 +21,7 @@ from turnwise import build
 from turnwise.config import Config, Use
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
-from turnwise.errors import ConfigError, Failed, RolloutError, boundary
+from turnwise.errors import ConfigError, Failed, RolloutError, RunError, boundary
 from turnwise.metrics import drift
 from turnwise.record import RunDirectory
 from turnwise.replay import problems, replay, weigh
@@ -243,6 +243,11 @@ def assemble(config: Config) -> SftRun:
     held_out = _conversations(config, held_out=True) if config.data.eval is not None else []
     mask = build.loss_mask(config)
     state = checkpoints.load() if config.resume == "auto" else None
+    if state is not None and "recorded" not in state:
+        raise RunError(
+            f"{config.output} is a run of `turnwise train`, which fine-tuning does not go on with; choose another output, and "
+            f"begin with its model: model.path={checkpoints.newest}"
+        )
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)

@@ -19,7 +19,7 @@ from turnwise import build
 from turnwise.config import Config, refuse_without_effect
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
-from turnwise.errors import RolloutError
+from turnwise.errors import RolloutError, RunError
 from turnwise.evaluate import evaluate
 from turnwise.metrics import conversation_metrics, drift, failures
 from turnwise.record import RunDirectory
@@ -245,6 +245,11 @@ def assemble(config: Config) -> Run:
     scorer, credit = build.scorer(config), build.credit(config)
     mask = build.loss_mask(config)
     state = checkpoints.load() if config.resume == "auto" else None
+    if state is not None and "position" not in state:
+        raise RunError(
+            f"{config.output} is a run of `turnwise sft`, which training does not go on with; choose another output, and "
+            f"begin with its model: model.path={checkpoints.newest}"
+        )
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
     findings = preflight(config, renderer)
