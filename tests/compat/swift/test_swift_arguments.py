@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turnwise.compat.converted import Converted
-from turnwise.compat.swift.arguments import from_swift_arguments
+from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.command import read
 from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
 from turnwise.config import Config, refuse_without_effect
@@ -291,3 +291,8 @@ def test_the_tables_name_options_that_there_are() -> None:
     assert not set(OPTIONS) & set(FIXED)
     assert not set(ALIASES) & (set(OPTIONS) | set(FIXED))
     assert set(ALIASES.values()) & LISTS == {"external_plugins", "stop_words"}
+
+
+def test_the_page_names_every_argument_that_is_known() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "swift.md").read_text()
+    assert [key for key in (*OPTIONS, *CHOICES, *FIXED, *COMPUTED) if f"`{key}`" not in page] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -57,16 +58,13 @@ multi_turns["old_style"] = Old
 
 
 @pytest.fixture(autouse=True)
-def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def registries() -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    for registry in (multi_turns, orms):
-        for name in list(registry):
-            monkeypatch.setitem(registry, name, registry[name])  # type: ignore[arg-type]
-    before = [dict(multi_turns), dict(orms)]
-    yield  # type: ignore[misc]
+    before = dict(multi_turns), dict(orms)
+    yield
     for registry, kept in zip((multi_turns, orms), before, strict=True):
-        for name in set(registry) - set(kept):
-            del registry[name]
+        registry.clear()
+        registry.update(kept)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +178,9 @@ def test_options_that_do_nothing_are_refused() -> None:
         ({"gym_env": "g"}, "gym_env has no effect on math_tip_trick, which is no gym scheduler"),
         ({"context_manager": "c"}, "context_manager has no effect on math_tip_trick"),
         ({"gym_weight": 2.0}, "gym_weight has no effect on math_tip_trick, whose turns are not paid"),
-        ({"arguments": {"acc_function": 1, "oh": 2}}, None),
     ):
-        if why is not None:
-            with pytest.raises(ConfigError, match=why):
-                scheduler("math_tip_trick", **arguments)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=why):
+            scheduler("math_tip_trick", **arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"use_gym_env has no effect on thinking_tips_scheduler, which has a run"):
         scheduler("thinking_tips_scheduler", use_gym_env=True)
     with pytest.raises(ConfigError, match=r"max_turns=3 has no effect without a scheduler"):
@@ -206,3 +202,30 @@ def test_without_a_name_there_is_one_turn_and_a_reference_answer_is_left_out() -
     row = Row(id="1", messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "the reference"}])
     trajectory = whole(hold(Says("a"), scheduler, row=row))
     assert [message["content"] for message in trajectory.messages] == ["Hi", "a"]
+
+
+def test_a_scheduler_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "from swift.plugin import MultiTurnScheduler\n"
+        "class Picky(MultiTurnScheduler):\n    def __init__(self, size, *args, **kwargs):\n"
+        "        super().__init__(*args, **kwargs)\n        self.size = size\n"
+        "    def check_finished(self, request, *_):\n        return len(request.messages) >= self.size\n"
+        "    def step(self, request, *_):\n        request.messages.append({'role': 'user', 'content': self.tokenizer.name})\n"
+        "        return {'infer_request': request}\n"
+    )
+    name = f"{tmp_path}/picky.py:Picky"
+    with pytest.raises(
+        ConfigError, match=r"environment\.arguments: .*Picky cannot be made: .*missing 1 required .*'size'"
+    ):
+        scheduler(name)
+    assert whole(play(name, "a", arguments={"size": 2})).said == ["a"]
+    error = play(name, "a", arguments={"size": 3}).error
+    assert error is not None
+    assert (
+        "the scheduler uses a tokenizer, and the recipe names none: set environment.arguments.tokenizer"
+        in error.message
+    )
+    (tmp_path / "empty").mkdir()
+    error = play(name, "a", arguments={"size": 3}, tokenizer=str(tmp_path / "empty")).error
+    assert error is not None
+    assert "environment.arguments.tokenizer: no tokenizer could be loaded from" in error.message

@@ -19,16 +19,18 @@ from turnwise.compat.swift.rewards import orms
 from turnwise.compat.swift.scheduler import multi_turns
 from turnwise.errors import nearest
 
-__all__ = ["from_swift_arguments"]
+__all__ = ["COMPUTED", "from_swift_arguments"]
 
 _PLACE = "turnwise.compat.swift"
-_HANDLED = (
+COMPUTED = (
     "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
 )  # fmt: skip
+"""Arguments of which several make one option, or one several."""
+
 _MANY_TURNS = 100
 
 
@@ -326,7 +328,7 @@ class _Conversion:
         return min(count, data.get("limit") or count)
 
     def _others(self) -> None:
-        given, known = self._given.values, {*OPTIONS, *CHOICES, *FIXED, *_HANDLED}
+        given, known = self._given.values, {*OPTIONS, *CHOICES, *FIXED, *COMPUTED}
         told = {left.key for left in self._left}
         for key in sorted({*given, "tuner_type"} - set(self._carried) - told):
             value = self._value(key)

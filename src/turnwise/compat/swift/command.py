@@ -136,7 +136,8 @@ def _commands(text: str, path: Path) -> list[list[str]]:
         words = [re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: _variable(match, variables), word) for word in line]
         at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in ("swift", "megatron")), len(words))
         if words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
-            variables.update(word.split("=", 1) for word in words if re.match(r"[A-Za-z_]\w*=", word))
+            pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
+            variables.update({name: value for name, _, value in pairs})
             continue
         words = [*(word for word in words[:at] if "=" in word), *words[at + 2 :]]
         words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]

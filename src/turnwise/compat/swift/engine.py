@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.compat.swift.protocol import ChatCompletionResponse, RequestConfig, RolloutInferRequest
@@ -39,7 +40,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, local_files_only=Path(path).is_dir())
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"environment.arguments.tokenizer: no tokenizer could be loaded from {path!r}: {error}"

@@ -105,10 +105,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "sync_ref_model": ((False,), "the reference stays the model as it was before training"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are learnt from, whatever their entropy"),
     "off_policy_sequence_mask_delta": ((None,), "no sequence is left out for being off-policy"),
-    "rollout_importance_sampling_threshold": (
-        (None, 2, 2.0),
-        "there is nothing to correct, because the engine works on the trainer's own weights",
-    ),
     "reward_model": ((None, []), "a reward model is asked by a reward function of yours here: reward.trajectory"),
     "reward_model_plugin": (
         (None, []),
@@ -140,7 +136,7 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 MACHINERY: tuple[tuple[str, str], ...] = (
     # patterns, the first that fits; the result of training does not depend on these
     (r"vllm_server_pass_dataset", "all columns of a row are in infer_request.data_dict always"),
-    (r"rollout_importance_sampling_mode|log_rollout_offpolicy_metrics", "the engine works on the trainer's own weights, so "
+    (r"rollout_importance_sampling_.*|log_rollout_offpolicy_metrics", "the engine works on the trainer's own weights, so "
      "there is no mismatch to correct; ratio/max_deviation in the metrics is how far they are apart"),
     (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|host|port|"
      r"api_key|max_logprobs", "the engine is the embedded one: options under engine"),

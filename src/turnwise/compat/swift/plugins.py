@@ -112,20 +112,26 @@ def names() -> Iterator[None]:
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "swift"}
     for name in before:
         del sys.modules[name]
-    for name in MODULES:
-        module = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
-        module.__path__ = []  # a package, which has the modules below it and no others
-        vars(module).update(NAMES)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    sys.modules.update(_modules())
     try:
         yield
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@functools.cache
+def _modules() -> dict[str, ModuleType]:
+    found: dict[str, ModuleType] = {}
+    for name in MODULES:
+        module = found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
+        module.__path__ = []  # a package, which has the modules below it and no others
+        vars(module).update(NAMES)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(found[parent], child, module)
+    return found
 
 
 def load(file: str) -> ModuleType:
