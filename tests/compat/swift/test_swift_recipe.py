@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from turnwise.cli import main
 
@@ -43,3 +44,34 @@ def test_the_recipe_takes_two_steps_with_the_plugin_as_it_is(tmp_path: Path) -> 
         told = [turn["info"].get("told") for turn in one["turns"]]
         assert told.count(True) == sum(message["role"] == "user" for message in one["messages"][1:])
     assert any("tool" in [message["role"] for message in one["messages"]] for one in conversations)
+
+
+def test_a_script_is_converted_into_a_recipe_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text(
+        "swift rollout --model demo/model --multi_turn_scheduler calculator_scheduler --max_turns 4 \\\n"
+        "    --external_plugins recipes/plugins/swift_calculator.py\n"
+        "swift rlhf --rlhf_type grpo --model demo/model --tuner_type full --dataset demo/train.jsonl#8 \\\n"
+        "    --reward_funcs right_answer --external_plugins recipes/plugins/swift_calculator.py \\\n"
+        "    --num_generations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --max_steps 1 \\\n"
+        "    --learning_rate 1e-5 --beta 0 --temperature 1.0 --max_completion_length 48 --deepspeed zero2 \\\n"
+        f"    --output_dir {tmp_path}/run --save_steps 1\n"
+    )
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["convert", "--from", "swift", str(tmp_path / "run.sh"), "--out", str(recipe)]) == 0
+    told = capsys.readouterr().out
+    assert "left out: deepspeed='zero2': about memory and devices" in told
+    assert "CHANGES THE TRAINING" not in told
+    assert main(["train", str(recipe)]) == 0
+    (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (metrics["failed"], metrics["drift"]) == (0, 0)
+    assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 4
+
+
+def test_words_of_a_command_line_are_converted_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["swift", "rlhf", "--model", "M", "--dataset", "d.jsonl", "--max_steps", "3", "--made_up", "1"]
+    assert main(["convert", "--from", "swift", "--", *words]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["train"]["steps"] == 3
+    assert "# CHANGES THE TRAINING, left out: made_up=1: not known here as an argument of ms-swift" in printed
+    assert main(["convert", "--from", "swift", "absent.sh"]) == 1
+    assert "absent.sh cannot be read: No such file" in capsys.readouterr().err
