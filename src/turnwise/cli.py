@@ -163,8 +163,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(options: argparse.Namespace, console: Console) -> int:
     from turnwise.recipe import load
-    from turnwise.report import Report
-    from turnwise.train import assemble, train
 
     of_verl = options.config_path is not None or options.config_name is not None
     if of_verl:
@@ -175,6 +173,9 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     else:
         config, notes = load(options.recipe, options.overrides)
         again = f"turnwise train {options.recipe} resume=auto output={config.output}"
+    from turnwise.report import Report  # a recipe that is wrong is told before torch is loaded, which takes seconds
+    from turnwise.train import assemble, train
+
     run = assemble(config)
     run.notes[:0] = notes
     report = Report(console)
@@ -238,10 +239,11 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
 
 def _sft(options: argparse.Namespace, console: Console) -> int:
     from turnwise.recipe import load
+
+    config, notes = load(options.recipe, options.overrides)
     from turnwise.sft import assemble, fine_tune
     from turnwise.sft_report import SftReport
 
-    config, notes = load(options.recipe, options.overrides)
     run = assemble(config)
     run.notes[:0] = notes
     report = SftReport(console)
