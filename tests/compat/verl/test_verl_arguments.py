@@ -365,3 +365,9 @@ def test_an_interaction_file_named_in_a_configuration_is_read(grpo: list[str], t
     path = written(tmp_path / "i.yaml", {"interaction": [an_interaction()]})
     config = whole(from_verl_arguments([*grpo, f"{TURNS}.interaction_config_path={path}"]))
     assert config.environment.arguments == {"interactions": path}
+
+
+def test_the_page_names_every_key_that_is_carried_or_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
+    for key in [*PLAIN, *HANDLED, *FIXED]:
+        assert f"`{key.removeprefix('actor_rollout_ref.')}`" in page, key

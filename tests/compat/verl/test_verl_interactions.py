@@ -79,6 +79,12 @@ def test_the_shipped_gsm8k_interaction_grades_what_the_model_said(tmp_path: Path
     assert one.stop is Stop.DONE
 
 
+def test_a_class_of_ours_may_be_named_too(tmp_path: Path) -> None:
+    entry = {"class_name": "turnwise.compat.verl.shipped.Gsm8kInteraction"}
+    one = hold(["#### 7"], set_up(tmp_path, interactions=[entry]), row=row(ground_truth="7"))
+    assert [turn.reward for turn in one.turns] == [1.0]
+
+
 def test_a_flag_gives_the_documented_behaviour_of_the_shipped_one(tmp_path: Path) -> None:
     made = set_up(tmp_path, interactions=[{**SHIPPED, "config": {"last_user": True}}])
     asked = a_row("Is it 7", extra_info={"interaction_kwargs": {"ground_truth": "7"}})

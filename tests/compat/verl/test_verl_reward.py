@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from support.conversations import a_row, call, hold
+from turnwise.build import scorer
 from turnwise.compat.verl import custom_score, data_source_score
 from turnwise.compat.verl.reward_score import compute_score, extract_solution
+from turnwise.config import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools import Tools
 from turnwise.errors import ConfigError, Failed
-from turnwise.types import Trajectory
+from turnwise.types import Group, Trajectory
 
 FUNCTIONS = """
 from verl.utils.reward_score import gsm8k
@@ -99,3 +101,27 @@ def test_a_function_of_one_s_own_may_be_sync_or_async_and_import_from_verl(tmp_p
         score(name="broken")
     with pytest.raises(ConfigError, match="has no 'nothing'"):
         score(name="nothing")
+
+
+def test_a_recipe_s_scorer_asks_both(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "d.parquet"},
+        "reward": {
+            "trajectory": [
+                "turnwise.compat.verl:data_source_score",
+                {
+                    "use": "turnwise.compat.verl:custom_score",
+                    "arguments": {"path": f"{tmp_path}/mine.py", "arguments": {"bonus": 0.5}},
+                    "weight": 2.0,
+                },
+            ]
+        },
+    }
+    good, unknown = held("#### 72"), held("#### 72", data_source="other")
+    groups = [Group(id=str(n), row=one.row, trajectories=[one]) for n, one in enumerate((good, unknown))]
+    asyncio.run(scorer(Config.model_validate(tree)).score(groups))
+    assert good.reward == 1.0 + 2.0 * 1.5
+    assert unknown.error is not None
+    assert unknown.error.kind == "reward"

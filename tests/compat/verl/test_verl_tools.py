@@ -196,6 +196,17 @@ def test_a_cancelled_conversation_releases_once(user: ModuleType, tmp_path: Path
     assert [names(user).count(one) for one in ("create", "release", "start", "finalize")] == [1, 1, 1, 1]
 
 
+def test_a_deadline_and_a_broken_model_release_once(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()], interactions=[an_interaction(hangs_at="respond")])
+    limits = Limits(turns=3, tokens_per_turn=99, seconds_per_turn=0.1)
+    assert hold(["a"], made, row=row(), limits=limits).stop is Stop.DEADLINE
+    assert [names(user).count(one) for one in ("create", "release", "start", "finalize")] == [1, 1, 1, 1]
+    user.EVENTS.clear()
+    broken = hold(Says(call("count"), RuntimeError("no memory")), made, row=row())
+    assert (broken.stop, broken.reward) == (Stop.ERROR, None)
+    assert [names(user).count(one) for one in ("create", "release", "start", "finalize")] == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("what", "answer"),
     [
