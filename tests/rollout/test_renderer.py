@@ -297,6 +297,38 @@ def test_an_empty_thought_that_the_template_writes_into_the_last_turn_is_no_drif
     assert hold(Says("Yo."), Once, renderer=renderer).drift is None
 
 
+@pytest.mark.parametrize(
+    ("said", "strict", "ignore_strippable"),
+    [
+        ("<think>\n4?\n</think>\n\n4", True, True),
+        ("<think>4?</think>4", False, True),
+        ("<think>\nThree?\n</think>\n\n4", False, False),
+        ("<think>\n4?", True, True),
+    ],
+)
+def test_a_thought_that_the_template_keeps_is_compared(said: str, strict: bool, ignore_strippable: bool) -> None:
+    rewrites = CHATML.replace(
+        "{{ message.content }}",
+        "{% if '</think>' in message.content %}<think>\n{{ message.content.split('</think>')[0].split('<think>')[-1] "
+        "| trim | replace('Three', 'Four') }}\n</think>\n\n{{ message.content.split('</think>')[-1] | trim }}"
+        "{% elif message.role == 'assistant' %}<think>\n\n</think>\n\n{{ message.content }}"
+        "{% else %}{{ message.content }}{% endif %}",
+    )
+    for sanity, alike in (("strict", strict), ("ignore_strippable", ignore_strippable)):
+        renderer = Renderer(byte_tokenizer(rewrites), sanity=sanity)  # type: ignore[arg-type]
+        trajectory = hold(Says(said), Once, renderer=renderer)
+        assert (trajectory.error, trajectory.drift is None) == (None, alike), (sanity, trajectory.drift)
+
+
+def test_a_template_that_refuses_in_one_pass_what_it_took_turn_by_turn_is_told_and_breaks_nothing() -> None:
+    counts = "{% if messages | length > 4 %}{{ raise_exception('Too many.') }}{% endif %}" + CHATML
+    trajectory = hold(Says("a", "b", "c"), lambda: ScriptedUser(["x", "y"]), renderer=Renderer(byte_tokenizer(counts)))
+    assert (trajectory.stop, trajectory.error) == ("done", None)
+    assert trajectory.drift == (
+        "in one pass, the chat template refuses messages of the roles [... assistant, user, assistant]: Too many."
+    ) or "Too many." in str(trajectory.drift)
+
+
 def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_of_the_policy_and_no_drift() -> None:
     forgets = CHATML.replace(
         "{{ message.role }}\n{{ message.content }}",

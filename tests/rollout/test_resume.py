@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.conversations import RENDERER, STOP, Says, a_row, call, hold, spoken
+from support import byte_tokenizer
+from support.conversations import RENDERER, STOP, Says, a_row, call, hold, scripted, spoken
 from turnwise.environments.environment import environment, say
 from turnwise.environments.tools import Tools
 from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
 from turnwise.types import Opening, Reply, Resume, Row, Trajectory, Turn
 
+FORGETS = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content if loop.last else message.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out all thoughts but those of the last message."""
+OPENS_THOUGHTS = FORGETS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 ASKED = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -64,8 +73,6 @@ def test_keeping_nothing_begins_the_answer_anew_with_the_added_words() -> None:
 
 def test_a_token_that_is_cut_in_two_becomes_context() -> None:
     from test_renderer import merging_tokenizer  # type: ignore[import-not-found]
-
-    from turnwise.rollout.renderer import Renderer
 
     renderer = Renderer(merging_tokenizer())
     trajectory = hold(
@@ -185,6 +192,57 @@ def test_a_resumed_answer_counts_as_a_turn_so_that_nothing_goes_on_for_ever() ->
 
     trajectory = hold(Says(*["x"] * 9), never_content, limits=Limits(turns=3, tokens_per_turn=50))
     assert (trajectory.stop, len(trajectory.turns)) == ("max_turns", 3)
+
+
+def test_where_there_is_no_room_to_go_on_what_stands_is_the_last_message() -> None:
+    @environment
+    async def insists(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        yield say("Sure?")
+        yield Reply(resume=Resume(keep=3, add=" Wait."))
+
+    trajectory = hold(Says("4", "Yes, 4."), insists, limits=Limits(turns=2, tokens_per_turn=50))
+    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("max_turns", None, None)
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "4", "Sure?", "Yes"]
+    assert spoken(trajectory.segments[0])[-1] == (1, "Yes")
+    assert trajectory.turns[-1].text == "Yes, 4."
+
+
+def test_an_answer_that_is_begun_anew_is_still_inside_the_thought_that_the_cue_has_opened() -> None:
+    thinks = Renderer(byte_tokenizer(OPENS_THOUGHTS))
+    trajectory = hold(
+        scripted(["Hm.</think>4", "Or.</think>5"], renderer=thinks),
+        lambda: resumes(resume=Resume(keep=0)),
+        renderer=thinks,
+    )
+    assert trajectory.error is None
+    assert [turn.reasoning for turn in trajectory.turns] == ["Hm.", "Or."]
+    assert trajectory.messages[-1] == {"role": "assistant", "content": "5", "reasoning_content": "Or."}
+
+
+@pytest.mark.parametrize("add", [" Wait.", "\n", "e", ""])
+def test_thoughts_that_were_resumed_or_begun_by_somebody_else_are_left_out_by_the_template_without_an_alarm(
+    add: str,
+) -> None:
+    renderer = Renderer(byte_tokenizer(FORGETS))
+
+    @environment
+    async def meddles(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        yield Reply(resume=Resume(add=add))
+        yield Reply(messages=[{"role": "user", "content": "Why?"}], prefill="<think>Okay, ")
+        yield say("And?")
+        yield Reply(done=True)
+
+    said = ["<think>One e\n", "so.</think>\nFour e", "because.</think>It is.", "<think>So?</think>So."]
+    trajectory = hold(scripted(said, renderer=renderer), meddles, renderer=renderer)
+    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert [turn.reasoning for turn in trajectory.turns][1:] == [f"One e\n{add}so.", "Okay, because.", "So?"]
+    # what was said is compared all the same, and with it what was put in
+    mumbles = Renderer(byte_tokenizer(FORGETS.replace("</think>')[-1]", "</think>')[-1] | replace('our e', 'ive')")))
+    drift = hold(scripted(said, renderer=mumbles), meddles, renderer=mumbles).drift
+    assert "what the model said, tokens 21 to " in str(drift)
+    assert "Five<|im_end|>" in str(drift)
 
 
 # histories that are replaced

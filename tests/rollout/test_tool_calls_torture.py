@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.tool_calls import FAMILIES, TOOLS, Case, Family, cases, outcome, tools_for
-from turnwise.rollout.tool_calls import FORMATS, ToolFormat
+from turnwise.rollout.tool_calls import FORMATS, ToolFormat, by_name
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
@@ -106,3 +106,21 @@ def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
         begin = time.process_time()
         format.parse(of_format[0].around[0] + text, tools=TOOLS)
         assert time.process_time() - begin < 2, unit
+
+
+@every_format
+def test_white_space_costs_no_more_than_its_length_wherever_a_call_breaks_off(format: ToolFormat) -> None:
+    for family in [family for family in FAMILIES if family.format == format.name]:
+        good = family.write([("f", {"x": "1"})])
+        begin = time.process_time()
+        for length in range(1, len(good)):
+            for space in (" ", "\n"):
+                format.parse(good[:length] + space * 5_000 + "x", tools=TOOLS)
+        assert time.process_time() - begin < 2
+
+
+def test_calls_that_never_end_are_not_read_to_the_end_again_and_again() -> None:
+    begin = time.process_time()
+    (first, *_) = by_name("pythonic").parse('[f(, f(a="' * 4_000, tools=TOOLS).calls
+    assert time.process_time() - begin < 2
+    assert first.error is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = [
     "probe_words",
     "roles_of",
     "with_calls",
+    "with_short_ids",
     "words",
 ]
 
@@ -94,6 +96,24 @@ def with_calls(message: Message, *, as_text: bool, empty: str | None) -> Message
             function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls, "content": message.get("content") or empty}
+
+
+def with_short_ids(message: Message) -> Message:
+    """A message whose ids of calls are nine letters and digits, the same for the same id: `call_0` is `call00000`."""
+    calls = [{**call, "id": _short(str(call.get("id") or ""))} for call in message.get("tool_calls") or ()]
+    shortened = {**message, "tool_calls": calls} if calls else dict(message)
+    if message.get("role") == "tool":
+        shortened["tool_call_id"] = _short(str(message.get("tool_call_id") or ""))
+    return shortened
+
+
+def _short(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    number = id.removeprefix("call_")
+    if number.isascii() and number.isdigit() and len(number) <= 5:
+        return f"call{number:0>5}"
+    return hashlib.blake2b(id.encode(), digest_size=5).hexdigest()[:9]
 
 
 def plans(roles: Sequence[str]) -> Iterator[Plan]:

@@ -309,10 +309,11 @@ class Renderer:
         """
         if self.sanity == "disable":
             return None
-        written, whole = (
-            self.decode(segment.token_ids),
-            self.template.render(messages, tools=tools, cue=False),
-        )
+        written = self.decode(segment.token_ids)
+        try:
+            whole = self.template.render(messages, tools=tools, cue=False)
+        except TemplateError as error:  # it took them turn by turn
+            return f"in one pass, {error}"
         if self.vision is not None:
             whole, _ = self.vision.expand(whole, self.vision.parts(messages))
         if whole.startswith(written):
@@ -322,27 +323,31 @@ class Renderer:
             decode=self.decode,
             special=self._special,
             plain=self.without_thoughts,
+            thoughts=self._thoughts,
         )
         return difference(self._runs(segment, resumed), whole, mode=self.sanity, reading=reading)
 
     def _runs(self, segment: Segment, resumed: Collection[int]) -> list[Context | Words]:
-        """The segment as what was said by turns: context and the model's words."""
+        """The segment as what was said by turns: context and the model's words, those among them that were put into its mouth."""
         runs: list[Context | Words] = []
         start, turns = 0, segment.turn
         for end in range(1, len(segment) + 1):
-            if end < len(segment) and turns[end] == turns[start]:
+            if end < len(segment) and end not in resumed and (turns[end] < 0) == (turns[end - 1] < 0):
                 continue
+            words = turns[start] >= 0 or start in resumed  # what begins there belongs to a turn of the model
+            if words and end < len(segment) and (turns[end] >= 0 or end in resumed):
+                continue  # the turn goes on
             ids = list(segment.token_ids[start:end])
-            if turns[start] < 0:
+            if not words:
                 text = self.decode(ids)
-                runs.append(Context(text, ids, start, bare=without_open_thought(text), inside=start in resumed))
+                runs.append(Context(text, ids, start, bare=without_open_thought(text)))
             else:
-                closed = ids[-1] in self._stop_texts
-                words = ids[:-1] if closed else ids
+                closed = turns[end - 1] >= 0 and ids[-1] in self._stop_texts
+                ids = ids[:-1] if closed else ids
                 runs.append(
                     Words(
-                        self.decode(words),
-                        words,
+                        self.decode(ids),
+                        ids,
                         start,
                         compared=self.template.takes != "fields",
                         opened=bool(runs) and bool(open_thought(runs[-1].text)),
@@ -351,6 +356,9 @@ class Renderer:
                 )
             start = end
         return runs
+
+    def _thoughts(self, text: str, opened: bool) -> Sequence[str]:
+        return [one.text for one in thoughts(text, opened=opened)] if self.thinks else []
 
     def ends_turns(self, token: int) -> bool:
         """Whether a token is one that no text is written with: a mark of the template's."""

@@ -16,6 +16,7 @@ __all__ = ["Context", "SanityMode", "Words", "difference"]
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
 _SHOWN = 60  # characters of a difference, and a third as many ids
+_TRIED = 32  # places at which a text may stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,11 @@ class Context:
     """Where they begin in their segment."""
     bare: str
     """The text without the thinking block that the cue at its end opens, or leaves empty."""
-    inside: bool = False
-    """Whether it stands inside the model's turn: words that were put into its mouth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Tokens in a row that the model sampled, the one that ended the turn left off."""
+    """A turn of the model: what it sampled and what was put into its mouth, the token that ended the turn left off."""
 
     text: str
     token_ids: Sequence[int]
@@ -56,6 +55,8 @@ class Reading:
     special: frozenset[int]
     plain: Callable[[str, bool], str]
     """A turn's text without its thoughts; with True, the text begins inside one."""
+    thoughts: Callable[[str, bool], Sequence[str]]
+    """The thoughts in a turn's text, likewise."""
 
 
 def difference(runs: Sequence[Context | Words], whole: str, *, mode: SanityMode, reading: Reading) -> str | None:
@@ -71,26 +72,43 @@ def difference(runs: Sequence[Context | Words], whole: str, *, mode: SanityMode,
         if isinstance(run, Words):
             words = run
             continue
-        if run.inside and words is not None and not words.compared:
-            continue
-        text = squeeze(run.text)
-        found = whole.find(text, at) if words is not None else (at if whole.startswith(text, at) else -1)
-        if found < 0 and run.bare != run.text:
-            text = squeeze(run.bare)
-            found = whole.find(text, at) if words is not None else (at if whole.startswith(text, at) else -1)
-        if found < 0:
+        place = _place(run, words, whole, at, squeeze, reading)
+        if place is None:
             # behind the model's words, as far as they are there
             begin = whole.find(squeeze(words.text), at) if words is not None else at
             begin = begin + len(squeeze(words.text)) if words is not None and begin >= 0 else at
+            text = squeeze(run.bare)
             return _told(run, text, _like(text, whole, begin), reading)
+        found, end = place
         if words is not None and not _same(words, whole[at:found], squeeze, reading):
             return _told(words, squeeze(words.text), whole[at:found], reading)
-        words, at = None, found + len(text)
+        words, at = None, end
     if words is None or (not words.closed and whole.startswith(squeeze(words.text), at)):
         return None
     if not _same(words, whole[at:], squeeze, reading):
         return _told(words, squeeze(words.text), whole[at:], reading)
     return None
+
+
+def _place(
+    run: Context, words: Words | None, whole: str, at: int, squeeze: Callable[[str], str], reading: Reading
+) -> tuple[int, int] | None:
+    """From where to where a context stands in the whole, or None: behind the model's words, and they may hold the same text."""
+    first: tuple[int, int] | None = None
+    for text in dict.fromkeys((squeeze(run.text), squeeze(run.bare))):
+        if words is None:
+            if whole.startswith(text, at):
+                return at, at + len(text)
+            continue
+        found = whole.find(text, at)
+        for _ in range(_TRIED):
+            if found < 0:
+                break
+            if _same(words, whole[at:found], squeeze, reading):
+                return found, found + len(text)
+            first = first or (found, found + len(text))
+            found = whole.find(text, found + 1)
+    return first
 
 
 def _same(words: Words, written: str, squeeze: Callable[[str], str], reading: Reading) -> bool:
@@ -100,9 +118,21 @@ def _same(words: Words, written: str, squeeze: Callable[[str], str], reading: Re
     said = squeeze(words.text)
     if written.startswith(said) and _only_special(written[len(said) :], reading):
         return True
+    begin = written.find(said) if said else -1
+    if begin > 0 and _only_special(written[begin + len(said) :], reading):
+        before = written[:begin]
+        if not reading.plain(before, False).strip() and not any(reading.thoughts(before, False)):
+            return True  # it only put an empty thought in front
+    ours, theirs = ([squeeze(one) for one in each if one] for each in _thoughts(words, written, reading))
+    if len(theirs) >= max(len(ours), 1) or not set(theirs) <= set(ours):
+        return False  # no thought was left out: it is the words that differ
     kept, plain = squeeze(reading.plain(words.text, words.opened)).strip(), reading.plain(written, False).strip()
     thought = kept != said.strip() or plain != written.strip()
     return thought and plain.startswith(kept) and _only_special(plain[len(kept) :].strip(), reading)
+
+
+def _thoughts(words: Words, written: str, reading: Reading) -> tuple[Sequence[str], Sequence[str]]:
+    return reading.thoughts(words.text, words.opened), reading.thoughts(written, False)
 
 
 def _only_special(text: str, reading: Reading) -> bool:

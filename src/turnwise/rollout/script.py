@@ -47,14 +47,15 @@ class Script:
         if said.reasoning:
             self._thoughts.add(place)
 
-    def resume(self, place: int, said: str, goes_on: str) -> str:
-        """Take the last turn back, for it goes on at `place` of the segment; returns what of it stands already."""
+    def take_back(self) -> str:
+        """Forget the last turn, for it goes on; returns what was said in it."""
         self._messages.pop()
-        whole = self._said.pop(len(self._messages)).text
         self._thoughts.discard(len(self._messages))
+        return self._said.pop(len(self._messages)).text
+
+    def put_words(self, place: int) -> None:
+        """What begins at `place` of the segment is an environment's, and stands in a turn of the model."""
         self._resumed.add(place)
-        # a turn may be resumed more than once: what stood before its last words stays in front of them
-        return whole[: len(whole) - len(said)] + goes_on
 
     def forget(self) -> None:
         """A new segment begins."""

@@ -59,6 +59,7 @@ class Session:
         self._opened = ""  # what the cue of the turn has opened a thought with
         self._before = ""  # what of the turn that is going on stands already, where it is resumed
         self._prefill = ""  # what the next turn begins with
+        self._goes_on = False  # whether the model is to go on with its last answer
         self._masked: dict[int, set[int]] = {}
         self._calls = 0
         self.answered = 0
@@ -104,7 +105,7 @@ class Session:
         segment.context(piece.token_ids, piece.media)
         self._script.hear(piece)
         self._heard, self._next = [], None
-        if not self._before:
+        if not self._goes_on:
             self._opened = piece.thinking
             self._before, self._prefill = self._prefill, ""
 
@@ -148,6 +149,10 @@ class Session:
             completion=completion,
         )
         trajectory.turns.append(turn)
+        if self._goes_on:  # the message that stands there is a part of this one
+            del trajectory.messages[-1]
+            self._script.take_back()
+            self._goes_on = False
         trajectory.messages.append(said.message)
         with boundary("tokens"):
             self._script.say(said)
@@ -197,10 +202,19 @@ class Session:
         turn.cut = kept
         segment.cut(len(segment) - len(ids) + kept)
         added = text[len(words) : keep] + resume.add
-        self._before = self._script.resume(len(segment), text, text[:keep] + resume.add)
+        whole = self._script.take_back()
+        before = whole[: len(whole) - len(text)]  # it may have been resumed before, or begun by somebody else
+        self._before = before + text[:keep] + resume.add
         self._next = Piece(token_ids=self._renderer.resumed(segment.token_ids[-1], added))
+        self._script.put_words(len(segment))
         self._calls -= len(turn.calls)
-        del self.trajectory.messages[-1]  # the turn that goes on puts the whole message there
+        # until the model goes on, and for ever where there is no room for that, its message is what stands of it
+        stands = self._renderer.parse(
+            (), tools=self.trajectory.tools, first_call=self._calls, thinking=self._opened, before=before + words
+        )
+        self.trajectory.messages[-1] = stands.message
+        self._script.say(stands)
+        self._goes_on = True
 
     def _check(self) -> None:
         if self._segment is not None and self.trajectory.drift is None:
@@ -225,6 +239,7 @@ class Session:
                     )
                 if self._prefill:
                     ids = self._next.token_ids
+                    self._script.put_words(len(self._segment or ()) + len(ids))
                     words = self._renderer.resumed(ids[-1], self._prefill)
                     self._next = replace(self._next, token_ids=(*ids, *words))
         return self._next

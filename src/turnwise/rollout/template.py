@@ -28,6 +28,7 @@ from turnwise.rollout.probes import (
     probe_words,
     roles_of,
     with_calls,
+    with_short_ids,
     words,
 )
 from turnwise.rollout.tool_calls.reasoning import open_thought, without_open_thought
@@ -214,7 +215,12 @@ class Template:
             return "fields"
         if self.call_shape is not None:
             answer: Message = {"role": "tool", "tool_call_id": "callprob0", "name": "probe_tool", "content": probe(0)}
-            if "words" not in self.plan([answer]).bases:
+            plan = self.plan([answer])
+            if "words" not in plan.bases:
+                return "fields"
+            try:  # some count whose turn it is, and turns of calls apart
+                self.render([QUESTION, words("Said."), *plan.apply([answer]), words("Said.")], cue=False)
+            except TemplateError:
                 return "fields"
         return "text" if alike else "thoughts apart"
 
@@ -341,7 +347,28 @@ class Template:
         if message.get("tool_calls") and self.call_shape is not None:
             as_text, empty = self.call_shape
             message = with_calls(message, as_text=as_text, empty=empty)
+        if (message.get("tool_calls") or message.get("role") == "tool") and not self._takes_any_id:
+            message = with_short_ids(message)
         return message
+
+    @functools.cached_property
+    def _takes_any_id(self) -> bool:
+        """Whether the id of a call may be what it is; Mistral's insist on nine letters and digits."""
+        if self.call_shape is None:
+            return True
+        as_text, empty = self.call_shape
+        turn = with_calls(probe_call({"text": "x"}), as_text=as_text, empty=empty)
+        answer: Message = {"role": "tool", "tool_call_id": "callprob0", "name": "probe_tool", "content": "An answer."}
+
+        def takes(*messages: Message) -> bool:
+            try:
+                self._write([QUESTION, *messages], cue=True)
+            except TemplateError:
+                return False
+            return True
+
+        turn["tool_calls"][0]["id"] = "call_0"
+        return takes(turn, {**answer, "tool_call_id": "call_0"}) or not takes(*map(with_short_ids, (turn, answer)))
 
 
 def _file(where: str) -> str:

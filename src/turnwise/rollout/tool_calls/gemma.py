@@ -15,7 +15,7 @@ __all__ = ["FunctionGemma", "Gemma4"]
 
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<>:]+)\s*")
-_KEY = re.compile(r"\s*(?P<key>[^\s:,{}\[\]<>\"'][^:,{}\[\]<>\"']*)\s*:")
+_KEY = re.compile(r"\s*(?P<key>[^\s:,{}\[\]<>\"'][^:,{}\[\]<>\"']*):")
 _WORD = re.compile(r"[A-Za-z]+")
 _DEEPEST = 100  # lists and objects inside each other
 

@@ -19,7 +19,8 @@ __all__ = ["Llama3"]
 
 _BEGINS = r"\{\s*[\"'](?:name|type)[\"']\s*:"
 _CALL = re.compile(_BEGINS)
-_NEXT = re.compile(rf"(?:(?<=\n)|;\s*|<\|python_tag\|>\s*)(?=\s*{_BEGINS})")
+# white space is looked at from where it begins only, or much of it would be looked at from everywhere in it
+_NEXT = re.compile(rf"(?:(?<!\s)[^\S\n]*+\n|;|<\|python_tag\|>)\s*+(?={_BEGINS})")
 _SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
 _OF_A_CALL = {"name", "type", "id", "parameters", "arguments"}
 _NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open

@@ -9,6 +9,7 @@ templates write them: JSON's `true`, `false` and `null`, line breaks in a string
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 import warnings
@@ -33,6 +34,7 @@ _TO_ESCAPE = re.compile(r"""\\.|["'\n\r\0]""", re.DOTALL)
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"true": True, "false": False, "null": None}
 _DEEPEST = 50  # brackets inside each other
+_READ_AGAIN = 8  # times that a list may be read over before no further call is looked for in it
 
 
 class _Pythonic(Tagged):
@@ -43,16 +45,16 @@ class _Pythonic(Tagged):
 
     def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
         begin = skip_space(text, mark.end())
-        following = re.compile(self.opening).search(text, begin + 1)
+        following = self._opens.search(text, begin + 1)
         limit = following.start() if following else len(text)
         calls, at = self._items(text, begin + text.startswith("[", begin), limit)
         if self.bare and not _meant(calls, tools):
             return [], begin + 1
         if not calls:
             calls.append(self.bad("the list is empty", text[begin:at]))
-        close = re.compile(rf"\s*(?:{self.close}|\Z)").match(text, at, limit)
+        close = self._ends.match(text, at, limit)
         if close is None and not self.bare:
-            stop = re.compile(rf"{self.close}|\Z").search(text, at, limit)
+            stop = self._stops.search(text, at, limit)
             first, last = stop.span() if stop else (limit, limit)
             calls.append(self.bad(f"{text[at:first].strip()[:20]!r} follows the list", text[at:first]))
             return calls, last
@@ -61,16 +63,18 @@ class _Pythonic(Tagged):
     def _items(self, text: str, at: int, limit: int) -> tuple[list[ToolCall], int]:
         """The calls of a list, and where it ends."""
         calls: list[ToolCall] = []
-        beyond = re.compile(rf",\s*(?={_NAME}\s*\()|(?=\]?\s*{self.close})|\Z")
+        start, read = at, 0  # characters of calls that could not be read
         while (at := skip_space(text, at)) < limit:
             if text.startswith("]", at):
                 return calls, at + 1
-            if re.compile(self.close).match(text, at):
+            if self._closing.match(text, at):
                 return calls, at
             try:
                 name, written, end = _one(text, at, limit)
             except Problem as problem:
-                following = None if problem.hopeless else beyond.search(text, at, limit)
+                read += problem.at - at
+                hopeless = problem.hopeless or read > _READ_AGAIN * (limit - start)
+                following = None if hopeless else self._beyond.search(text, at, limit)
                 first, end = following.span() if following else (limit, limit)
                 head = _HEAD.match(text, at, limit)
                 calls.append(self.bad(problem, text[at:first], head["name"] if head else ""))
@@ -86,6 +90,27 @@ class _Pythonic(Tagged):
             elif not text.startswith("]", at):
                 return calls, at
         return calls, limit
+
+    @functools.cached_property
+    def _opens(self) -> re.Pattern[str]:
+        return re.compile(self.opening)
+
+    @functools.cached_property
+    def _closing(self) -> re.Pattern[str]:
+        return re.compile(self.close)
+
+    @functools.cached_property
+    def _ends(self) -> re.Pattern[str]:
+        return re.compile(rf"\s*(?:{self.close}|\Z)")
+
+    @functools.cached_property
+    def _stops(self) -> re.Pattern[str]:
+        return re.compile(rf"{self.close}|\Z")
+
+    @functools.cached_property
+    def _beyond(self) -> re.Pattern[str]:
+        """What the next call, or the end, is told by. White space is looked at from where it begins only: not over and over."""
+        return re.compile(rf",\s*(?={_NAME}\s*\()|(?=\]\s*+{self.close})|(?<!\s)(?=\s*+{self.close})|\Z")
 
 
 def _meant(calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> bool:
