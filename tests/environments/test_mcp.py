@@ -97,7 +97,19 @@ def gone(pid: int) -> bool:
 
 def test_the_schemas_of_a_server_are_told_whole(stdio: list[Tool]) -> None:
     schemas = {tool.name: tool.schema for tool in stdio}
-    assert list(schemas) == ["add", "visit", "slow", "given_up", "image", "fail", "die", "env", "pid", "large"]
+    assert list(schemas) == [
+        "add",
+        "visit",
+        "slow",
+        "given_up",
+        "image",
+        "fail",
+        "refuse",
+        "die",
+        "env",
+        "pid",
+        "large",
+    ]
     assert schemas["visit"]["type"] == "function"
     function = schemas["visit"]["function"]
     assert (function["name"], function["description"]) == ("visit", "Go somewhere.")
@@ -144,6 +156,8 @@ def test_an_error_of_a_tool_is_told_and_not_tried_again(stdio: list[Tool]) -> No
     answer = ask(stdio, "fail")
     assert (answer.outcome.error, answer.content) == ("raised", "Error: Error executing tool fail: the pump is broken")
     assert ask([replace(tool, retries=3) for tool in stdio], "fail").outcome.attempts == 1
+    answer = ask(stdio, "refuse")
+    assert (answer.outcome.error, answer.content) == ("raised", 'Error: {"code": 17}')
 
 
 def test_a_server_gets_nothing_of_our_environment_that_is_not_safe(stdio: list[Tool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from typing import Any
@@ -115,8 +116,27 @@ def test_the_number_of_queries_is_bounded(queries: list[str]) -> None:
 def test_what_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="topk is 0"):
         Search("http://h", topk=0)
-    with pytest.raises(ConfigError, match="'h' is no address"):
-        Search("h")
+    for url in ("h", "ftp://h", "http://", "http://h:99999/retrieve", "http://h:port/retrieve", "http://[::1/retrieve"):
+        with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is no address of a service"):
+            Search(url)
+    with pytest.raises(ConfigError, match="deadline is 0; give a number above 0"):
+        Search("http://h", deadline=0)
+
+
+def test_tools_that_are_made_at_once_in_many_threads_share_one_service() -> None:
+    made: list[Search] = []
+    together = threading.Barrier(16)
+
+    def make() -> None:
+        together.wait()
+        made.append(Search("http://h:8000/shared", concurrent=2))
+
+    threads = [threading.Thread(target=make) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(one._service) for one in made}) == 1
 
 
 def test_a_model_searches_in_our_own_service() -> None:

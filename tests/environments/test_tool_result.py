@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 from PIL import Image
 
@@ -89,6 +90,8 @@ def test_images_and_videos_are_lists(arguments: dict[str, Any], message: str) ->
         (("x", None, None), "x", 0.0, {}),
         (({"a": 1}, 0.5, {}), '{"a": 1}', 0.5, {}),
         ((ToolResponse(text="x"), 2.0), "x", 2.0, {}),
+        (("x", numpy.float32(0.5)), "x", 0.5, {}),
+        (("x", numpy.int64(2)), "x", 2.0, {}),
         # what is no scored answer is a value like any other
         ((3, 1), "[3, 1]", 0.0, {}),
         (("x", True), '["x", true]', 0.0, {}),

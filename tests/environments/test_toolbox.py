@@ -105,6 +105,24 @@ def test_a_class_may_be_given_arguments() -> None:
     assert LOG == ["made", "closed at 100"]
 
 
+class Basket:
+    def __init__(self, items: list[str], prices: dict[str, list[float]]) -> None:
+        self.items, self.prices = items, prices
+
+    def put(self, item: str) -> str:
+        """Put something in."""
+        self.items.append(item)
+        self.prices["all"].append(1.0)
+        return f"{self.items} {self.prices}"
+
+
+def test_what_an_instance_does_to_its_arguments_is_not_seen_by_another() -> None:
+    box = Toolbox.of(Basket, arguments={"items": [], "prices": {"all": []}})
+    for _ in range(2):
+        trajectory = hold(Says(call("put", '{"item": "pear"}'), "Done."), lambda: Tools([box]))
+        assert trajectory.turns[0].outcomes[0].content == "['pear'] {'all': [1.0]}"
+
+
 def test_calls_of_one_instance_are_run_in_their_order_and_of_two_together() -> None:
     engine = Says("".join(call("deposit", f'{{"amount": {n}}}') for n in range(1, 6)) + call("show"), "x")
     trajectory = hold(engine, lambda: Tools([Bank]), limits=Limits(turns=2, tokens_per_turn=1000))

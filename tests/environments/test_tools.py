@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -205,6 +205,13 @@ def test_methods_and_callable_objects_are_tools_too() -> None:
         ("def f(x: int, /):\n    'Do.'", "the tool 'f' takes x: int; a model can only give named"),
         ("def f(x: 'Missing'):\n    'Do.'", r"tool 'f'.*Missing"),
         ("class C: pass\ndef f(x: C):\n    'Do.'", r"tool 'f'"),
+        ("def f():\n    'Do.'\n    yield 1", "the tool 'f' is a generator, which has no one answer: return a list"),
+        ("async def f():\n    'Do.'\n    yield 1", "the tool 'f' is a generator"),
+        ('def f(x: int):\n    "Args:\\n    x: Which."', "the tool 'f' has no docstring; its first"),
+        (
+            "from pydantic import Field\ndef f(x: int = Field(3)):\n    'Do.'",
+            r"'x' of the tool 'f' has a pydantic Field for its default.*write x: Annotated\[<type>, Field\(\.\.\.\)\]",
+        ),
         ("from typing import Callable\ndef f(x: Callable[[], int]):\n    'Do.'", r"tool 'f'"),
     ],
 )
@@ -213,6 +220,28 @@ def test_what_cannot_be_a_tool_is_refused(source: str, message: str) -> None:
     exec(compile(source, "a_file.py", "exec", dont_inherit=True), names)
     with pytest.raises(ConfigError, match=message):
         Tool.of(names["f"])
+
+
+def test_a_parameter_is_described_by_the_docstring_or_else_by_its_annotation() -> None:
+    def find(
+        words: Annotated[str, Field(description="unused")],
+        count: Annotated[int, Field(description="How many.", ge=1)] = 3,
+        order: str = "new",
+    ) -> None:
+        """Find pages.
+
+        Args:
+          words: What to look for,
+            in any order.
+          order: Which first.
+        """
+
+    properties = Tool.of(find).schema["function"]["parameters"]["properties"]
+    assert properties == {
+        "words": {"type": "string", "description": "What to look for, in any order."},
+        "count": {"type": "integer", "description": "How many.", "default": 3, "minimum": 1},
+        "order": {"type": "string", "description": "Which first.", "default": "new"},
+    }
 
 
 def test_a_partial_is_refused_or_named() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult
 from PIL import Image as Picture
 from pydantic import BaseModel, Field
 
@@ -67,6 +68,12 @@ def image(count: int = 1) -> list[str | Image]:
 def fail() -> str:
     """Fail."""
     raise ToolError("the pump is broken")
+
+
+@server.tool()
+def refuse() -> CallToolResult:
+    """Fail in figures."""
+    return CallToolResult(content=[], structured_content={"code": 17}, is_error=True)
 
 
 @server.tool()

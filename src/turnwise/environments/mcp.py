@@ -171,8 +171,9 @@ class McpServers:
                 raise ConnectionError(f"the MCP server {connection.name!r} was closed")
             result = await asyncio.wrap_future(self._loop.submit(connection.call(name, arguments)))
             if not result.content and result.structured_content is not None:
-                return ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
-            response = await aside(lambda: self.parse_result(result.content), name="mcp", kind="tool")
+                response = ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
+            else:
+                response = await aside(lambda: self.parse_result(result.content), name="mcp", kind="tool")
             if result.is_error:
                 raise ValueError(response.text or f"{name} failed and does not say why")
             return response

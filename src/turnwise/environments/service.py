@@ -13,6 +13,7 @@ import http.client
 import json
 import socket
 import ssl
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["Service", "ServiceError", "service"]
 
 _LARGEST = 64 << 20  # bytes of an answer
 _LAST_STRAW = 300  # characters of somebody's error that are told
+_making = threading.Lock()
 
 
 class ServiceError(TurnwiseError):
@@ -56,12 +58,16 @@ class Service:
         concurrent: int = 64,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:  # a port that is no number, or half of an IPv6 address
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise ConfigError(f"{url!r} is no address of a service; write http://host:port/path")
         for name, value, least in (
             ("timeout", timeout, 0),
-            ("deadline", deadline or 1, 0),
+            ("deadline", 1 if deadline is None else deadline, 0),
             ("concurrent", concurrent, 0),
         ):
             if not value > least:
@@ -180,7 +186,8 @@ def service(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Service:
     """The service of these options: one for all conversations, so that `concurrent` holds for all of them together."""
-    return _shared(url, timeout, deadline, retries, pause, concurrent, headers)
+    with _making:  # tools are made in threads, many at once, and a cache alone lets each of them make its own
+        return _shared(url, timeout, deadline, retries, pause, concurrent, headers)
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:

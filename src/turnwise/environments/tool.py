@@ -218,7 +218,19 @@ class Toolbox:
             Tool.of(method, timeout=timeout, retries=retries, retry_timeouts=retry_timeouts)
             for method in methods.values()
         )
-        return cls(make=partial(kind, **arguments), name=kind.__name__, tools=tools, closes=closes)
+        return cls(
+            make=lambda: kind(**_own(arguments)),
+            name=kind.__name__,
+            tools=tools,
+            closes=closes,
+        )
+
+
+def _own(value: Any) -> Any:
+    """The same lists and dictionaries, of one's own: what an instance puts into its arguments is in no other's."""
+    if type(value) is dict:
+        return {key: _own(item) for key, item in value.items()}
+    return [_own(item) for item in value] if type(value) is list else value
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from turnwise.environments.truncation import Truncation, bounded
@@ -133,7 +134,7 @@ def read_result(result: Any) -> Result:
     if type(result) is not tuple or not 1 <= len(result) <= 3:  # a named tuple has a meaning of its own
         return Result(_response(result))
     answer, reward, info = (*result, None, None)[:3]
-    scored = isinstance(reward, int | float | None) and not isinstance(reward, bool)
+    scored = isinstance(reward, Real | None) and not isinstance(reward, bool)  # numpy's numbers are some too
     if not (isinstance(answer, str | dict | ToolResponse) and scored and isinstance(info, dict | None)):
         return Result(_response(result))
     return Result(_response(answer), _finite(reward), info or {})
@@ -149,7 +150,7 @@ def _response(answer: Any) -> ToolResponse:
     return ToolResponse(json.dumps(answer, ensure_ascii=False, default=str))
 
 
-def _finite(reward: float | None) -> float:
+def _finite(reward: Real | None) -> float:
     if reward is not None and not math.isfinite(reward):
         raise TypeError(f"the reward of the call is {reward}, which is no finite number")
     return float(reward or 0.0)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from turnwise.errors import ConfigError, nearest
 from turnwise.types import ToolSchema
@@ -100,6 +101,10 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
     Raises ConfigError if a parameter has no type, or is of a kind that a model cannot give.
     """
     name = getattr(function, "__name__", type(function).__name__)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"the tool {name!r} is a generator, which has no one answer: return a list instead of yielding"
+        )
     summary, described = _docstring(function)
     if not summary:
         raise ConfigError(f"the tool {name!r} has no docstring; its first paragraph is what the model is told")
@@ -117,12 +122,16 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
             raise ConfigError(f"the tool {name!r} takes {parameter}; a model can only give named arguments")
         if parameter.name not in hints:
             raise ConfigError(f"the parameter {parameter.name!r} of the tool {name!r} has no type; annotate it")
+        if isinstance(parameter.default, FieldInfo):
+            raise ConfigError(
+                f"the parameter {parameter.name!r} of the tool {name!r} has a pydantic Field for its default, which the "
+                f"function itself would take for the value; write {parameter.name}: Annotated[<type>, Field(...)] = <default>"
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
+        # what is not said here stays as the annotation has it
+        said: dict[str, Any] = {} if parameter.name not in described else {"description": described[parameter.name]}
         # behind an alias, because a parameter may have a name that a pydantic model uses itself (`json`, `copy`)
-        fields[f"argument_{number}"] = (
-            hints[parameter.name],
-            Field(default, alias=parameter.name, description=described.get(parameter.name)),
-        )
+        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **said))
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()  # now, and not in the first conversation
@@ -171,10 +180,11 @@ def _told(lines: list[str]) -> str:
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """The first paragraph of a docstring, and what its `Args:` section says of each parameter."""
     text = inspect.getdoc(function) or ""
-    summary = " ".join(re.split(r"\n\n|\n(?=Args:\n)", text)[0].split())
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    summary = " ".join(re.split(r"\n\n|(?:^|\n)(?=Args:\n)", text)[0].split())
+    section = re.search(r"^Args:\n(?=([ \t]+))(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     described: dict[str, str] = {}
-    for entry in re.split(r"\n(?=    \S)", section.group(1)) if section else []:
+    # an entry begins where the first one does, and goes on where it is further in
+    for entry in re.split(rf"\n(?={section[1]}\S)", section[2]) if section else []:
         matched = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
         if matched:
             described[matched.group(1)] = " ".join(matched.group(2).split())

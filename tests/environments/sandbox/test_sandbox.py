@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import turnwise
-from support.conversations import Says, call, hold
+from support.conversations import Says, a_row, call, hold
 from turnwise.environments.sandbox import Bounds, PythonSession, Ran, Sandbox, SandboxError, code_interpreter
 from turnwise.environments.sandbox.jail import find_jail
-from turnwise.environments.sandbox.python import shared
+from turnwise.environments.sandbox.python import _shared
 from turnwise.environments.sandbox.seccomp import MACHINES, filter_program
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools import Toolbox, Tools
 from turnwise.errors import ConfigError
 
 
@@ -97,6 +97,41 @@ def test_a_program_that_is_stopped_leaves_the_files_of_before() -> None:
         return kept
 
     assert asyncio.run(talk()) == "1"
+
+
+@jail
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nfor n in range(5): os.truncate(os.open(str(n), os.O_CREAT | os.O_RDWR), 60 << 20)",
+        "import os\nos.mkdir('d', 0)",
+        "import os\nfor _ in range(900): os.mkdir('d' * 100); os.chdir('d' * 100)",
+    ],
+    ids=["too large", "unreadable", "too deep"],
+)
+def test_files_that_cannot_be_kept_are_no_error_of_the_program(program: str) -> None:
+    async def talk() -> list[str]:
+        session = PythonSession()
+        await session.code_interpreter("open('x', 'w').write('1')")
+        told = [await session.code_interpreter(f"{program}\nprint('done')")]
+        told.append(await session.code_interpreter("import os; print(os.listdir())"))
+        await session.close()
+        return told
+
+    assert asyncio.run(talk()) == [
+        "done\n[files are as they were before this call: they are too large or too deep to be kept, or may not be read]",
+        "['x']",
+    ]
+
+
+@jail
+def test_sessions_that_are_made_at_once_share_one_sandbox() -> None:
+    async def begin() -> list[PythonSession]:
+        layers = [Tools([Toolbox.of(PythonSession, arguments={"concurrent": 3})]) for _ in range(8)]
+        await asyncio.gather(*(layer.begin(a_row()) for layer in layers))
+        return [layer._tools["code_interpreter"].function.__self__ for layer in layers]
+
+    assert len({id(session._sandbox) for session in asyncio.run(begin())}) == 1
 
 
 @jail
@@ -196,7 +231,7 @@ def test_the_filter_knows_its_machines() -> None:
 def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("PATH", str(tmp_path))
     find_jail.cache_clear()
-    shared.cache_clear()
+    _shared.cache_clear()
     yield
     find_jail.cache_clear()
 

@@ -77,15 +77,18 @@ if files >= 0:
     child = os.fork()
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        with os.fdopen(files, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
-            tar.add(".", filter=lambda one: one if one.isreg() or one.isdir() or one.issym() else None)
-        os.write(started, b"2")
+        try:
+            with os.fdopen(files, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
+                tar.add(".", filter=lambda one: one if one.isreg() or one.isdir() or one.issym() else None)
+            os.write(started, b"2")
+        except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError):
+            os.write(started, b"3")
         os._exit(status if status >= 0 else 128 - status)
 os.set_inheritable(started, False)
 os.execv(command[0], command)
 """
 """Runs first, in the jail: sets the limits, and says on the descriptor `started` that it could. With a descriptor for files
-it also unpacks those of the call before and, when the program has ended, packs what is there now."""
+it also unpacks those of the call before and, when the program has ended, packs what is there now, and says whether it could."""
 
 _NAMESPACES = """
     --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent --new-session

@@ -12,6 +12,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = ["PythonSession", "Sandbox", "code_interpreter"]
 
 _CODE = "/code/main.py"
 _LONGEST = 1_000_000  # characters of a program
+_making = threading.Lock()
 
 
 class Sandbox:
@@ -146,7 +148,7 @@ class Sandbox:
                 )
             if files is None:
                 return ran
-            return _kept(ran, files, after, said == b"12")
+            return _kept(ran, files, after, said)
 
     async def _run_free(self, source: bytes, directory: Path | None) -> Ran:
         with contextlib.ExitStack() as opened:
@@ -231,9 +233,14 @@ async def code_interpreter(code: str) -> str:
     return await shared(Bounds(), 8, (), False).code_interpreter(code)
 
 
-@functools.lru_cache(maxsize=64)
 def shared(bounds: Bounds, concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
     """The sandbox of these options: one for all who ask."""
+    with _making:  # sessions are made in threads, many at once, and a cache alone lets each of them make its own
+        return _shared(bounds, concurrent, packages, unsandboxed)
+
+
+@functools.lru_cache(maxsize=64)
+def _shared(bounds: Bounds, concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
     return Sandbox(bounds=bounds, concurrent=concurrent, packages=packages, unsandboxed=unsandboxed)
 
 
@@ -242,10 +249,12 @@ def _program(path: str) -> list[str]:
     return [interpreter(), "-P", "-s", "-B", "-u", "-X", "utf8", path]
 
 
-def _kept(ran: Ran, files: int, after: int, packed: bool) -> Ran:
-    """Replace the archive of before by that of after, if the program lived to see it packed."""
-    if not packed:
+def _kept(ran: Ran, files: int, after: int, said: bytes) -> Ran:
+    """Replace the archive of before by that of after, if it `said` that it was packed."""
+    if said != b"12":
         note = "files are as they were before this call"
+        if said == b"13":
+            note += ": they are too large or too deep to be kept, or may not be read"
         return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
     os.ftruncate(files, 0)
     os.lseek(after, 0, os.SEEK_SET)
