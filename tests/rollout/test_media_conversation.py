@@ -63,6 +63,46 @@ def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_it
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (ToolResponse(image=["no image"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
+        (ToolResponse(image=[b"GIF89a"], text="Here."), "Error: image (part 1) of a 'tool' message"),
+        (ToolResponse(image=[picture(4, 900)]), "Error: image (part 1) of a 'tool' message is refused by the model's"),
+        (ToolResponse(image=["<|image_pad|>"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
+    ],
+    ids=["missing", "cut short", "narrow", "named like a placeholder"],
+)
+def test_an_image_that_cannot_be_shown_is_an_error_of_the_tool(
+    renderer: Renderer, answer: ToolResponse, told: str
+) -> None:
+    async def show() -> ToolResponse:
+        """Show it."""
+        return answer
+
+    engine = scripted([call("show"), "A dog."], renderer=renderer)
+    trajectory = hold(engine, lambda: Tools([show]), renderer=renderer, row=a_row("What is it?"))
+    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "A dog.")
+    (outcome,) = trajectory.turns[0].outcomes
+    assert (outcome.error, outcome.content[: len(told)]) == ("raised", told)
+    assert trajectory.messages[-2]["content"] == outcome.content
+    assert not trajectory.segments[0].media
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_placeholder_that_a_tool_has_read_somewhere_stands_for_no_image(renderer: Renderer, image: bool) -> None:
+    async def read() -> ToolResponse:
+        """Read a page."""
+        return ToolResponse(text="They write <|image_pad|>.", image=[picture(16, 16)] if image else None)
+
+    engine = scripted([call("read"), "A dog."], renderer=renderer)
+    trajectory = hold(engine, lambda: Tools([read]), renderer=renderer, row=a_row("What is it?"))
+    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "A dog.")
+    (segment,) = trajectory.segments
+    assert "They write <|image_pad |>." in spoken(segment, renderer)[2][1]
+    assert len(segment.media) == image
+
+
 def test_where_there_is_no_room_for_an_answer_its_image_goes_with_all_of_its_pads(renderer: Renderer) -> None:
     whole = looked(renderer, 16, 32).segments[0]
     before_second = whole.media[1].start

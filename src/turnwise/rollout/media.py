@@ -31,6 +31,8 @@ _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocess
 """What a model directory holds for its processor, beside the tokenizer's files."""
 _REMEMBERED = 64
 """Images whose tensors are kept for the next conversation that shows the same."""
+_LONGEST_ERROR = 1000
+"""Characters that are told of an image that cannot be shown."""
 _NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor says about the text, not about the image."""
 
@@ -192,6 +194,30 @@ class Vision:
                     )
                 found.append(Part("video" if kind == "video" else "image", value, where))
         return found
+
+    def shown(self, message: Message) -> Message:
+        """A message of a tool, as the model can be shown it. What a tool has read somewhere is no reason to end.
+
+        A placeholder in its text is written `<|image_pad |>`, so that it stands for no image. Where an image cannot be shown
+        (no image, cut short, too narrow for the processor), the message says so instead.
+        """
+        message = {**message, "content": self._unmarked(message.get("content"))}
+        try:
+            for part in self.parts([message]):
+                if part.kind not in self._placeholders:
+                    raise TemplateError(f"the answer holds a {part.kind}, and the model takes none")
+                self._look(part)
+        except TurnwiseError as error:
+            message["content"] = f"Error: {self._unmarked(str(error))}"[:_LONGEST_ERROR]
+        return message
+
+    def _unmarked(self, content: Any) -> Any:
+        """A text, or parts, without placeholders in words."""
+        if isinstance(content, str):
+            return self._written.sub(lambda found: f"{found[0][:-2]} {found[0][-2:]}", content)
+        if isinstance(content, Mapping):
+            return {name: self._unmarked(value) if name == "text" else value for name, value in content.items()}
+        return [self._unmarked(part) for part in content] if isinstance(content, list | tuple) else content
 
     def expand(self, text: str, parts: Sequence[Part]) -> tuple[str, list[Media]]:
         """Replace each placeholder in a text that the chat template wrote by as many as its image takes.

@@ -179,10 +179,28 @@ class Session:
             trajectory.messages[:] = reply.rewrite
             self._segment, self._heard = None, list(reply.rewrite)
             self._script.forget()
-        trajectory.messages.extend(reply.messages)
+        messages = self._shown(turn, reply.messages)
+        trajectory.messages.extend(messages)
         if not reply.done:
-            self._heard.extend(reply.messages)
+            self._heard.extend(messages)
             self._prefill = reply.prefill
+
+    def _shown(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
+        """The messages as the model can be shown them; where that is not what a tool has said, its outcome says so too."""
+        vision = self._renderer.vision
+        if vision is None:
+            return list(messages)
+        with boundary("tokens"):
+            shown = [vision.shown(one) if one["role"] == "tool" else one for one in messages]
+        told = {
+            str(now.get("tool_call_id")): str(now["content"])
+            for was, now in zip(messages, shown, strict=True)
+            if isinstance(was.get("content"), list | tuple) and isinstance(now["content"], str)
+        }
+        turn.outcomes = tuple(
+            replace(one, content=told[one.id], error="raised") if one.id in told else one for one in turn.outcomes
+        )
+        return shown
 
     def finish(self, stop: Stop) -> None:
         """The conversation is over; compare its tokens with the template's."""
