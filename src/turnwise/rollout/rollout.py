@@ -87,7 +87,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
             environment = table.make_environment()
         async with asyncio.timeout(limits.seconds):
             stop = await converse(session, environment, table)
-            if stop is not Stop.DONE and isinstance(environment, Settles):
+            if stop is not Stop.DONE and trajectory.turns and isinstance(environment, Settles):
                 await _settle(environment, trajectory, limits)
             session.finish(stop)
     except Failed as failed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -177,8 +176,14 @@ def test_the_reward_of_a_conversation_that_a_limit_ends_goes_to_its_last_turn(us
     user.EVENTS.clear()
     broken = set_up(tmp_path, tools=[a_tool(breaks_at="calc_reward")])
     other = hold([call("count")], broken, row=row(), limits=Limits(turns=1, tokens_per_turn=99))
-    assert math.isnan(other.turns[0].reward)  # unknown; the conversation breaks when it is scored
+    assert other.stop is Stop.ERROR  # what it was worth is unknown, and no zero stands in for that
+    assert other.error is not None
+    assert "RuntimeError: broken at calc_reward" in other.error.message
     assert names(user) == ["create", "execute", "calc_reward", "release"]
+    user.EVENTS.clear()
+    cut = hold(["on and on"], made, row=row(), limits=Limits(turns=2, tokens_per_turn=4))
+    assert (cut.stop, cut.error, [turn.reward for turn in cut.turns]) == (Stop.LENGTH, None, [0.0])
+    assert names(user) == ["create", "calc_reward", "release"]
 
 
 def test_a_cancelled_conversation_releases_once(user: ModuleType, tmp_path: Path) -> None:

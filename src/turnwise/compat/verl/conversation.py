@@ -8,7 +8,6 @@ to interactions, and it asks the tools what they were worth.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from turnwise.compat.verl.interaction import Interaction, choose, interaction_ke
 from turnwise.compat.verl.rows import wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
-from turnwise.environments.environment import Environment, EnvironmentFactory, Once
+from turnwise.environments.environment import Environment, EnvironmentFactory, Once, Settles
 from turnwise.environments.tools import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed
 from turnwise.references import resolve
@@ -28,9 +27,7 @@ from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
 
 __all__ = ["Conversation", "Conversations", "InFront"]
 
-_log = logging.getLogger(__name__)
-
-_SECONDS = 12.0  # for the tools' last rewards, and again for giving back, within what the loop allows for closing
+_SECONDS = 25.0  # for giving back, within what the loop allows for closing
 
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 """Puts tools in front of an environment."""
@@ -117,8 +114,6 @@ class Conversation:
         self._heard: list[Message] = []
         self._tools: list[ToolInstance] = []
         self._behind: Environment | None = None
-        self._begun = False
-        self._rewarded = False
         self._last: Turn | None = None
 
     async def begin(self, row: Row) -> Opening:
@@ -129,7 +124,6 @@ class Conversation:
         opening = await self._behind.begin(row)
         said = [_message(tool) for tool in tools if not tool.response.is_empty()]
         self._heard = [*opening.messages, *said]
-        self._begun = True
         return replace(opening, messages=list(self._heard))
 
     async def step(self, turn: Turn) -> Reply:
@@ -146,33 +140,20 @@ class Conversation:
         rewards = await self._rewards()
         return replace(reply, reward=reply.reward + sum(rewards.values()), info={**reply.info, **_told(rewards)})
 
+    async def settle(self) -> float:
+        rewards = await self._rewards()
+        if self._last is not None:
+            self._last.info.update(_told(rewards))
+        behind = await self._behind.settle() if isinstance(self._behind, Settles) else 0.0
+        return sum(rewards.values()) + behind
+
     async def close(self) -> None:
-        try:
-            await self._late_rewards()
-        finally:
-            await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
+        await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
 
     async def _rewards(self) -> dict[str, float]:
-        """What the tools say that the conversation was worth; asked once."""
-        self._rewarded = True
+        """What the tools say that the conversation was worth."""
         rewards = await asyncio.gather(*(tool.calc_reward() for tool in self._tools))
         return {tool.of.name: reward for tool, reward in zip(self._tools, rewards, strict=True)}
-
-    async def _late_rewards(self) -> None:
-        """The same where a limit has ended the conversation: they go to the last turn that was answered."""
-        if not self._begun or self._rewarded or self._last is None or not self._tools:
-            return
-        try:
-            async with asyncio.timeout(_SECONDS):
-                rewards = await self._rewards()
-        except (Failed, TimeoutError) as error:
-            # no zero in its place: the reward of the turn is unknown, which breaks the conversation when it is scored
-            _log.warning("calc_reward failed: %s", str(error) or f"no answer in {_SECONDS:g} s")
-            self._last.reward = math.nan
-            self._last.info["calc_reward"] = str(error) or "timeout"
-            return
-        self._last.reward += sum(rewards.values())
-        self._last.info.update(_told(rewards))
 
 
 def _assistant(turn: Turn) -> Message:
