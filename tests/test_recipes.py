@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from support.servers import Answer, serving
 from turnwise.cli import main
 from turnwise.config import Config
+from turnwise.data.gsm8k import main as preprocess
 from turnwise.recipe import load
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +81,95 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert (
                 len(segment["token_ids"]) == len(segment["turn"]) == len(segment["logprobs"]) == len(segment["version"])
             )
+
+
+def published(folder: Path) -> Path:
+    """A file of GSM8K as it is published: real rows where there are some."""
+    return gsm8k(folder, SHARED / "gsm8k" if (SHARED / "gsm8k").is_dir() else None)
+
+
+TWO_STEPS = ["train.steps=2", "train.rows=2", "train.group=2", "limits.tokens_per_turn=32", "checkpoint.keep=1"]
+
+
+def two_steps(recipe: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    """Its conversations, after two steps in which nothing broke."""
+    assert main(["train", f"recipes/{recipe}.yaml", *TWO_STEPS, *options, f"output={out}"]) == 0
+    metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2]
+    assert [(one["failed"], one["drift"]) for one in metrics] == [(0, 0)] * 2, [one["error"] for one in conversations]
+    return [one for one in conversations if one["error"] is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_gsm8k_with_an_interaction_runs_on_the_rows_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    data = tmp_path / "data"
+    for split in ("train", "test"):
+        source = published(tmp_path) / f"{split}.jsonl"
+        command = ["--source", str(source), "--kind", "interaction", "--format", format, "--out", str(data)]
+        assert preprocess(command) == 0
+    monkeypatch.setenv("GSM8K_INTERACTION", str(data))
+    files = [] if format == "parquet" else [f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl"]
+    for one in two_steps("gsm8k_interaction", tmp_path / "run", "limits.turns=2", "eval.rows=2", *files):
+        assert one["row"]["extra_info"]["interaction_kwargs"]["name"] == "gsm8k"
+        assert one["stop"] in ("done", "max_turns", "length")
+
+
+@pytest.mark.slow
+def test_gsm8k_with_a_tool_runs_on_the_rows_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data"
+    for split in ("train", "test"):
+        source = published(tmp_path) / f"{split}.jsonl"
+        assert preprocess(["--source", str(source), "--kind", "tool", "--format", "parquet", "--out", str(data)]) == 0
+    monkeypatch.setenv("GSM8K_TOOL", str(data))
+    for one in two_steps("gsm8k_tool", tmp_path / "run", "limits.turns=2", "eval.rows=2"):
+        assert [tool["function"]["name"] for tool in one["tools"]] == ["calc_gsm8k_reward"]
+
+
+@pytest.mark.slow
+def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
+    conversations = two_steps("mcp", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2")
+    outcomes = [outcome for one in conversations for turn in one["turns"] for outcome in turn["outcomes"]]
+    assert {tool["function"]["name"] for one in conversations for tool in one["tools"]} == {"calculator"}
+    assert any(outcome["error"] is None and outcome["content"].lstrip("-").isdigit() for outcome in outcomes)
+
+
+def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:
+    conversations = two_steps("gym", tmp_path / "run", "limits.tokens_per_turn=64")
+    assert all(one["messages"][0]["content"].endswith("?") for one in conversations)
+    assert any("right" in turn["info"] for one in conversations for turn in one["turns"])
+    told = [message["content"] for one in conversations for message in one["messages"] if message["role"] == "user"]
+    assert any(text.startswith(("Right.", "No, it is ")) for text in told)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_modelled_user_takes_two_steps(tmp_path: Path) -> None:
+    conversations = two_steps("modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2")
+    assert any(sum(message["role"] == "user" for message in one["messages"]) == 2 for one in conversations)
+
+
+@pytest.mark.slow
+def test_a_modelled_user_behind_an_endpoint_takes_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the overrides that the page tells."""
+    monkeypatch.setenv("USER_MODEL_KEY", "swordfish")
+    said = Answer({"choices": [{"message": {"content": "And?"}}]})
+    with serving(lambda question, number: said) as server:
+        endpoint = f'{{url: "{server.url}/v1", model: Qwen/Qwen3-8B, api_key_env: USER_MODEL_KEY}}'
+        options = ["environment.arguments.speaker=null", f"environment.arguments.endpoint={endpoint}"]
+        conversations = two_steps(
+            "modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2", *options
+        )
+    assert any(message["content"] == "And?" for one in conversations for message in one["messages"])
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer swordfish"}
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k_tool", "gsm8k_interaction", "mcp", "gym", "modelled_user"])
+def test_a_recipe_has_a_page_that_tells_its_command(recipe: str) -> None:
+    page = (ROOT / "recipes" / f"{recipe}.md").read_text(encoding="utf-8")
+    assert f"turnwise train recipes/{recipe}.yaml" in page
+    assert page.count("\n") <= 60
 
 
 @pytest.mark.slow

@@ -78,8 +78,8 @@ def test_what_is_written_is_read_as_rows(source: Path, tmp_path: Path, format: s
     ("line", "message"),
     [
         ("{", "train.jsonl:1: this line is not JSON"),
-        ("[]", "train.jsonl:1: a line needs the texts `question` and `answer`"),
-        ('{"question": "?"}', "train.jsonl:1: a line needs the texts `question` and `answer`"),
+        ("[]", "train.jsonl:1: a row needs the texts `question` and `answer`"),
+        ('{"question": "?"}', "train.jsonl:1: a row needs the texts `question` and `answer`"),
         ('{"question": "?", "answer": "72"}', "train.jsonl:1: the answer has no `#### number`: '72'"),
         ("", "has no rows; at least one is needed"),
     ],
@@ -125,3 +125,17 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("turnwise: ")
     assert "could not be read: No such file" in done.stderr
+
+
+def test_a_saved_data_set_is_a_source_too(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"question": "Half of 2,468?", "answer": ANSWER}, {"question": "1 + 1?", "answer": "#### 2"}]
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))
+    path, count = preprocess(tmp_path / "saved", tmp_path / "out", split="test", kind="tool")
+    assert (path, count) == (tmp_path / "out" / "test.jsonl", 2)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        make_row(row["question"], row["answer"], split="test", index=n, kind="tool") for n, row in enumerate(rows)
+    ]
+    with pytest.raises(DataError, match="it has no split 'tset'; did you mean 'test'"):
+        preprocess(tmp_path / "saved", tmp_path / "out", split="tset")

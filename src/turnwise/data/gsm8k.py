@@ -2,7 +2,8 @@
 
 The rows have the columns that verl's preprocessing gives them, so that its users' files, rewards and environments fit:
 `--kind interaction` as for `gsm8k_multiturn_w_interaction`, `--kind tool` as for `gsm8k_tool_agent_loop`. The source is a file
-of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` a line.
+of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` a line. Or it is a
+hub id, `openai/gsm8k`, or a directory saved by `datasets`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from turnwise.answers import solution_number
+from turnwise.data.rows import FILES, records
 from turnwise.errors import DataError, TurnwiseError
 
 __all__ = ["Kind", "main", "make_row", "preprocess"]
@@ -59,13 +61,25 @@ def make_row(question: str, answer: str, *, split: str, index: int, kind: Kind =
     return row if kind == "interaction" else {**row, "agent_name": "tool_agent"}
 
 
-def preprocess(source: Path, out: Path, *, format: Format = "jsonl", kind: Kind = "interaction") -> tuple[Path, int]:
-    """Write the rows of a file to `out/<the file's name>.<format>`. Returns that path and how many they are.
+def preprocess(
+    source: Path,
+    out: Path,
+    *,
+    format: Format = "jsonl",
+    kind: Kind = "interaction",
+    split: str = "train",
+    subset: str = "main",
+) -> tuple[Path, int]:
+    """Write the rows of a source to `out/<the file's name, or the split's>.<format>`. Returns that path and how many they are.
 
-    Raises DataError if the source is missing or a line is not as it should be, with its number.
+    `split` and `subset` are of a hub data set or a saved directory. Raises DataError if the source is missing or a row is not
+    as it should be, with its number.
     """
-    rows = _rows(source, kind)
-    path = out / f"{source.stem}.{format}"
+    single = source.suffix in FILES or source.is_file()
+    rows = _made(
+        _lines(source) if single else _table(source, split, subset), source, source.stem if single else split, kind
+    )
+    path = out / f"{source.stem if single else split}.{format}"
     if path.exists() and path.samefile(source):
         raise DataError(f"--out {out} would overwrite the source {source}; give another directory")
     try:
@@ -79,28 +93,35 @@ def preprocess(source: Path, out: Path, *, format: Format = "jsonl", kind: Kind 
     return path, len(rows)
 
 
-def _rows(source: Path, kind: Kind) -> list[dict[str, Any]]:
+def _lines(source: Path) -> Iterator[tuple[str, Any]]:
     try:
         lines = source.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{source} could not be read: {error.strerror}") from None
-    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            yield f"{source}:{number}", json.loads(line)
         except ValueError as error:  # no JSON, or no UTF-8
             raise DataError(f"{source}:{number}: this line is not JSON: {error}") from None
+
+
+def _table(source: Path, split: str, subset: str) -> Iterator[tuple[str, Any]]:
+    for found in records(str(source), split=split, subset=subset):
+        yield found.place, dict(found.record)
+
+
+def _made(found: Iterator[tuple[str, Any]], source: Path, split: str, kind: Kind) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for place, record in found:
         question, answer = (record.get(name) if isinstance(record, dict) else None for name in ("question", "answer"))
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise DataError(
-                f"{source}:{number}: a line needs the texts `question` and `answer`; this one is {line[:80]!r}"
-            )
+            raise DataError(f"{place}: a row needs the texts `question` and `answer`; this one is {str(record)[:80]!r}")
         try:
-            rows.append(make_row(question, answer, split=source.stem, index=len(rows), kind=kind))
+            rows.append(make_row(question, answer, split=split, index=len(rows), kind=kind))
         except ValueError as error:
-            raise DataError(f"{source}:{number}: {error}") from None
+            raise DataError(f"{place}: {error}") from None
     if not rows:
         raise DataError(f"{source} has no rows; at least one is needed")
     return rows
@@ -118,15 +139,29 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m turnwise.data.gsm8k`."""
     parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Make rows of GSM8K as it is published.")
-    parser.add_argument("--source", type=Path, required=True, help='a file with {"question", "answer"} a line')
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where <name of the source>.<format> goes"
+        "--source",
+        type=Path,
+        required=True,
+        help='a file with {"question", "answer"} a line, or a hub id: openai/gsm8k',
+    )
+    parser.add_argument("--split", default="train", help="of a hub data set")
+    parser.add_argument("--subset", default="main", help="of a hub data set")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where <name of the source or split>.<format> goes"
     )
     parser.add_argument("--format", choices=get_args(Format), default="jsonl")
     parser.add_argument("--kind", choices=get_args(Kind), default="interaction", help="what the rows are for")
     options = parser.parse_args(arguments)
     try:
-        path, count = preprocess(options.source, options.out, format=options.format, kind=options.kind)
+        path, count = preprocess(
+            options.source,
+            options.out,
+            format=options.format,
+            kind=options.kind,
+            split=options.split,
+            subset=options.subset,
+        )
     except TurnwiseError as error:
         print(f"turnwise: {error}", file=sys.stderr)
         return 1
