@@ -24,7 +24,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "threads": set(),
     "vision": {"types", "errors"},
     "engines": {"types", "errors", "distribution", "threads", "vision"},
-    "environments": {"types", "errors", "answers"},
+    "environments": {"types", "errors", "answers", "references"},
     "rollout": {"types", "errors", "environments.environment", "engines.engine", "engines.batched", "images"},
     "scoring": {"types", "errors", "answers"},
     "training": {"types", "errors", "distribution", "threads", "vision"},
