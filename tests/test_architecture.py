@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,9 +89,16 @@ def part_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, *, nested: bool = True) -> set[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree, read once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path, *, nested: bool = True) -> frozenset[str]:
     """The modules that a file imports, `turnwise.x.y` and `torch.nn` alike; `from turnwise import x` is `turnwise.x`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     inside = {
         node
         for function in ast.walk(tree)
@@ -115,7 +123,7 @@ def imports(path: Path, *, nested: bool = True) -> set[str]:
                 found |= {f"turnwise.{name.name}" for name in node.names}
             else:
                 found.add(node.module)
-    return found
+    return frozenset(found)
 
 
 def ours(path: Path) -> set[str]:
@@ -219,7 +227,7 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
 def test_whatever_is_raised_is_caught_in_the_boundary_and_almost_nowhere_else() -> None:
     found: dict[str, int] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             assert node.type is not None, f"{path}:{node.lineno}: a bare except"
@@ -248,7 +256,7 @@ def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
         for path in FILES
         if "torch" not in heavy(path)  # hooks of transformers have the signatures that it calls
         and part_of(path) != "compat"  # other systems' contracts have them
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.args.kwarg is not None
     }
     assert found <= allowed
