@@ -35,7 +35,7 @@ class Check:
 
 def worst(statuses: Sequence[Status]) -> Status:
     """The worst of several; `ok` of none."""
-    return max(statuses, key=_ORDER.index, default="ok")
+    return _ORDER[max((_ORDER.index(status) for status in statuses), default=0)]
 
 
 def run_lengths(segment: Segment) -> list[tuple[int, int, int]]:

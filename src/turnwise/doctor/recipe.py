@@ -1,0 +1,147 @@
+"""A recipe, held against its model: a few of its conversations, and what becomes of their rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from turnwise import build
+from turnwise.config import Config, ScriptedEngine
+from turnwise.doctor.check import Check
+from turnwise.engines.engine import Engine
+from turnwise.engines.scripted import ScriptedEngine as Scripted
+from turnwise.errors import TurnwiseError
+from turnwise.metrics import failures
+from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.training.batch import Batch, pack
+from turnwise.types import Group, Row, Trajectory
+
+__all__ = ["openings", "rewards"]
+
+_OPENED = 256
+_ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
+"""Few and short, for this is about sums and not about answers."""
+
+
+def openings(rows: Sequence[Row], renderer: Renderer) -> Check:
+    """Whether the template takes the rows' messages, their images included."""
+    for row in rows[:_OPENED]:
+        try:
+            renderer.opening(row.messages)
+        except TurnwiseError as error:
+            return Check("rows", "fail", f"row {row.id!r}: {error}")
+    return Check("rows", "ok", f"the template takes the messages of {min(len(rows), _OPENED)} of {len(rows)} rows")
+
+
+def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> Check:
+    """Whether no reward is lost or counted twice on its way from the environment to the loss.
+
+    With `model` None the conversations are scripted, and their answers mean nothing.
+    """
+    name = "rewards"
+    groups = asyncio.run(_scored(config, rows, renderer, model))
+    every = [one for group in groups for one in group.trajectories]
+    whole = [one for one in every if not one.failed and one.reward is not None]
+    if not whole:
+        return Check(name, "fail", f"all {len(every)} conversations broke: {'; '.join(failures(groups)[:2])}")
+    for problem in (_sums(whole, config), _packed(whole)):
+        if problem is not None:
+            return Check(name, "fail", f"{problem}; please report it")
+    text = (
+        f"{len(whole)} conversations, rewards {', '.join(f'{one.reward:g}' for one in whole[:4])}: the sum of their parts, each "
+        f"advantage on sampled tokens only, each of those once, weights that sum to 1"
+    )
+    if model is None:
+        text += " (the conversations were scripted)"
+    if len(whole) < len(every):
+        return Check(name, "note", f"{text}; {len(every) - len(whole)} more broke: {'; '.join(failures(groups)[:2])}")
+    return Check(name, "ok", text)
+
+
+async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
+    """A few conversations of the recipe, as `train` holds and scores them, short ones."""
+    scorer, mask, credit = build.scorer(config), build.loss_mask(config), build.credit(config)
+    groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
+    limits = build.limits(config, longest=None)
+    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
+        table = Table(
+            engine=_engine(config, renderer, model),
+            renderer=renderer,
+            make_environment=environments,
+            sampling=build.sampling(config),
+            limits=replace(
+                limits, turns=min(limits.turns, _TURNS), tokens_per_turn=min(limits.tokens_per_turn, _TOKENS)
+            ),
+            thinking=config.thinking,
+            concurrent=config.concurrent,
+        )
+        await rollout_groups(groups, table)
+        await table.engine.close()
+    await scorer.score(groups)
+    for group in groups:
+        for one in group.trajectories:
+            mask(one)
+        credit(group)
+    return groups
+
+
+def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
+    if model is not None and not isinstance(config.engine, ScriptedEngine):
+        return build.local_engine(config, model, renderer)
+    lines = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
+    return Scripted(lines, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
+
+
+def _sums(whole: Sequence[Trajectory], config: Config) -> str | None:
+    """Where a trajectory's reward is not that of its turns and of the functions of the whole."""
+    scorer = build.scorer(config)
+    of_turns, of_whole = ({one.name for one in functions} for functions in (scorer.turns, scorer.trajectory))
+    for one in whole:
+        if not _close(one.reward, sum(one.rewards.values())):
+            return f"the reward of {one.id} is {one.reward}, and its parts are {one.rewards}"
+        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards[name] for name in of_whole)
+        if not of_turns & of_whole and not _close(one.reward, summed):  # one name for both hides which part is whose
+            return f"the reward of {one.id} is {one.reward}; its turns and the functions of the whole gave {summed}"
+    return None
+
+
+def _packed(whole: Sequence[Trajectory]) -> str | None:
+    """Where the batch does not hold each sampled token once, at its turn's advantage."""
+    for one in whole:
+        one.advantages = one.advantages or [0.0] * len(one.turns)
+    weighed = [one for one in whole if any(turn.weight for turn in one.turns) and one.turns]
+    for one in weighed:
+        found = _targets(pack([one], keep_zero=True, share_prompts=False))
+        sampled = sorted(
+            (token, _single(one.advantages[turn]))
+            for segment in one.segments
+            for token, turn in zip(segment.token_ids, segment.turn, strict=True)
+            if turn >= 0 and one.turns[turn].weight > 0
+        )
+        if found != sampled:
+            return f"the batch of {one.id} has {len(found)} targets, and {len(sampled)} tokens were sampled in turns that count"
+    total = sum(float(micro.weight_N.sum()) for micro in pack(weighed, keep_zero=True).micro_batches)
+    return None if not weighed or abs(total - 1.0) < 1e-4 else f"the weights of the batch sum to {total}"
+
+
+def _targets(batch: Batch) -> list[tuple[int, float]]:
+    return sorted(
+        (int(token), float(advantage))
+        for micro in batch.micro_batches
+        for token, advantage in zip(micro.target_N, micro.advantage_N, strict=True)
+    )
+
+
+def _single(value: float) -> float:
+    """As a float32 has it."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _close(one: float | None, other: float) -> bool:
+    return one is not None and abs(one - other) <= 1e-6 * max(1.0, abs(other))
