@@ -1,9 +1,10 @@
-"""The command line: `turnwise train`, `sft`, `rollout`, `show` and `retrieval`."""
+"""The command line: `turnwise train`, `sft`, `rollout`, `show`, `doctor` and `retrieval`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -40,6 +41,8 @@ examples:
                                                                  a recipe of verl's configuration (docs/verl.md)
   turnwise show runs/demo                                        summary of a run
   turnwise show runs/demo --worst 3 --tokens                     its worst conversations, token by token
+  turnwise doctor demo/model                                     whether a model can be trained as it is
+  turnwise doctor demo/model --recipe recipes/calculator.yaml    and whether a recipe does with it what it says
 """
 
 
@@ -148,6 +151,24 @@ def _parser() -> argparse.ArgumentParser:
         "--tokens", action="store_true", help="with every token: its id, turn, log-probability and version"
     )
     show.set_defaults(command=_show)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="whether a model, and a recipe with it, are right for training",
+        description="Ask a model's template, tokenizer and weights, and a recipe, whether training would be right "
+        "(docs/doctor.md). The exit status is 1 if something is wrong.",
+    )
+    doctor.add_argument("model", metavar="MODEL", help="a model directory or a hub id; of a recipe, instead of its own")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    doctor.add_argument("--recipe", metavar="FILE", help="a YAML file, such as recipes/calculator.yaml")
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    doctor.add_argument(
+        "--weights",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether the model is loaded; auto loads what does not take long",
+    )
+    doctor.set_defaults(command=_doctor)
 
     retrieval = commands.add_parser(
         "retrieval",
@@ -294,6 +315,24 @@ def _show(options: argparse.Namespace, console: Console) -> int:
         tokens=options.tokens,
     )
     return 0
+
+
+def _doctor(options: argparse.Namespace, console: Console) -> int:
+    if options.overrides and options.recipe is None:
+        raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and there is none: add --recipe FILE")
+    from turnwise.doctor.check import as_json, show, worst
+    from turnwise.doctor.examine import examine
+    from turnwise.recipe import load
+
+    config = None
+    if options.recipe is not None:
+        config, _ = load(options.recipe, [*options.overrides, f"model.path={json.dumps(options.model)}"])
+    checks = examine(options.model, config, weights=options.weights)
+    if options.json:
+        console.out(as_json(options.model, checks), highlight=False)
+    else:
+        show(checks, console)
+    return int(worst([one.status for one in checks]) == "fail")
 
 
 def _retrieval(options: argparse.Namespace, console: Console) -> int:

@@ -10,14 +10,28 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
+from turnwise.errors import TurnwiseError
 from turnwise.types import Segment
 
-__all__ = ["Check", "Status", "as_json", "run_lengths", "show", "worst"]
+__all__ = ["Check", "Run", "Status", "as_json", "run_lengths", "show", "worst", "wrong"]
 
 Status = Literal["ok", "note", "fail"]
 
 _ORDER: tuple[Status, ...] = ("ok", "note", "fail")
+_SHOWN = 200
+"""Characters of a run: enough to see where it begins and where it ends."""
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An unbroken run of tokens of one turn, or of nobody's."""
+
+    turn: int
+    """The turn that sampled it, -1 where nobody did."""
+    weight: float
+    """Of its tokens in the loss; 0 where nobody sampled them."""
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +43,13 @@ class Check:
     """`note` is what a person should know and may leave as it is; `fail` is what makes the training wrong."""
     text: str
     """One line."""
-    runs: Sequence[tuple[int, str]] = ()
-    """A conversation to look at: the turn that sampled it (-1 where nobody did) and the text of each unbroken run of tokens."""
+    runs: Sequence[Run] = ()
+    """A conversation to look at."""
+
+
+def wrong(name: str, error: TurnwiseError) -> Check:
+    """What a person can put right, on one line."""
+    return Check(name, "fail", " ".join(str(error).split()))
 
 
 def worst(statuses: Sequence[Status]) -> Status:
@@ -50,21 +69,35 @@ def run_lengths(segment: Segment) -> list[tuple[int, int, int]]:
 
 
 def as_json(model: str, checks: Sequence[Check]) -> str:
-    """One object: `{"model", "status", "checks": [{"name", "status", "text", "runs"}]}`."""
-    found = {"model": model, "status": worst([one.status for one in checks]), "checks": [asdict(one) for one in checks]}
-    return json.dumps(found, ensure_ascii=False)
+    """One object: `{"model", "status", "checks": [{"name", "status", "text", "runs": [{"turn", "weight", "text"}]}]}`."""
+    found = {"model": model, "status": _sum(checks), "checks": [asdict(one) for one in checks]}
+    return json.dumps(found, ensure_ascii=False, indent=1)
 
 
 def show(checks: Sequence[Check], console: Console) -> None:
-    """A line for each check, and what the model is trained on in bold."""
+    """A line for each check, what is trained on in bold, and the sum."""
     width = max(len(one.name) for one in checks)
     for one in checks:
         line = Text.assemble(
             (f"{one.status:4}", _STYLES[one.status]), "  ", (f"{one.name:{width}}", "bold"), "  ", one.text
         )
         console.print(line, soft_wrap=True)
-        for turn, text in one.runs:
-            style = "dim" if turn < 0 else "bold green"
-            mark = "context" if turn < 0 else f"turn {turn}"
+        for run in one.runs:
+            mark = "context" if run.turn < 0 else f"turn {run.turn}" + ("" if run.weight == 1 else f" x{run.weight:g}")
             # a run's line ends are shown as such: what counts is where one run ends and the next begins
-            console.print(Text.assemble("      ", (f"{mark:8}", "dim"), (repr(text)[1:-1], style)), soft_wrap=True)
+            text = (_short(repr(run.text)[1:-1]), "bold green" if run.weight > 0 else "dim")
+            console.print(Text.assemble("      ", (f"{mark:{width}}", "dim"), "  ", text), soft_wrap=True)
+    counts = {status: sum(one.status == status for one in checks) for status in _ORDER}
+    verdict = "not right for training" if counts["fail"] else "right for training"
+    console.print(
+        Text(f"{verdict}: {counts['ok']} ok, {counts['note']} to know, {counts['fail']} wrong", _STYLES[_sum(checks)])
+    )
+
+
+def _sum(checks: Sequence[Check]) -> Status:
+    return worst([one.status for one in checks])
+
+
+def _short(text: str) -> str:
+    """Its beginning and its end: a description of tools fills pages."""
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"

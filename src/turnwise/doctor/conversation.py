@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
-import time
+import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from turnwise.doctor.check import Check, run_lengths
+from turnwise.doctor.check import Check, Run, Status, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, say
 from turnwise.environments.tools import Tool, Tools
@@ -17,80 +16,97 @@ from turnwise.rollout.limits import Limits
 from turnwise.rollout.probes import QUESTION, probe_call, words
 from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.rollout import Table, new_group, rollout_group
+from turnwise.scoring.mask import Rule
 from turnwise.types import Message, Opening, Reply, Row, Sampling, Trajectory, Turn
 
-__all__ = ["cost", "masked"]
+__all__ = ["cost", "masked", "said"]
 
-_TURNS = 40
-_EARLY, _LATE = slice(3, 10), slice(190, 200)
-"""Turns whose times are compared."""
-_MOST_TIMES = 3.0
-"""Times as long as an early turn that a late one may take before it is told: on a busy machine timings are coarse."""
+_TURNS, _LONG = 40, 200
+_EARLY, _LATE = 5, 200
+"""Turns whose tokens are compared."""
+_MOST_ENCODED = 1.2
+"""Tokens that may be encoded for each that is kept: more means that something is encoded twice."""
+_MOST_GROWTH = 1.5
+"""Times as many tokens as an early turn that a late one may need; its numbers have a digit more."""
 
 
-def masked(renderer: Renderer, thinking: Thinking) -> Check:
-    """A short conversation, token run by token run; and whether exactly what the model sampled is trained on."""
+def masked(renderer: Renderer, thinking: Thinking, rule: Rule | None = None) -> Check:
+    """A short conversation, token run by token run; and whether exactly what the model sampled is trained on.
+
+    `rule` is the recipe's loss mask: what it leaves out is shown so, and is no finding.
+    """
     with_tool = _has_format(renderer)
     trajectory = _hold(
         renderer, _with_tool() if with_tool else _asked_back(turns=2), _script(renderer, with_tool), thinking
     )
+    if rule is not None:
+        rule(trajectory)
     runs = [
-        (turn, renderer.decode(segment.token_ids[start:end]))
+        Run(turn, trajectory.turns[turn].weight if turn >= 0 else 0.0, renderer.decode(segment.token_ids[start:end]))
         for segment in trajectory.segments
         for turn, start, end in run_lengths(segment)
     ]
+
+    def answer(status: Status, text: str) -> Check:
+        return Check("mask", status, text, runs)
+
     if trajectory.error is not None:
-        return Check(
-            "mask", "fail", f"the conversation broke ({trajectory.error.kind}): {trajectory.error.message}", runs
-        )
+        return answer("fail", f"the conversation broke ({trajectory.error.kind}): {trajectory.error.message}")
     sampled = [list(turn.completion.token_ids) for turn in trajectory.turns if turn.completion is not None]
-    found = [
-        [
-            token
-            for segment in trajectory.segments
-            for token, turn in zip(segment.token_ids, segment.turn, strict=True)
-            if turn == number
-        ]
-        for number in range(len(sampled))
-    ]
+    found = [_tokens_of(trajectory, number) for number in range(len(sampled))]
     if found != sampled or len(sampled) != 2:
-        return Check(
-            "mask", "fail", f"the trained tokens {found} are not the sampled ones {sampled}: please report it", runs
-        )
+        return answer("fail", f"the trained tokens {found} are not the sampled ones {sampled}: please report it")
     if trajectory.drift is not None:
         # what the model says is its own affair: the template would write it otherwise, and what was sampled is trained on
         own = trajectory.drift.startswith("what the model said")
-        return Check(
-            "mask", "note" if own else "fail", f"the tokens are not those of the template: {trajectory.drift}", runs
-        )
+        return answer("note" if own else "fail", f"the tokens are not those of the template: {trajectory.drift}")
     trained, all_tokens = sum(map(len, found)), sum(len(segment) for segment in trajectory.segments)
-    return Check("mask", "ok", f"{trained} of {all_tokens} tokens are trained on: the sampled ones, each once", runs)
+    text = f"{trained} of {all_tokens} tokens were sampled, each once, and no other is trained on"
+    left_out = [str(turn.index) for turn in trajectory.turns if turn.weight == 0]
+    if left_out:
+        text += f"; loss_mask leaves out turn {' and '.join(left_out)}"
+    return answer("ok", text)
+
+
+def _tokens_of(trajectory: Trajectory, number: int) -> list[int]:
+    return [
+        token
+        for segment in trajectory.segments
+        for token, turn in zip(segment.token_ids, segment.turn, strict=True)
+        if turn == number
+    ]
 
 
 def cost(renderer: Renderer, thinking: Thinking) -> Check:
-    """Tokens that are encoded for each that is kept, and how the time of a turn grows."""
+    """Tokens that are encoded for each that is kept, and how many a late turn needs beside an early one."""
+    encoded, kept, broke = _encoded(renderer, thinking, _TURNS)
+    if broke is not None:
+        return Check("cost", "fail", f"a conversation of {_TURNS} turns broke: {broke}")
+    ratio = sum(encoded) / kept
+    text = f"{_TURNS} turns: {sum(encoded):,} tokens encoded for {kept:,} kept ({ratio:.2f})"
+    encoded, _, broke = _encoded(renderer, thinking, _LONG)
+    if broke is not None:
+        return Check("cost", "fail", f"{text}; a conversation of {_LONG} turns broke: {broke}")
+    early, late = encoded[_EARLY - 1], encoded[_LATE - 1]
+    text += f"; turn {_LATE} encodes {late:,}, turn {_EARLY} {early:,}"
+    if ratio > _MOST_ENCODED:
+        return Check("cost", "fail", f"{text}: more than {_MOST_ENCODED} for each kept; please report it")
+    if late > _MOST_GROWTH * early:
+        if thinking == "keep":
+            return Check("cost", "fail", f"{text}: a turn should cost its own tokens only; please report it")
+        return Check("cost", "note", f"{text}: thinking={thinking} writes the conversation anew with each segment")
+    return Check("cost", "ok", text)
+
+
+def _encoded(renderer: Renderer, thinking: Thinking, turns: int) -> tuple[list[int], int, str | None]:
+    """Tokens that were encoded for each turn of a conversation, those that were kept, and what broke in it."""
     counting = Counting(renderer.tokenizer)
     counted = Renderer(counting, sanity="disable", generation_stop_ids=renderer.stop_token_ids)
-    held = _hold(
-        counted, _asked_back(turns=_TURNS), [_line(renderer, n) for n in range(_TURNS)], thinking, plain=renderer
-    )
-    if held.error is not None:
-        return Check("cost", "fail", f"a conversation of {_TURNS} turns broke: {held.error.message}")
-    kept = sum(len(segment) for segment in held.segments)
-    ratio = counting.encoded / kept
-    last = _LATE.stop
-    timed = _hold(renderer, _asked_back(turns=last), [_line(renderer, n) for n in range(last)], thinking)
-    times = [turn.info["seconds"] for turn in timed.turns if "seconds" in turn.info]
-    text = f"{_TURNS} turns: {counting.encoded:,} tokens encoded, {kept:,} kept ({ratio:.2f})"
-    if len(times) < last - 1:
-        return Check("cost", "note", f"{text}; a conversation of {last} turns ended after {len(times)}")
-    growth = statistics.median(times[_LATE]) / statistics.median(times[_EARLY])
-    text += f"; turn 200 takes {growth:.1f} times as long as turn 5"
-    if ratio > 1.2:
-        return Check(
-            "cost", "fail", f"{text}: at most 1.2 tokens should be encoded for each that is kept; please report it"
-        )
-    return Check("cost", "note" if growth > _MOST_TIMES else "ok", text)
+    lines, marks = [_line(renderer, n) for n in range(turns)], [0]
+    counting.encoded = 0  # what was asked of the template once
+    held = _hold(counted, _asks_back(turns=turns, marks=marks, counting=counting), lines, thinking, plain=renderer)
+    encoded = [after - before for before, after in itertools.pairwise(marks)]
+    return encoded, sum(len(one) for one in held.segments), None if held.error is None else held.error.message
 
 
 class Counting:
@@ -134,17 +150,20 @@ def _hold(
 
 
 def _asked_back(*, turns: int) -> Environment:
-    return _asks_back(turns=turns)
+    return _asks_back(turns=turns, marks=[], counting=None)
 
 
 @environment
-async def _asks_back(row: Row, turns: int) -> AsyncGenerator[Opening | Reply, Turn]:
-    """A user who asks back; the time from one answer of the model to its next goes into the turn's info."""
+async def _asks_back(
+    row: Row, turns: int, marks: list[int], counting: Counting | None
+) -> AsyncGenerator[Opening | Reply, Turn]:
+    """A user who asks back, and notes in `marks` how many tokens were encoded until each turn of the model."""
     yield Opening(messages=row.messages)
-    for number in range(1, turns):
-        began = time.perf_counter()
-        turn = yield say(f"Are you sure, for the {number}. time?")
-        turn.info["seconds"] = time.perf_counter() - began
+    for number in range(1, turns + 1):
+        if counting is not None:
+            marks.append(counting.encoded)
+        if number < turns:
+            yield say(f"Are you sure, for the {number}. time?")
     yield Reply(done=True)
 
 
@@ -169,16 +188,17 @@ def _has_format(renderer: Renderer) -> bool:
 
 
 def _script(renderer: Renderer, with_tool: bool) -> list[str]:
-    """What the model says in the two rounds, as the template writes it, the end of the turn left off."""
+    """What the model says in the two rounds."""
     first = probe_call({"text": "the tree"}) if with_tool else words("It is 12 years old.")
-    return [_said(renderer, first), _said(renderer, words("Yes, it is 12 years old."))]
+    return [said(renderer, first), said(renderer, words("Yes, it is 12 years old."))]
 
 
 def _line(renderer: Renderer, number: int) -> str:
-    return _said(renderer, words(f"It is {number} years old, as far as anybody can tell from outside."))
+    return said(renderer, words(f"It is {number} years old, as far as anybody can tell from outside."))
 
 
-def _said(renderer: Renderer, message: Message) -> str:
+def said(renderer: Renderer, message: Message) -> str:
+    """What the model says to say this, as the template writes it, the end of the turn left off."""
     text = renderer.template.said(message)
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]
     text = text[: min(ends, default=len(text))].rstrip()

@@ -8,29 +8,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from turnwise import build
 from turnwise.config import Config, ScriptedEngine
 from turnwise.doctor.check import Check
+from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import TurnwiseError
 from turnwise.metrics import failures
+from turnwise.rollout.media import has_media, ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
-from turnwise.training.batch import Batch, pack
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["openings", "rewards"]
 
-_OPENED = 256
+_OPENED, _READY = 256, 4
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
 """Few and short, for this is about sums and not about answers."""
 
 
-def openings(rows: Sequence[Row], renderer: Renderer) -> Check:
-    """Whether the template takes the rows' messages, their images included."""
+def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
+    """Whether the template takes the rows' messages, their images included.
+
+    Raises ConfigError where data.return_multi_modal_inputs has no effect.
+    """
+    seeing = [row for row in rows if has_media(row.messages)]
+    ready_media(seeing[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
         try:
             renderer.opening(row.messages)
@@ -50,12 +54,12 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     whole = [one for one in every if not one.failed and one.reward is not None]
     if not whole:
         return Check(name, "fail", f"all {len(every)} conversations broke: {'; '.join(failures(groups)[:2])}")
-    for problem in (_sums(whole, config), _packed(whole)):
+    for problem in (_sums(whole, config), lost(groups, config.train.loss_average)):
         if problem is not None:
             return Check(name, "fail", f"{problem}; please report it")
     text = (
-        f"{len(whole)} conversations, rewards {', '.join(f'{one.reward:g}' for one in whole[:4])}: the sum of their parts, each "
-        f"advantage on sampled tokens only, each of those once, weights that sum to 1"
+        f"{len(whole)} conversations, rewards {', '.join(f'{one.reward:g}' for one in whole[:4])}: the sums of what was "
+        f"given, shared out by their advantages, each sampled token once in the loss"
     )
     if model is None:
         text += " (the conversations were scripted)"
@@ -109,38 +113,6 @@ def _sums(whole: Sequence[Trajectory], config: Config) -> str | None:
         if not of_turns & of_whole and not _close(one.reward, summed):  # one name for both hides which part is whose
             return f"the reward of {one.id} is {one.reward}; its turns and the functions of the whole gave {summed}"
     return None
-
-
-def _packed(whole: Sequence[Trajectory]) -> str | None:
-    """Where the batch does not hold each sampled token once, at its turn's advantage."""
-    for one in whole:
-        one.advantages = one.advantages or [0.0] * len(one.turns)
-    weighed = [one for one in whole if any(turn.weight for turn in one.turns) and one.turns]
-    for one in weighed:
-        found = _targets(pack([one], keep_zero=True, share_prompts=False))
-        sampled = sorted(
-            (token, _single(one.advantages[turn]))
-            for segment in one.segments
-            for token, turn in zip(segment.token_ids, segment.turn, strict=True)
-            if turn >= 0 and one.turns[turn].weight > 0
-        )
-        if found != sampled:
-            return f"the batch of {one.id} has {len(found)} targets, and {len(sampled)} tokens were sampled in turns that count"
-    total = sum(float(micro.weight_N.sum()) for micro in pack(weighed, keep_zero=True).micro_batches)
-    return None if not weighed or abs(total - 1.0) < 1e-4 else f"the weights of the batch sum to {total}"
-
-
-def _targets(batch: Batch) -> list[tuple[int, float]]:
-    return sorted(
-        (int(token), float(advantage))
-        for micro in batch.micro_batches
-        for token, advantage in zip(micro.target_N, micro.advantage_N, strict=True)
-    )
-
-
-def _single(value: float) -> float:
-    """As a float32 has it."""
-    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _close(one: float | None, other: float) -> bool:

@@ -33,6 +33,11 @@ _TURNS: Mapping[str, Sequence[Scenario]] = {
 _OPTIONAL = ("parallel calls", "retry by system")
 """Conversations that one can do without: what is wrong with them is told, and is no failure."""
 
+_GOES_ON = (
+    "The conversation goes on with the tokens it has, and a server that writes it anew would show the model others: correct "
+    "the template, or leave such turns out"
+)
+
 _ARGUMENTS = {"text": 'a "quoted" text,\nwith a line end, an ä and a </tag>'}
 
 
@@ -61,7 +66,8 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
     wrong = [found for found in findings if found.refused or (found.differs and not found.harmless)]
     fails = [f"{one.scenario}: {_told(one)}" for one in wrong if one.scenario not in _OPTIONAL]
     if fails:
-        return Check(name, "fail", "; ".join(fails))
+        what = "; ".join(fails)
+        return Check(name, "fail", f"{what}. {_GOES_ON}")
     notes = [f"{one.scenario}: {_told(one)}" for one in wrong]
     # what the model itself has the say in is told once: it is the same in all of them
     notes += [f"{_told(one)}; what the model sampled stays as it is" for one in findings if one.harmless][:1]
@@ -72,7 +78,8 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
     if notes:
         return Check(name, "note", "; ".join(notes))
     kept, encoded = sum(one.kept for one in findings), sum(one.encoded for one in findings)
-    return Check(name, "ok", f"append-only in {len(findings)} conversations ({encoded} of {kept} tokens are context)")
+    held = "a conversation" if len(findings) == 1 else f"{len(findings)} conversations"
+    return Check(name, "ok", f"append-only in {held} ({encoded} of {kept} tokens are context)")
 
 
 def _told(found: Finding) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,26 +20,12 @@ from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Opening, Reply, Row, Sampling, Trajectory, Turn
 
-__all__ = ["count_parameters", "round_trip"]
+__all__ = ["round_trip"]
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 _QUESTIONS = ("How old is the tree?", "Name a number.")
 _EACH = 3
 _TOKENS = 12
-
-
-def count_parameters(path: Path) -> int | None:
-    """Parameters in a model directory's files, read off their headers; None where there are no weights."""
-    from safetensors import safe_open
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        return None
-    total = 0
-    for file in files:
-        with safe_open(str(file), framework="pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return total
 
 
 def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: int = 0) -> Check:

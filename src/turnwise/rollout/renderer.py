@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import TemplateError
+from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.rollout.media import Vision, refuse_media
 from turnwise.rollout.probes import QUESTION, TOOL, Base, probe_call
 from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
@@ -98,18 +98,22 @@ class Renderer:
 
         if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
             raise TemplateError(
-                f"there is no model directory {Path(path).expanduser().absolute()}; model.path names none"
+                f"there is no model directory {Path(path).expanduser().absolute()}; model.path must be a directory as "
+                f"save_pretrained writes it, or a hub id"
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError) as error:
+            with boundary("tokenizer"):  # some libraries raise what is no more than an Exception
+                tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except Failed as failed:
             if Path(path).is_dir() and not Path(path, "tokenizer_config.json").is_file():
                 raise TemplateError(
-                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json)"
-                ) from error
+                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a directory "
+                    f"as save_pretrained writes it, or a hub id"
+                ) from failed
             raise TemplateError(
-                f"no tokenizer could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
-            ) from error
+                f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a "
+                f"model directory or a hub id"
+            ) from failed
         return cls(
             tokenizer,
             sanity=sanity,

@@ -43,7 +43,8 @@ def find_stops(tokenizer: Any, template: Template, generation: Sequence[int], *,
     if not stops:
         raise TemplateError(
             f"{where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
-            f"{template.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token"
+            f"{template.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
+            f"in tokenizer_config.json"
         )
     return tuple(stops)
 
@@ -66,11 +67,17 @@ def _head(template: Template, role: str) -> str:
 
 
 def generation_stops(path: str | Path) -> list[int]:
-    """The stop tokens in a model's generation config; none where it has no such file."""
+    """The stop tokens in a model's generation config; none where it has no such file.
+
+    Raises TemplateError if there is one that cannot be read.
+    """
     from transformers import GenerationConfig
 
+    file = Path(path).expanduser() / "generation_config.json"
     try:
         stops = GenerationConfig.from_pretrained(str(path)).eos_token_id
-    except OSError:
+    except (OSError, TypeError) as error:
+        if file.is_file():
+            raise TemplateError(f"{file} cannot be read: {error}. Correct it, or remove it") from error
         return []
     return stops if isinstance(stops, list) else [] if stops is None else [stops]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.threads import Threads
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
@@ -92,11 +92,13 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
     logging.disable_progress_bar()
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        model = _family(str(path)).from_pretrained(str(path), dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError) as error:
+        with boundary("model"):  # weights that are cut short raise what no other library does
+            model = _family(str(path)).from_pretrained(str(path), dtype=getattr(torch, dtype))
+    except Failed as failed:
         raise ConfigError(
-            f"no model could be loaded from {str(path)!r}: {error}. model.path must be a model directory or a hub id"
-        ) from error
+            f"no model could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
+            f"directory or a hub id"
+        ) from failed
     try:
         model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
