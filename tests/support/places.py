@@ -57,3 +57,13 @@ def _liking(turn: Turn) -> float:
     assert turn.completion is not None
     ids = turn.completion.token_ids
     return sum(id_ < 64 for id_ in ids) / len(ids)
+
+
+def scaled(trajectory: Trajectory, by: float = 1.0) -> float:
+    """More tokens, more reward."""
+    return by * trajectory.sampled_tokens
+
+
+def turn_length(trajectory: Trajectory, turn: Turn, by: float = 1.0) -> float:
+    """Longer turns, more reward."""
+    return by * len(turn.text)

@@ -17,6 +17,7 @@ from turnwise.data.rows import Order
 from turnwise.doctor.check import Check
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.options import Part
+from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
 __all__ = ["EVIDENCE", "Named", "Proven", "Shown", "options_of", "schema", "take_effect"]
@@ -68,12 +69,20 @@ def _weights(config: Config) -> list[float] | str:
     return [turn.weight for turn in one.turns]
 
 
-def _order(config: Config) -> list[tuple[int, int]]:
-    return list(Order(64, seed=config.seed, shuffle=config.data.shuffle).take(0, 64))
+def _streams(config: Config) -> list[Any]:
+    """Which rows come when, and with which random streams."""
+    group = new_group(_ROW, size=2, seed=config.seed)
+    order = Order(64, seed=config.seed, shuffle=config.data.shuffle)
+    return [list(order.take(0, 64)), [one.seed for one in group.trajectories]]
 
 
-def _rows(config: Config) -> list[Any]:
-    return [(row.id, list(row.messages), dict(row.fields)) for row in build.rows(config)]
+def _rows(config: Config, held_out: bool = False) -> list[Any]:
+    rows = build.rows(config, held_out=held_out)
+    return [config.data.subset, *((row.id, list(row.messages), dict(row.fields)) for row in rows)]
+
+
+def _held_out(config: Config) -> list[Any]:
+    return _rows(config, held_out=True)
 
 
 def _reward_functions(config: Config) -> list[Any]:
@@ -111,97 +120,81 @@ def _trajectory(name: str) -> Trajectory:
 
 _SAMPLING, _LIMITS = Shown(build.sampling), Shown(lambda config: build.limits(config, longest=None))
 _OPTIMIZATION, _REWARDS, _DATA = Shown(build.optimization), Shown(_reward_functions), Shown(_rows)
-_TRAINING = Proven("doctor/test_effects.py::test_an_option_of_training_changes_the_run")
-_TOOLS = "test_build_tools.py"
-_SFT = Proven("test_sft.py")
+
+
+def _effects(name: str) -> Proven:
+    return Proven(f"doctor/test_effects.py::test_{name}")
+
+
+def _tools(name: str) -> Proven:
+    return Proven(f"test_build_tools.py::test_{name}")
+
+
+_LEARNT = _effects("an_option_of_training_changes_what_is_learnt")
+_REACHES = _effects("the_option_reaches_the_part_of_the_run_that_reads_it")
+_PATIENCE = _tools("what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else")
+_SERVERS = _tools("the_tools_of_mcp_servers_stand_beside_the_others")
+_CUT = _tools("long_answers_are_cut_as_the_recipe_says")
+_EVALUATIONS = _effects("evaluations_are_as_many_as_the_recipe_says")
+_CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
+_REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
 
 EVIDENCE: Mapping[str, Evidence] = {
     "model.path": Named("the model"),
-    "model.dtype": Proven("training/test_policy.py::test_bfloat16_keeps_masters_that_small_steps_are_not_lost_in"),
-    "model.device": Proven("doctor/test_effects.py::test_a_device_that_is_not_there_is_told"),
+    "model.dtype": _LEARNT,
+    "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.train": Named("the rows"),
     "data.eval": Named("the held-out rows"),
-    "data.split": _DATA,
-    "data.eval_split": Proven("data/test_rows.py"),
-    "data.subset": _DATA,
-    "data.columns": _DATA,
-    "data.system": _DATA,
-    "data.shuffle": Shown(_order),
-    "data.limit": _DATA,
+    "data.eval_split": Shown(_held_out),
+    **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system", "limit")},
+    "data.shuffle": Shown(_streams),
+    "data.return_multi_modal_inputs": Proven("rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"),
     "environment": Named("who answers the model"),
     "tools[].use": Named("a tool"),
-    "tools[].arguments": Proven(f"{_TOOLS}::test_classes_functions_and_ready_made_tools_are_named_alike"),
-    **dict.fromkeys(
-        ("tools[].timeout", "tools[].retries", "tools[].retry_timeouts"),
-        Proven(f"{_TOOLS}::test_what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else"),
-    ),
+    "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
+    **{f"tools[].{name}": _PATIENCE for name in ("timeout", "retries", "retry_timeouts")},
     "mcp.servers": Named("the servers' file"),
-    **dict.fromkeys(
-        ("mcp.select", "mcp.use", "mcp.timeout", "mcp.retries", "mcp.retry_timeouts", "mcp.start_timeout"),
-        Proven(f"{_TOOLS}::test_the_tools_of_mcp_servers_stand_beside_the_others"),
-    ),
-    "tool_calls.max_parallel_calls": Proven(f"{_TOOLS}::test_calls_beyond_the_recipes_bound_are_told_so"),
-    **dict.fromkeys(
-        (
-            "tool_calls.max_tool_response_length",
-            "tool_calls.tool_response_truncate_side",
-            "tool_calls.tool_response_unit",
-        ),
-        Proven(f"{_TOOLS}::test_long_answers_are_cut_as_the_recipe_says"),
-    ),
+    **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
+    "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
+    "tool_calls.max_tool_response_length": _CUT,
+    "tool_calls.tool_response_truncate_side": _CUT,
+    "tool_calls.tool_response_unit": _CUT,
     "engine.name": Named("the engine"),
     "engine.script": Named("the lines of the scripted engine"),
-    **dict.fromkeys(
-        ("engine.slots", "engine.memory_gb"),
-        Proven("engines/test_local_memory.py"),
-    ),
-    "engine.threads": Proven("doctor/test_effects.py::test_the_engines_options_reach_it"),
-    **dict.fromkeys((f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")), _SAMPLING),
-    **dict.fromkeys(
-        (f"limits.{name}" for name in ("turns", "tokens_per_turn", "tokens", "context", "seconds_per_turn", "seconds")),
-        _LIMITS,
-    ),
-    "sanity": Proven("rollout/test_renderer.py"),
-    "thinking": Proven("rollout/test_thinking.py"),
-    "use_inference_chat_template": Shown(lambda config: config.thinking),
-    "tool_format": Proven("rollout/test_tool_calls.py"),
-    "reward.trajectory[].use": _REWARDS,
-    "reward.trajectory[].arguments": _REWARDS,
-    "reward.trajectory[].weight": _REWARDS,
-    "reward.turns[].use": _REWARDS,
-    "reward.turns[].arguments": _REWARDS,
-    "reward.turns[].weight": _REWARDS,
+    **{f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")},
+    "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
+    **{f"sampling.{name}": _SAMPLING for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
+    **{
+        f"limits.{name}": _LIMITS
+        for name in ("turns", "tokens_per_turn", "tokens", "context", "seconds_per_turn", "seconds")
+    },
+    "sanity": _REACHES,
+    "thinking": _effects("the_thinking_policy_reaches_the_loop"),
+    "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
+    "tool_format": _REACHES,
+    **{f"reward.{of}[].{name}": _REWARDS for of in ("trajectory", "turns") for name in ("use", "arguments", "weight")},
     "reward.seconds": _REWARDS,
     "credit.name": Named("the estimator"),
     "credit.scale": Shown(_advantages),
     "loss_mask": Shown(_weights),
-    **dict.fromkeys((f"train.{name}" for name in ("lr", "schedule", "warmup_steps")), Shown(_rates)),
-    "train.steps": Shown(_rates),
-    **dict.fromkeys(
-        (
-            f"train.{name}"
-            for name in ("weight_decay", "betas", "max_grad_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef")
-        ),
-        _OPTIMIZATION,
-    ),
-    **dict.fromkeys(
-        (f"train.{name}" for name in ("rows", "group", "minibatches", "epochs", "loss_average", "overlap")), _TRAINING
-    ),
-    "train.micro_batch_tokens": Proven("training/test_batch.py::test_packing_never_changes_what_is_trained_on"),
-    "train.share_prompts": Proven(
-        "training/test_batch.py::test_models_whose_layers_do_not_all_see_everything_share_no_prompts"
-    ),
-    **dict.fromkeys(("eval.rows", "eval.samples", "eval.every"), _TRAINING),
+    **{f"train.{name}": Shown(_rates) for name in ("steps", "lr", "schedule", "warmup_steps")},
+    **{
+        f"train.{name}": _OPTIMIZATION
+        for name in ("weight_decay", "betas", "max_grad_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef")
+    },
+    **{f"train.{name}": _LEARNT for name in ("rows", "group", "minibatches", "epochs", "loss_average")},
+    "train.overlap": Proven("test_train.py::test_overlapping_marks_which_weights_sampled_what"),
+    "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
+    "train.share_prompts": _REACHES,
+    **{f"eval.{name}": _EVALUATIONS for name in ("rows", "samples", "every")},
     "rollout.rows": Proven("test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
     "rollout.samples": Proven("test_cli.py::test_the_script_says_how_many_conversations_there_are"),
-    **dict.fromkeys((f"checkpoint.{name}" for name in ("every", "keep")), _TRAINING),
-    "concurrent": Proven("rollout/test_loop.py"),
+    **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
+    "concurrent": _REACHES,
     "output": Named("the run's directory"),
-    "seed": Shown(_order),
-    "deterministic": Proven(
-        "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
-    ),
-    "resume": Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"),
+    "seed": Shown(_streams),
+    "deterministic": _REPEATED,
+    "resume": _REPEATED,
     "replace": Proven("test_train.py::test_a_former_run_is_not_overwritten"),
 }
 

@@ -1,0 +1,366 @@
+"""That options take effect: every one has evidence, and the evidence that is no other folder's affair stands here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from support import byte_tokenizer
+from support.conversations import RENDERER
+from support.templates import THINKS
+from support.tiny import save_model, save_rows, tiny_model
+from turnwise import build
+from turnwise.config import Config
+from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
+from turnwise.engines.local import LocalEngine
+from turnwise.errors import ConfigError, EngineError
+from turnwise.recipe import load
+from turnwise.report import Report
+from turnwise.train import Run, assemble, train
+from turnwise.types import Request, Sampling
+
+TESTS = Path(__file__).parent.parent
+PLACES = TESTS / "support" / "places.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    options = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(tmp_path / "train.jsonl", 4)), "eval": str(save_rows(tmp_path / "eval.jsonl", 3))},
+        "environment": f"{PLACES}:low_bytes",
+        "limits": {"turns": 2, "tokens_per_turn": 6},
+        "train": {"steps": 2, "rows": 2, "group": 2, "lr": 0.01},
+        "checkpoint": {"every": 100},
+        "output": str(tmp_path / "run"),
+        "deterministic": True,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def run(recipe: Path, overrides: Sequence[str], out: Path) -> Run:
+    """Train in this process; what differs from a run without the overrides is theirs, because runs are deterministic."""
+    made = assemble(load(recipe, [*overrides, f"output={out}"])[0])
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(made, Report(Console(file=nowhere))))
+    return made
+
+
+def learnt(recipe: Path, overrides: Sequence[str], out: Path) -> str:
+    """What the weights are at the end."""
+    made, digest = run(recipe, overrides, out), hashlib.sha256()
+    for parameter in made.policy.model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# the table
+
+
+def test_every_option_of_the_schema_has_its_evidence() -> None:
+    assert set(schema()) == set(EVIDENCE)
+
+
+def test_an_option_that_is_added_without_evidence_is_found() -> None:
+    class Longer(Config):
+        forgotten: int = 0
+
+    assert set(schema(Longer)) - set(EVIDENCE) == {"forgotten"}
+
+
+@pytest.mark.parametrize("test", sorted({one.test for one in EVIDENCE.values() if isinstance(one, Proven)}))
+def test_the_tests_that_are_named_as_evidence_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), test
+
+
+CHANGED = {
+    "data.split": "data.split=other",
+    "data.eval_split": "data.eval_split=other",
+    "data.subset": "data.subset=small",
+    "data.columns": "data.columns={prompt: answer}",
+    "data.system": "data.system=Be brief.",
+    "data.shuffle": "data.shuffle=false",
+    "data.limit": "data.limit=1",
+    "sampling.temperature": "sampling.temperature=0.5",
+    "sampling.top_p": "sampling.top_p=0.5",
+    "sampling.top_k": "sampling.top_k=5",
+    "sampling.min_p": "sampling.min_p=0.5",
+    "sampling.stop": "sampling.stop=[x]",
+    "limits.turns": "limits.turns=3",
+    "limits.tokens_per_turn": "limits.tokens_per_turn=3",
+    "limits.tokens": "limits.tokens=3",
+    "limits.context": "limits.context=30",
+    "limits.seconds_per_turn": "limits.seconds_per_turn=3",
+    "limits.seconds": "limits.seconds=3",
+    "reward.trajectory[].use": f"reward.trajectory=['{PLACES}:length']",
+    "reward.trajectory[].arguments": f"reward.trajectory=[{{use: '{PLACES}:scaled', arguments: {{by: 2}}}}]",
+    "reward.trajectory[].weight": f"reward.trajectory=[{{use: '{PLACES}:length', weight: 2}}]",
+    "reward.turns[].use": f"reward.turns=['{PLACES}:turn_length']",
+    "reward.turns[].arguments": f"reward.turns=[{{use: '{PLACES}:turn_length', arguments: {{by: 2}}}}]",
+    "reward.turns[].weight": f"reward.turns=[{{use: '{PLACES}:turn_length', weight: 2}}]",
+    "reward.seconds": "reward.seconds=3",
+    "credit.scale": "credit.scale=none",
+    "loss_mask": "loss_mask=last_turn",
+    "train.steps": "train.steps=3",
+    "train.lr": "train.lr=0.5",
+    "train.schedule": "train.schedule=cosine",
+    "train.warmup_steps": "train.warmup_steps=2",
+    "train.weight_decay": "train.weight_decay=0.5",
+    "train.betas": "train.betas=[0.5, 0.5]",
+    "train.max_grad_norm": "train.max_grad_norm=0.5",
+    "train.clip_low": "train.clip_low=0.5",
+    "train.clip_high": "train.clip_high=0.5",
+    "train.kl_coef": "train.kl_coef=0.5",
+    "train.entropy_coef": "train.entropy_coef=0.5",
+    "seed": "seed=1",
+}
+"""Another value for each option that is shown by what is made of it."""
+
+BASES = {
+    "reward.trajectory[].arguments": f"reward.trajectory=['{PLACES}:scaled']",
+    "reward.trajectory[].weight": f"reward.trajectory=['{PLACES}:length']",
+    "reward.turns[].arguments": f"reward.turns=['{PLACES}:turn_length']",
+    "reward.turns[].weight": f"reward.turns=['{PLACES}:turn_length']",
+    "data.split": "data.limit=null",
+}
+"""What it is compared with, where that is not the recipe as it is."""
+
+
+@pytest.mark.parametrize("option", [name for name, one in EVIDENCE.items() if isinstance(one, Shown)])
+def test_what_is_made_of_the_recipe_changes_with_the_option(option: str, recipe: Path, tmp_path: Path) -> None:
+    evidence = EVIDENCE[option]
+    assert isinstance(evidence, Shown)
+    overrides = [BASES[option]] if option in BASES else []
+    if option in ("data.split", "data.eval_split"):
+        overrides += [f"data.{name}={splits(tmp_path)}" for name in ("train", "eval")]
+    before, _ = load(recipe, overrides)
+    after, _ = load(recipe, [*overrides, CHANGED[option]])
+    assert evidence.by(before) == evidence.by(before)
+    assert evidence.by(before) != evidence.by(after)
+
+
+def splits(tmp_path: Path) -> Path:
+    """A data set in three splits."""
+    datasets = pytest.importorskip("datasets")
+    parts = {name: [{"prompt": f"{name} {n}"} for n in range(3)] for name in ("train", "test", "other")}
+    made = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
+    made.save_to_disk(str(tmp_path / "splits"))
+    return tmp_path / "splits"
+
+
+# training as a whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["train.rows=1"],
+        ["train.group=3"],
+        ["train.minibatches=2"],
+        ["train.epochs=2"],
+        ["train.loss_average=sequence"],
+        ["train.lr=0.02"],
+        ["train.schedule=linear"],
+        ["train.weight_decay=0.5"],
+        ["train.betas=[0.5, 0.5]"],
+        ["train.max_grad_norm=0.0001"],
+        ["train.kl_coef=0.5"],
+        ["train.entropy_coef=0.5"],
+        ["credit.scale=none"],
+        ["loss_mask=last_turn"],
+        ["sampling.temperature=0.5"],
+        ["limits.turns=1"],
+        ["limits.tokens_per_turn=3"],
+        ["seed=1"],
+        ["data.shuffle=false"],
+        ["data.system=Be brief."],
+        ["model.dtype=bfloat16"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_an_option_of_training_changes_what_is_learnt(
+    options: list[str], recipe: Path, tmp_path: Path, base: Callable[..., str]
+) -> None:
+    if options == ["model.dtype=bfloat16"]:
+        made = run(recipe, options, tmp_path / "run")
+        assert str(made.policy.model.dtype) == "torch.bfloat16"
+        return
+    assert learnt(recipe, options, tmp_path / "run") != base(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["train.clip_low", "train.clip_high"])
+def test_the_bounds_of_the_ratio_change_what_is_learnt(
+    option: str, recipe: Path, tmp_path: Path, base: Callable[..., str]
+) -> None:
+    several = ["train.epochs=3", "train.lr=0.003"]
+    assert learnt(recipe, [*several, f"{option}=0.001"], tmp_path / "run") != base(recipe, *several)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """What is learnt without the option, once for all of them: the rows and the model are the same in each test."""
+    known: dict[tuple[str, ...], str] = {}
+
+    def of(recipe: Path, *options: str) -> str:
+        if options not in known:
+            known[options] = learnt(recipe, options, tmp_path_factory.mktemp("base") / "run")
+        return known[options]
+
+    return of
+
+
+@pytest.mark.slow
+def test_the_same_recipe_learns_the_same(recipe: Path, tmp_path: Path, base: Callable[..., str]) -> None:
+    assert learnt(recipe, [], tmp_path / "run") == base(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "steps", "conversations"),
+    [
+        ([], [0, 2], 3),
+        (["eval.rows=1"], [0, 2], 1),
+        (["eval.samples=2"], [0, 2], 6),
+        (["eval.every=1"], [0, 1, 2], 3),
+    ],
+    ids=str,
+)
+def test_evaluations_are_as_many_as_the_recipe_says(
+    options: list[str], steps: list[int], conversations: int, recipe: Path, tmp_path: Path
+) -> None:
+    run(recipe, options, tmp_path / "run")
+    assert [one["step"] for one in read(tmp_path / "run" / "evaluations.jsonl")] == steps
+    held = [one["step"] for one in read(tmp_path / "run" / "eval_trajectories.jsonl")]
+    assert held == [step for step in steps for _ in range(conversations)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["train.steps=3", "checkpoint.every=1"], [2, 3]),
+        (["train.steps=3", "checkpoint.every=2"], [2, 3]),
+        (["train.steps=3", "checkpoint.every=3"], [3]),
+        (["train.steps=3", "checkpoint.every=1", "checkpoint.keep=1"], [3]),
+        (["train.steps=3", "checkpoint.every=1", "checkpoint.keep=3"], [1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_checkpoints_are_as_many_as_the_recipe_says(
+    options: list[str], kept: list[int], recipe: Path, tmp_path: Path
+) -> None:
+    run(recipe, options, tmp_path / "run")
+    found = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(int("".join(filter(str.isdigit, name))) for name in found) == kept
+
+
+# what reaches the parts of a run
+
+
+@pytest.mark.parametrize(
+    ("override", "read_off"),
+    [
+        ("sanity=disable", lambda run: run.table.renderer.sanity == "disable"),
+        ("tool_format=llama3", lambda run: run.table.renderer.tool_format.name == "llama3"),
+        ("concurrent=3", lambda run: run.table.concurrent == 3),
+        ("train.share_prompts=never", lambda run: not run.policy.shares_prompts),
+        ("limits.context=99", lambda run: run.table.limits.context == 99),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_option_reaches_the_part_of_the_run_that_reads_it(
+    override: str, read_off: Callable[[Run], bool], recipe: Path
+) -> None:
+    assert read_off(assemble(load(recipe, [override, "replace=true"])[0]))
+    assert not read_off(assemble(load(recipe, ["replace=true"])[0]))
+
+
+@pytest.mark.parametrize("name", ["branch", "strip_at_user"])
+def test_the_thinking_policy_reaches_the_loop(name: str, tmp_path: Path, recipe: Path) -> None:
+    path = save_model(tmp_path / "thinker")
+    byte_tokenizer(THINKS).save_pretrained(path)
+    assert assemble(load(recipe, [f"thinking={name}", f"model.path={path}"])[0]).table.thinking == name
+
+
+def engine(recipe: Path, *overrides: str) -> LocalEngine:
+    made = build.local_engine(load(recipe, ["deterministic=false", *overrides])[0], tiny_model(), RENDERER)
+    assert isinstance(made, LocalEngine)
+    return made
+
+
+def ask(made: LocalEngine, name: str) -> None:
+    prompt = RENDERER.encode(f"conversation {name}")
+    request = Request(conversation=name, token_ids=prompt, sampling=Sampling(max_tokens=2))
+    asyncio.run(made.generate(request))
+
+
+def test_the_slots_of_the_recipe_are_those_of_the_engine(recipe: Path) -> None:
+    few, many = engine(recipe, "engine.slots=1"), engine(recipe)
+    for name in "abc":
+        ask(few, name)
+        ask(many, name)
+    assert (few.stats.evictions, many.stats.evictions) == (2, 0)
+
+
+def test_the_memory_of_the_recipe_is_that_of_the_engine(recipe: Path) -> None:
+    with pytest.raises(EngineError, match="memory_gb"):
+        ask(engine(recipe, "engine.memory_gb=1.0e-6"), "a")
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_threads_of_the_recipe_are_those_of_the_engine(threads: int, recipe: Path) -> None:
+    seen: list[int] = []
+    made = engine(recipe, f"engine.threads={threads}")
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    try:
+        ask(made, "a")
+    finally:
+        hook.remove()
+    assert set(seen) == {threads}
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(1, 2), (100_000, 1)])
+def test_the_size_of_a_micro_batch_is_that_of_the_recipe(tokens: int, passes: int, recipe: Path, tmp_path: Path) -> None:
+    options = ["train.steps=1", "train.share_prompts=never", f"train.micro_batch_tokens={tokens}"]
+    made = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
+    counted: list[int] = []
+    hook = made.policy.model.get_input_embeddings().register_forward_hook(
+        lambda *_: counted.append(torch.is_grad_enabled())
+    )
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(made, Report(Console(file=nowhere))))
+    hook.remove()
+    assert sum(counted) == passes
+
+
+def test_verls_name_for_branch_is_branch(recipe: Path) -> None:
+    assert load(recipe, ["use_inference_chat_template=true"])[0].thinking == "branch"
+
+
+def test_a_device_that_is_not_there_is_told(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.device=cuda:99 cannot be used"):
+        assemble(load(recipe, ["model.device=cuda:99", "deterministic=false"])[0])

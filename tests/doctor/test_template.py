@@ -1,0 +1,241 @@
+"""What a template, a tokenizer and a model's files say about each other: good ones, and each with one thing wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support import CHATML, byte_tokenizer
+from support.families import family_renderer, template_files
+from support.templates import COUNTS, NO_TOOLS, STRANGE_CALLS, THINKS
+from turnwise.doctor.check import worst
+from turnwise.doctor.conversation import cost, masked
+from turnwise.doctor.credit import conserved
+from turnwise.doctor.template import Directory, continuing, features, stops, thinking, tool_calls, vocabulary
+from turnwise.rollout.conformance import SCENARIOS, examine
+from turnwise.rollout.renderer import Renderer
+from turnwise.scoring.mask import RULES
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "templates.md"
+FILES = template_files()
+GOOD = Directory(eos=2, generation=[2], rows=259, context=1024)
+
+
+def renderer(template: str = CHATML, **options: object) -> Renderer:
+    return Renderer(byte_tokenizer(template), **options)  # type: ignore[arg-type]
+
+
+# is it append-only
+
+
+def test_a_template_that_only_appends_is_told_so_for_each_kind_of_turn() -> None:
+    tool, user, system = continuing(renderer())
+    assert [one.status for one in (tool, user, system)] == ["ok"] * 3
+    assert [one.name for one in (tool, user, system)] == ["tool turns", "user turns", "system turns"]
+    assert user.text.startswith("append-only in 3 conversations (")
+    assert system.text.startswith("append-only in a conversation (")
+
+
+def test_a_template_that_changes_what_it_has_written_is_told_with_both_texts() -> None:
+    (user,) = continuing(renderer(COUNTS), ["user turns"])
+    assert user.status == "fail"
+    assert user.text.startswith("single turn: the template writes '3 system\\nsystem-words")
+    assert "where it wrote '2 system\\nsystem-words" in user.text
+    assert "The conversation goes on with the tokens it has" in user.text
+
+
+def test_messages_that_a_template_does_not_take_are_told_in_the_shape_they_are_given() -> None:
+    tool, user, _ = continuing(renderer(NO_TOOLS))
+    assert (tool.status, user.status) == ("note", "ok")
+    assert "handed over otherwise: " in tool.text
+    assert "tool as user" in tool.text
+
+
+# thinking
+
+
+def test_what_becomes_of_thoughts_is_told_by_template_and_policy() -> None:
+    plain, thinks = renderer(), renderer(THINKS)
+    assert thinking(plain, None).text == "the template knows of no thinking"
+    told = thinking(thinks, None)
+    assert told.status == "note"
+    assert "leaves earlier thoughts out at messages of user, so a server would: thinking=keep trains with them" in told.text
+    assert thinking(thinks, "branch").text == (
+        "thinking=branch: a new segment without earlier thoughts begins at messages of user"
+    )
+    assert thinking(thinks, "strip_at_user").text.endswith("begins at every user message")
+
+
+@pytest.mark.parametrize("policy", ["branch", "strip_at_user"])
+def test_a_policy_about_thoughts_that_there_are_none_of_is_refused(policy: str) -> None:
+    found = thinking(renderer(), policy)  # type: ignore[arg-type]
+    assert found.status == "fail"
+    assert f"thinking={policy} has no effect" in found.text
+    assert "knows of no thinking" in found.text
+    assert found.text.endswith("Remove it")
+
+
+def test_branching_where_the_template_keeps_thoughts_is_refused() -> None:
+    keeps = CHATML.replace("{{ message.content }}{%- for call", "{# <think> #}{{ message.content }}{%- for call")
+    found = thinking(renderer("{# <think></think> #}" + keeps), "branch")
+    assert found.status == "fail"
+    assert "keeps the thoughts of earlier turns" in found.text
+    assert "or use thinking=strip_at_user" in found.text
+
+
+# stop tokens
+
+
+def test_stop_tokens_that_agree_are_named() -> None:
+    found = stops(renderer(), GOOD)
+    assert found.status == "ok"
+    assert found.text == (
+        "template '<|im_end|>' (2), tokenizer '<|im_end|>' (2), generation config '<|im_end|>' (2)"
+    )
+
+
+def test_a_generation_config_that_would_run_on_is_told_with_the_fix() -> None:
+    found = stops(renderer(), Directory(eos=2, generation=[0], rows=259, context=None))
+    assert found.status == "note"
+    assert "would run on after '<|im_end|>' (2); add it to eos_token_id in generation_config.json" in found.text
+
+
+def test_a_tokenizer_without_an_eos_token_is_told_with_the_one_to_take() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    found = stops(Renderer(tokenizer), Directory(eos=None, generation=[], rows=259, context=None))
+    assert found.status == "note"
+    assert "tokenizer none, generation config none: set eos_token to '<|im_end|>' (2)" in found.text
+
+
+def test_a_template_that_ends_turns_with_none_of_the_stop_tokens_is_wrong() -> None:
+    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}] {{ m.content }} END\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}")
+    found = stops(Renderer(tokenizer), GOOD)
+    assert found.status == "fail"
+    assert "the template closes a turn with ' END\\n', which is none of them, so a turn would never end" in found.text
+
+
+# vocabulary and calls
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding_is_wrong() -> None:
+    assert vocabulary(renderer(), GOOD).text.startswith("259 tokens in 259 rows, padding '<|endoftext|>' (0), context 1,024")
+    found = vocabulary(renderer(), Directory(eos=2, generation=[2], rows=200, context=None))
+    assert found.status == "fail"
+    assert "has the id 258" in found.text
+    assert "embedding has 200 rows" in found.text
+    assert "Use the model's own tokenizer, or model.resize_token_embeddings" in found.text
+
+
+def test_a_format_of_calls_that_nobody_reads_is_wrong_only_where_there_are_tools() -> None:
+    strange = renderer(STRANGE_CALLS)
+    assert tool_calls(renderer(), wanted=True).status == "ok"
+    assert tool_calls(strange, wanted=False).status == "note"
+    found = tool_calls(strange, wanted=True)
+    assert found.status == "fail"
+    assert "in a format that cannot be read back" in found.text
+    assert "tool_format=hermes" in found.text
+
+
+# one conversation, and its price
+
+
+def test_the_mask_is_shown_run_by_run() -> None:
+    found = masked(renderer(), "keep")
+    assert found.status == "ok"
+    assert [run.turn for run in found.runs] == [-1, 0, -1, 1]
+    assert [run.weight for run in found.runs] == [0.0, 1.0, 0.0, 1.0]
+    context, first, answer, last = (run.text for run in found.runs)
+    assert context.endswith("How old is the tree?<|im_end|>\n<|im_start|>assistant\n")
+    assert first == '<tool_call>\n{"name": "probe_tool", "arguments": {"text": "the tree"}}\n</tool_call><|im_end|>'
+    assert answer.startswith("\n<|im_start|>user<tool_response>\nfound: the tree is 12 years old")
+    assert last == "Yes, it is 12 years old.<|im_end|>"
+    trained = sum(len(run.text.replace("<|im_end|>", "#")) for run in found.runs if run.turn >= 0)
+    assert found.text.startswith(f"{trained} of ")
+
+
+def test_what_the_recipes_loss_mask_leaves_out_is_shown() -> None:
+    found = masked(renderer(), "keep", RULES["last_turn"])
+    assert [run.weight for run in found.runs] == [0.0, 0.0, 0.0, 1.0]
+    assert found.text.endswith("loss_mask leaves out turn 0")
+
+
+def test_a_segment_that_begins_anew_shows_its_tokens_once_as_trained() -> None:
+    found = masked(renderer(THINKS), "strip_at_user")
+    assert found.status == "ok"
+    assert sorted(run.turn for run in found.runs if run.turn >= 0) == [0, 1]
+
+
+def test_a_late_turn_costs_what_an_early_one_does() -> None:
+    found = cost(renderer(), "keep")
+    assert found.status == "ok"
+    numbers = re.match(
+        r"40 turns: ([\d,]+) tokens encoded for ([\d,]+) kept \((0\.\d\d)\); turn 200 encodes (\d+), turn 5 (\d+)$", found.text
+    )
+    assert numbers is not None
+    # one token a byte: "Are you sure, for the 199. time?" has two digits more than "for the 4. time?"
+    assert int(numbers[4]) == int(numbers[5]) + 2
+
+
+def test_rewards_arrive_in_the_loss_whatever_becomes_of_the_segments() -> None:
+    for template, policy in ((CHATML, "keep"), (THINKS, "keep"), (THINKS, "branch"), (THINKS, "strip_at_user")):
+        found = conserved(renderer(template), policy)  # type: ignore[arg-type]
+        assert found.status == "ok", found.text
+    assert found.text.startswith("3.75 was given to 3 conversations of ")
+
+
+# real templates
+
+
+@pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path: Path) -> None:
+    found = family_renderer(path)
+    directory = Directory(eos=found.tokenizer.eos_token_id, generation=list(found.stop_token_ids), rows=None, context=None)
+    turns = {one.name: one for one in continuing(found)}
+    others = [
+        features(found),
+        thinking(found, None),
+        stops(found, directory),
+        tool_calls(found, wanted=False),
+        vocabulary(found, directory),
+        masked(found, "keep"),
+        conserved(found, "keep"),
+    ]
+    assert worst([one.status for one in others]) != "fail", [one.text for one in others if one.status == "fail"]
+
+    cells = documented(path.stem)
+    for name, scenarios in KINDS.items():
+        wrong = {examine(found, BY_NAME[scenario]).harmless for scenario in scenarios if "≠" in cells[scenario]}
+        if not wrong and all(cells[scenario] == "=" for scenario in scenarios):
+            assert turns[name].status == "ok", turns[name].text
+        elif not wrong:
+            assert turns[name].status == "note"
+            assert "handed over otherwise" in turns[name].text
+        elif turns[name].status == "ok":
+            raise AssertionError(f"{name}: {cells}")
+    later = [scenario for scenario in ("tool round", "three tool rounds", "retry by user") if "≠" in cells[scenario]]
+    serious = [scenario for scenario in later if not examine(found, BY_NAME[scenario]).harmless]
+    assert ("fail" in [one.status for one in turns.values()]) == bool(serious)
+    strips = cells["leaves thoughts out at"]
+    assert ("leaves earlier thoughts out" in others[1].text) == (strips != "–")
+
+
+BY_NAME = {one.name: one for one in SCENARIOS}
+KINDS = {
+    "tool turns": ("tool round", "three tool rounds", "parallel calls"),
+    "user turns": ("single turn", "retry by user"),
+    "system turns": ("retry by system",),
+}
+
+
+def documented(name: str) -> dict[str, str]:
+    """A template's row of docs/templates.md, by the names of its columns."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    return next(dict(zip(rows[0], row, strict=True)) for row in rows if row[0] == name)
