@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from support import byte_tokenizer
 from support.conversations import RENDERER
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
-from turnwise import build
+from turnwise import build, sft
 from turnwise.config import Config
 from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, EngineError
 from turnwise.recipe import load
 from turnwise.report import Report
+from turnwise.sft_report import SftReport
 from turnwise.train import Run, assemble, train
 from turnwise.types import Request, Sampling
 
@@ -42,7 +42,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(model: Path, tmp_path: Path) -> Path:
     options = {
         "model": {"path": str(model)},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl", 4)), "eval": str(save_rows(tmp_path / "eval.jsonl", 3))},
+        "data": {
+            "train": str(save_rows(tmp_path / "train.jsonl", 4)),
+            "eval": str(save_rows(tmp_path / "eval.jsonl", 3)),
+        },
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 6},
         "train": {"steps": 2, "rows": 2, "group": 2, "lr": 0.01},
@@ -62,17 +65,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(recipe: Path, overrides: Sequence[str], out: Path) -> Run:
     """Train in this process; what differs from a run without the overrides is theirs, because runs are deterministic."""
     made = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, Report(Console(file=nowhere))))
+    asyncio.run(train(made, Report(Console(quiet=True))))
     return made
 
 
 def learnt(recipe: Path, overrides: Sequence[str], out: Path) -> str:
     """What the weights are at the end."""
-    made, digest = run(recipe, overrides, out), hashlib.sha256()
-    for parameter in made.policy.model.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
-    return digest.hexdigest()
+    return digest(run(recipe, overrides, out).policy.model)
+
+
+def digest(model: Any) -> str:
+    """A name for the weights, equal for equal weights."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 # the table
@@ -117,9 +124,11 @@ CHANGED = {
     "reward.trajectory[].use": f"reward.trajectory=['{PLACES}:length']",
     "reward.trajectory[].arguments": f"reward.trajectory=[{{use: '{PLACES}:scaled', arguments: {{by: 2}}}}]",
     "reward.trajectory[].weight": f"reward.trajectory=[{{use: '{PLACES}:length', weight: 2}}]",
+    "reward.trajectory[].name": f"reward.trajectory=[{{use: '{PLACES}:length', name: short}}]",
     "reward.turns[].use": f"reward.turns=['{PLACES}:turn_length']",
     "reward.turns[].arguments": f"reward.turns=[{{use: '{PLACES}:turn_length', arguments: {{by: 2}}}}]",
     "reward.turns[].weight": f"reward.turns=[{{use: '{PLACES}:turn_length', weight: 2}}]",
+    "reward.turns[].name": f"reward.turns=[{{use: '{PLACES}:turn_length', name: short}}]",
     "reward.seconds": "reward.seconds=3",
     "credit.scale": "credit.scale=none",
     "loss_mask": "loss_mask=last_turn",
@@ -140,9 +149,11 @@ CHANGED = {
 
 BASES = {
     "reward.trajectory[].arguments": f"reward.trajectory=['{PLACES}:scaled']",
-    "reward.trajectory[].weight": f"reward.trajectory=['{PLACES}:length']",
+    **dict.fromkeys(
+        ("reward.trajectory[].weight", "reward.trajectory[].name"), f"reward.trajectory=['{PLACES}:length']"
+    ),
     "reward.turns[].arguments": f"reward.turns=['{PLACES}:turn_length']",
-    "reward.turns[].weight": f"reward.turns=['{PLACES}:turn_length']",
+    **dict.fromkeys(("reward.turns[].weight", "reward.turns[].name"), f"reward.turns=['{PLACES}:turn_length']"),
     "data.split": "data.limit=null",
 }
 """What it is compared with, where that is not the recipe as it is."""
@@ -223,12 +234,12 @@ def test_the_bounds_of_the_ratio_change_what_is_learnt(
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """What is learnt without the option, once for all of them: the rows and the model are the same in each test."""
-    known: dict[tuple[str, ...], str] = {}
+    known: dict[tuple[Any, ...], str] = {}
 
-    def of(recipe: Path, *options: str) -> str:
-        if options not in known:
-            known[options] = learnt(recipe, options, tmp_path_factory.mktemp("base") / "run")
-        return known[options]
+    def of(recipe: Path, *options: str, how: Callable[..., str] = learnt) -> str:
+        if (how, *options) not in known:
+            known[(how, *options)] = how(recipe, options, tmp_path_factory.mktemp("base") / "run")
+        return known[(how, *options)]
 
     return of
 
@@ -276,6 +287,79 @@ def test_checkpoints_are_as_many_as_the_recipe_says(
     run(recipe, options, tmp_path / "run")
     found = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert sorted(int("".join(filter(str.isdigit, name))) for name in found) == kept
+
+
+# fine-tuning
+
+
+@pytest.fixture
+def sft_recipe(model: Path, tmp_path: Path) -> Path:
+    """Six conversations of different lengths, the last of which does not fit into a context of 120 tokens."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": "x" * (5 * n + 1)}]}
+        for n in (1, 2, 3, 4, 5, 20)
+    ]
+    for name, part in (("train", rows), ("eval", rows[:3])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    options = {
+        "model": {"path": str(model)},
+        "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl")},
+        "limits": {"context": 120},
+        "sft": {"batch_rows": 3, "lr": 0.001},
+        "deterministic": True,
+    }
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def fine_tuned(recipe: Path, overrides: Sequence[str], out: Path) -> str:
+    """What the weights are at the end of `turnwise sft`."""
+    made = sft.assemble(load(recipe, [*overrides, f"output={out}"])[0])
+    asyncio.run(sft.fine_tune(made, SftReport(Console(quiet=True))))
+    return digest(made.policy.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "option",
+    [
+        "steps=1",
+        "epochs=2",
+        "batch_rows=2",
+        "lr=0.002",
+        "schedule=constant",
+        "warmup_steps=1",
+        "weight_decay=0.5",
+        "betas=[0.5, 0.5]",
+        "max_grad_norm=0.0001",
+        "loss_average=sequence",
+        "too_long=cut",
+    ],
+)
+def test_an_option_of_fine_tuning_changes_what_is_learnt(
+    option: str, sft_recipe: Path, tmp_path: Path, base: Callable[..., str]
+) -> None:
+    assert fine_tuned(sft_recipe, [f"sft.{option}"], tmp_path / "run") != base(sft_recipe, how=fine_tuned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "steps", "recorded"),
+    [
+        ("eval_every=0", [0, 2], (6, 3)),
+        ("eval_every=1", [0, 1, 2], (6, 3)),
+        ("eval_rows=1", [0, 2], (6, 1)),
+        ("record_rows=2", [0, 2], (2, 2)),
+    ],
+)
+def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
+    option: str, steps: list[int], recorded: tuple[int, int], sft_recipe: Path, tmp_path: Path
+) -> None:
+    fine_tuned(sft_recipe, [f"sft.{option}"], tmp_path / "run")
+    assert [one["step"] for one in read(tmp_path / "run" / "evaluations.jsonl")] == steps
+    names = ("trajectories.jsonl", "eval_trajectories.jsonl")
+    assert tuple(len(read(tmp_path / "run" / name)) for name in names) == recorded
 
 
 # what reaches the parts of a run
@@ -343,18 +427,33 @@ def test_the_threads_of_the_recipe_are_those_of_the_engine(threads: int, recipe:
     assert set(seen) == {threads}
 
 
-@pytest.mark.parametrize(("tokens", "passes"), [(1, 2), (100_000, 1)])
-def test_the_size_of_a_micro_batch_is_that_of_the_recipe(tokens: int, passes: int, recipe: Path, tmp_path: Path) -> None:
+def passes(model: Any, learn: Callable[[], Any]) -> int:
+    """Forward passes with a gradient."""
+    counted: list[bool] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda *_: counted.append(torch.is_grad_enabled()))
+    learn()
+    hook.remove()
+    return sum(counted)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 2), (100_000, 1)])
+def test_the_size_of_a_micro_batch_is_that_of_the_recipe(
+    tokens: int, expected: int, recipe: Path, tmp_path: Path
+) -> None:
     options = ["train.steps=1", "train.share_prompts=never", f"train.micro_batch_tokens={tokens}"]
     made = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
-    counted: list[int] = []
-    hook = made.policy.model.get_input_embeddings().register_forward_hook(
-        lambda *_: counted.append(torch.is_grad_enabled())
-    )
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, Report(Console(file=nowhere))))
-    hook.remove()
-    assert sum(counted) == passes
+    report = Report(Console(quiet=True))
+    assert passes(made.policy.model, lambda: asyncio.run(train(made, report))) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 3), (100_000, 1)])
+def test_the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe(
+    tokens: int, expected: int, sft_recipe: Path, tmp_path: Path
+) -> None:
+    options = ["sft.steps=1", f"sft.micro_batch_tokens={tokens}", "data.shuffle=false", f"output={tmp_path / 'run'}"]
+    made = sft.assemble(load(sft_recipe, options)[0])
+    report = SftReport(Console(quiet=True))
+    assert passes(made.policy.model, lambda: asyncio.run(sft.fine_tune(made, report))) == expected
 
 
 def test_verls_name_for_branch_is_branch(recipe: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
-from support.templates import COUNTS, NO_TOOLS, STRANGE_CALLS, THINKS
+from support.templates import GROWS, NO_TOOLS, STRANGE_CALLS, THINKS
 from turnwise.doctor.check import worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
@@ -39,10 +39,13 @@ def test_a_template_that_only_appends_is_told_so_for_each_kind_of_turn() -> None
 
 
 def test_a_template_that_changes_what_it_has_written_is_told_with_both_texts() -> None:
-    (user,) = continuing(renderer(COUNTS), ["user turns"])
+    (user,) = continuing(renderer(GROWS), ["user turns"])
     assert user.status == "fail"
-    assert user.text.startswith("single turn: the template writes '3 system\\nsystem-words")
-    assert "where it wrote '2 system\\nsystem-words" in user.text
+    assert user.text.startswith(
+        "retry by user: writes other words around the answers when the conversation goes on: not "
+    )
+    assert "not '\\n<|im_start|>user\\nonce-more<|im_end|>" in user.text
+    assert "but '|>\\n<|im_start|>user of many\\nonce-more<|im_end|>" in user.text
     assert "The conversation goes on with the tokens it has" in user.text
 
 
@@ -61,7 +64,10 @@ def test_what_becomes_of_thoughts_is_told_by_template_and_policy() -> None:
     assert thinking(plain, None).text == "the template knows of no thinking"
     told = thinking(thinks, None)
     assert told.status == "note"
-    assert "leaves earlier thoughts out at messages of user, so a server would: thinking=keep trains with them" in told.text
+    assert (
+        "leaves earlier thoughts out at messages of user, so a server would: thinking=keep trains with them"
+        in told.text
+    )
     assert thinking(thinks, "branch").text == (
         "thinking=branch: a new segment without earlier thoughts begins at messages of user"
     )
@@ -91,9 +97,7 @@ def test_branching_where_the_template_keeps_thoughts_is_refused() -> None:
 def test_stop_tokens_that_agree_are_named() -> None:
     found = stops(renderer(), GOOD)
     assert found.status == "ok"
-    assert found.text == (
-        "template '<|im_end|>' (2), tokenizer '<|im_end|>' (2), generation config '<|im_end|>' (2)"
-    )
+    assert found.text == ("template '<|im_end|>' (2), tokenizer '<|im_end|>' (2), generation config '<|im_end|>' (2)")
 
 
 def test_a_generation_config_that_would_run_on_is_told_with_the_fix() -> None:
@@ -111,7 +115,10 @@ def test_a_tokenizer_without_an_eos_token_is_told_with_the_one_to_take() -> None
 
 
 def test_a_template_that_ends_turns_with_none_of_the_stop_tokens_is_wrong() -> None:
-    tokenizer = byte_tokenizer("{% for m in messages %}[{{ m.role }}] {{ m.content }} END\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}")
+    tokenizer = byte_tokenizer(
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }} END\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
     found = stops(Renderer(tokenizer), GOOD)
     assert found.status == "fail"
     assert "the template closes a turn with ' END\\n', which is none of them, so a turn would never end" in found.text
@@ -121,7 +128,9 @@ def test_a_template_that_ends_turns_with_none_of_the_stop_tokens_is_wrong() -> N
 
 
 def test_a_tokenizer_that_is_larger_than_the_embedding_is_wrong() -> None:
-    assert vocabulary(renderer(), GOOD).text.startswith("259 tokens in 259 rows, padding '<|endoftext|>' (0), context 1,024")
+    assert vocabulary(renderer(), GOOD).text.startswith(
+        "259 tokens in 259 rows, padding '<|endoftext|>' (0), context 1,024"
+    )
     found = vocabulary(renderer(), Directory(eos=2, generation=[2], rows=200, context=None))
     assert found.status == "fail"
     assert "has the id 258" in found.text
@@ -172,7 +181,8 @@ def test_a_late_turn_costs_what_an_early_one_does() -> None:
     found = cost(renderer(), "keep")
     assert found.status == "ok"
     numbers = re.match(
-        r"40 turns: ([\d,]+) tokens encoded for ([\d,]+) kept \((0\.\d\d)\); turn 200 encodes (\d+), turn 5 (\d+)$", found.text
+        r"40 turns: ([\d,]+) tokens encoded for ([\d,]+) kept \((0\.\d\d)\); turn 200 encodes (\d+), turn 5 (\d+)$",
+        found.text,
     )
     assert numbers is not None
     # one token a byte: "Are you sure, for the 199. time?" has two digits more than "for the 4. time?"
@@ -193,7 +203,9 @@ def test_rewards_arrive_in_the_loss_whatever_becomes_of_the_segments() -> None:
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path: Path) -> None:
     found = family_renderer(path)
-    directory = Directory(eos=found.tokenizer.eos_token_id, generation=list(found.stop_token_ids), rows=None, context=None)
+    directory = Directory(
+        eos=found.tokenizer.eos_token_id, generation=list(found.stop_token_ids), rows=None, context=None
+    )
     turns = {one.name: one for one in continuing(found)}
     others = [
         features(found),

@@ -17,8 +17,10 @@ THINKS = (
 )
 """ChatML that leaves out what was thought before the last user message, as Qwen3 does."""
 
-COUNTS = CHATML.replace("<|im_start|>{{ message.role }}", "<|im_start|>{{ messages | length }} {{ message.role }}")
-"""Writes into every header how many messages there are: whatever follows changes all that stands."""
+GROWS = CHATML.replace(
+    "<|im_start|>{{ message.role }}", "<|im_start|>{{ message.role }}{{ ' of many' if messages | length > 4 else '' }}"
+)
+"""Writes other headers as soon as there are five messages, into what has been said before too."""
 
 NO_TOOLS = (
     "{%- for message in messages %}{% if message.role in ('system', 'user', 'assistant') %}"
@@ -27,7 +29,9 @@ NO_TOOLS = (
 )
 """Knows no tools, and leaves out messages of all roles but three."""
 
-STRANGE_CALLS = CHATML.replace('<tool_call>\n{"name": "', "CALL ").replace('", "arguments": ', " WITH ").replace(
-    "}\n</tool_call>", " END"
+STRANGE_CALLS = (
+    CHATML.replace('<tool_call>\n{"name": "', "CALL ")
+    .replace('", "arguments": ', " WITH ")
+    .replace("}\n</tool_call>", " END")
 )
 """Writes tool calls in a format that nobody reads."""

@@ -13,8 +13,8 @@ from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
-from turnwise.doctor.options import take_effect
-from turnwise.doctor.recipe import openings, rewards
+from turnwise.doctor.options import fine_tunes, take_effect
+from turnwise.doctor.recipe import conversations, openings, rewards
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.stops import generation_stops
@@ -81,6 +81,9 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
 
 
 def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterator[Check]:
+    if fine_tunes(config):
+        yield _tried("rows", lambda: conversations(config))
+        return
     try:
         rows = build.rows(config)
         held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []

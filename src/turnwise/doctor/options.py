@@ -14,13 +14,14 @@ from typing import Any, get_args, get_origin
 from turnwise import build
 from turnwise.config import Config, ScriptedEngine, Use, refuse_without_effect
 from turnwise.data.rows import Order
-from turnwise.doctor.check import Check
+from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.options import Part
+from turnwise.options import Part, changed
 from turnwise.rollout.rollout import new_group
+from turnwise.sft_recipe import refuse_sft_without_effect
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
-__all__ = ["EVIDENCE", "Named", "Proven", "Shown", "options_of", "schema", "take_effect"]
+__all__ = ["EVIDENCE", "Named", "Proven", "Shown", "fine_tunes", "options_of", "schema", "take_effect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,8 @@ _SERVERS = _tools("the_tools_of_mcp_servers_stand_beside_the_others")
 _CUT = _tools("long_answers_are_cut_as_the_recipe_says")
 _EVALUATIONS = _effects("evaluations_are_as_many_as_the_recipe_says")
 _CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
+_FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
+_MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
 
 EVIDENCE: Mapping[str, Evidence] = {
@@ -148,7 +151,9 @@ EVIDENCE: Mapping[str, Evidence] = {
     "data.eval_split": Shown(_held_out),
     **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system", "limit")},
     "data.shuffle": Shown(_streams),
-    "data.return_multi_modal_inputs": Proven("rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"),
+    "data.return_multi_modal_inputs": Proven(
+        "rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"
+    ),
     "environment": Named("who answers the model"),
     "tools[].use": Named("a tool"),
     "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
@@ -161,7 +166,9 @@ EVIDENCE: Mapping[str, Evidence] = {
     "tool_calls.tool_response_unit": _CUT,
     "engine.name": Named("the engine"),
     "engine.script": Named("the lines of the scripted engine"),
-    **{f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")},
+    **{
+        f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")
+    },
     "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
     **{f"sampling.{name}": _SAMPLING for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
     **{
@@ -172,7 +179,11 @@ EVIDENCE: Mapping[str, Evidence] = {
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
-    **{f"reward.{of}[].{name}": _REWARDS for of in ("trajectory", "turns") for name in ("use", "arguments", "weight")},
+    **{
+        f"reward.{of}[].{name}": _REWARDS
+        for of in ("trajectory", "turns")
+        for name in ("use", "arguments", "weight", "name")
+    },
     "reward.seconds": _REWARDS,
     "credit.name": Named("the estimator"),
     "credit.scale": Shown(_advantages),
@@ -189,6 +200,24 @@ EVIDENCE: Mapping[str, Evidence] = {
     **{f"eval.{name}": _EVALUATIONS for name in ("rows", "samples", "every")},
     "rollout.rows": Proven("test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
     "rollout.samples": Proven("test_cli.py::test_the_script_says_how_many_conversations_there_are"),
+    **{
+        f"sft.{name}": _FINE_TUNED
+        for name in (
+            "steps",
+            "epochs",
+            "batch_rows",
+            "lr",
+            "schedule",
+            "warmup_steps",
+            "weight_decay",
+            "betas",
+            "max_grad_norm",
+            "loss_average",
+            "too_long",
+        )
+    },
+    "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
+    **{f"sft.{name}": _MEASURED for name in ("eval_every", "eval_rows", "record_rows")},
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
     "concurrent": _REACHES,
     "output": Named("the run's directory"),
@@ -246,24 +275,35 @@ def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[t
 def take_effect(config: Config) -> Check:
     """Whether each option of the recipe does something, and how that is known."""
     name = "options"
-    if not isinstance(config.engine, ScriptedEngine):
-        try:
+    try:
+        if fine_tunes(config):
+            refuse_sft_without_effect(config)
+        elif not isinstance(config.engine, ScriptedEngine):
             refuse_without_effect(config)
-        except ConfigError as error:
-            return Check(name, "fail", str(error))
+    except ConfigError as error:
+        return wrong(name, error)
     kinds: dict[type[Any], list[str]] = {Shown: [], Proven: [], Named: []}
+    idle: list[str] = []
     for option, without in options_of(config).items():
         evidence = EVIDENCE.get(option)
         if evidence is None:
             return Check(name, "fail", f"nothing shows that {option} takes effect; please report it")
-        if isinstance(evidence, Shown) and without != config and _made(evidence, config) == _made(evidence, without):
-            return Check(name, "fail", f"{option} is accepted and changes nothing; please report it")
         kinds[type(evidence)].append(option)
+        if isinstance(evidence, Shown) and without != config and _made(evidence, config) == _made(evidence, without):
+            idle.append(option)
     told = (
-        f"{sum(map(len, kinds.values()))} are not at their defaults: {len(kinds[Shown])} change what is made of the recipe, "
+        f"{sum(map(len, kinds.values()))} are set: {len(kinds[Shown]) - len(idle)} change what is made of the recipe, "
         f"{len(kinds[Proven])} are proven by tests of turnwise, {len(kinds[Named])} say what or where something is"
     )
+    if idle:
+        # with these rows, or in so few steps: a limit that nothing reaches, a system prompt where all rows have one
+        return Check(name, "note", f"{told}; it makes no difference here to leave out {', '.join(idle)}")
     return Check(name, "ok", told)
+
+
+def fine_tunes(config: Config) -> bool:
+    """Whether the recipe is one for `turnwise sft`: it sets an option of that command."""
+    return bool(changed(config.sft))
 
 
 def _made(evidence: Shown, config: Config) -> Any:

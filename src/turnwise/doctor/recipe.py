@@ -10,18 +10,19 @@ from typing import Any
 
 from turnwise import build
 from turnwise.config import Config, ScriptedEngine
-from turnwise.doctor.check import Check
+from turnwise.data.conversations import read_conversations
+from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
-from turnwise.errors import TurnwiseError
+from turnwise.errors import DataError, TurnwiseError
 from turnwise.metrics import failures
 from turnwise.rollout.media import has_media, ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
-__all__ = ["openings", "rewards"]
+__all__ = ["conversations", "openings", "rewards"]
 
 _OPENED, _READY = 256, 4
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
@@ -39,8 +40,23 @@ def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
         try:
             renderer.opening(row.messages)
         except TurnwiseError as error:
-            return Check("rows", "fail", f"row {row.id!r}: {error}")
+            return wrong("rows", DataError(f"row {row.id!r}: {error}"))
     return Check("rows", "ok", f"the template takes the messages of {min(len(rows), _OPENED)} of {len(rows)} rows")
+
+
+def conversations(config: Config) -> Check:
+    """Whether the conversations of a recipe for `turnwise sft` can be read.
+
+    Raises TurnwiseError with the row and what is wrong with it.
+    """
+    data = config.data
+    sources = [(data.train, data.split)] + ([(data.eval, data.eval_split)] if data.eval is not None else [])
+    counts = [
+        len(read_conversations(source, columns=data.columns, split=split, subset=data.subset, limit=data.limit))
+        for source, split in sources
+    ]
+    told = " and ".join(f"{count:,}" for count in counts)
+    return Check("rows", "ok", f"{told} conversations to learn from; `turnwise sft` says which do not fit the template")
 
 
 def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,11 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
     writes_calls = renderer.template.call_shape is not None
     findings = [examine(renderer, one) for one in scenarios if one.name != "user after tools" or writes_calls]
     wrong = [found for found in findings if found.refused or (found.differs and not found.harmless)]
-    fails = [f"{one.scenario}: {_told(one)}" for one in wrong if one.scenario not in _OPTIONAL]
+    fails = _each(one for one in wrong if one.scenario not in _OPTIONAL)
     if fails:
         what = "; ".join(fails)
         return Check(name, "fail", f"{what}. {_GOES_ON}")
-    notes = [f"{one.scenario}: {_told(one)}" for one in wrong]
+    notes = _each(wrong)
     # what the model itself has the say in is told once: it is the same in all of them
     notes += [f"{_told(one)}; what the model sampled stays as it is" for one in findings if one.harmless][:1]
     if shapes := sorted({shape for one in findings for shape in one.handed}):
@@ -80,6 +80,14 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
     kept, encoded = sum(one.kept for one in findings), sum(one.encoded for one in findings)
     held = "a conversation" if len(findings) == 1 else f"{len(findings)} conversations"
     return Check(name, "ok", f"append-only in {held} ({encoded} of {kept} tokens are context)")
+
+
+def _each(findings: Iterable[Finding]) -> list[str]:
+    """What is wrong with them, that which several have in common once."""
+    found: dict[str, list[str]] = {}
+    for one in findings:
+        found.setdefault(_told(one), []).append(one.scenario)
+    return [f"{' and '.join(scenarios)}: {told}" for told, scenarios in found.items()]
 
 
 def _told(found: Finding) -> str:

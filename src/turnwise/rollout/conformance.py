@@ -194,7 +194,7 @@ class _Held:
             piece = self._renderer.bridge(self._renderer.stop_token_ids[0], answers, again=again)
             text = decode(piece.token_ids)
             raise TemplateError(
-                f"writes other words around the answers when the conversation goes on: not {text[:_SHOWN]!r}"
+                f"writes other words around the answers when the conversation goes on: {self._instead(text, answers)}"
             )
         other, order, end, piece, written = min(found, key=lambda one: one[:3])
         stop = self._renderer.stop_token_ids[order]
@@ -208,6 +208,19 @@ class _Held:
             self._cue_differs(text, written, end)
         self._take(piece, written)
         return piece
+
+    def _instead(self, text: str, answers: Sequence[Message]) -> str:
+        """The text that was expected, and what stands there in the one pass: from where they differ, laid over the answer."""
+        content = str(answers[0].get("content"))
+        place, own = self.whole.find(content, self._at), text.find(content)
+        if place < 0 or own < 0:
+            return f"not {text[:_SHOWN]!r}"
+        if not self.whole[:place].endswith(text[:own]):
+            return f"not {text[:_SHOWN]!r} but {self.whole[max(self._at, place - own - 10) :][:_SHOWN]!r}"
+        after, written = text[own:], self.whole[place:]
+        same = next((n for n, (a, b) in enumerate(zip(after, written + "\0" * len(after), strict=False)) if a != b), 0)
+        start = max(0, same - len(content))
+        return f"not {after[start:][:_SHOWN]!r} but {written[start:][:_SHOWN]!r}"
 
     def last(self) -> None:
         """The model's last turn, up to its stop token."""

@@ -1,0 +1,93 @@
+"""Write the two reports of docs/doctor.md: that of a good model, and that of one with everything wrong.
+
+The bad one is the demo's model with another template and another generation config.
+
+python scripts/doctor_page.py            # rewrite the page
+python scripts/doctor_page.py --check    # exit 1 if it is out of date; how large rounding differences are may differ
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from turnwise.doctor.check import show
+from turnwise.doctor.examine import examine
+from turnwise.recipe import load
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "doctor.md"
+MODEL, RECIPE = ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
+END = "<!-- end of report -->"
+OVERRIDES = ["thinking=branch", "train.clip_high=0.3", "data.limit=64"]
+"""What the bad model's recipe says beside what the demo's does."""
+
+
+def spoil(path: Path) -> Path:
+    """A copy of the demo's model whose template and generation config are wrong."""
+    shutil.copytree(MODEL, path)
+    template = path / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8")
+    grown = text.replace("message.role + '\\n'", "message.role + (' again' if messages | length > 4 else '') + '\\n'")
+    grown = grown.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
+    if grown.count("again") != 1 or "<tool_call>" in grown:
+        raise SystemExit("the demo's template has changed: spoil it in another way")
+    template.write_text(grown, encoding="utf-8")
+    config = path / "generation_config.json"
+    said = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**said, "eos_token_id": 0}), encoding="utf-8")
+    return path
+
+
+def report(model: Path, overrides: list[str] | None) -> str:
+    """What `turnwise doctor` prints; without overrides there is no recipe."""
+    config = None
+    if overrides is not None:
+        files = [
+            f"data.{name}={ROOT / 'demo' / file}"
+            for name, file in (("train", "train.jsonl"), ("eval", "heldout.jsonl"))
+        ]
+        config, _ = load(RECIPE, [f"model.path={model}", *files, *overrides])
+    out = io.StringIO()
+    show(examine(str(model), config, weights="auto" if overrides is None else "never"), Console(file=out, width=120))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def pages() -> dict[str, str]:
+    """The reports, by the mark that they stand behind."""
+    with tempfile.TemporaryDirectory() as place:
+        bad = spoil(Path(place) / "bad")
+        return {
+            "<!-- good: made by scripts/doctor_page.py -->": report(MODEL, None).replace(str(MODEL), "demo/model"),
+            "<!-- bad: made by scripts/doctor_page.py -->": report(bad, OVERRIDES).replace(str(bad), "bad"),
+        }
+
+
+def comparable(text: str) -> str:
+    """Without what rounding has a say in: the sizes of differences, and which tokens were drawn."""
+    return re.sub(r"\d\.\de-\d+|\d+ tokens of 6 conversations", "~", text)
+
+
+def main() -> int:
+    """Rewrite or check the page."""
+    page = fresh = PAGE.read_text(encoding="utf-8")
+    for mark, text in pages().items():
+        before, found, rest = fresh.partition(mark)
+        assert found, f"{mark} is missing"
+        _, _, after = rest.partition(END)
+        fresh = f"{before}{mark}\n\n```text\n{text}\n```\n\n{END}{after}"
+    if "--check" in sys.argv:
+        return int(comparable(fresh) != comparable(page))
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

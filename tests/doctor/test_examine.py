@@ -1,0 +1,359 @@
+"""`turnwise doctor`, from the words typed to the exit status; models and recipes with one thing wrong each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support import CHATML, byte_tokenizer
+from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
+from support.tiny import save_model, save_rows
+from turnwise.cli import main
+from turnwise.doctor.check import Check
+from turnwise.doctor.examine import examine
+from turnwise.recipe import load
+
+PLACES = Path(__file__).parent.parent / "support" / "places.py"
+OF_A_MODEL = [
+    "template",
+    "tool turns",
+    "user turns",
+    "system turns",
+    "thinking",
+    "stop tokens",
+    "tool calls",
+    "vocabulary",
+    "mask",
+    "cost",
+    "credit",
+    "log-probs",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "copy"))
+
+
+def write_recipe(path: Path, rows: Path | None = None, **more: Any) -> Path:
+    options = {
+        "data": {"train": str(rows or save_rows(path / "rows.jsonl", 3))},
+        "environment": f"{PLACES}:low_bytes",
+        "train": {"rows": 2, "group": 2},
+        **more,
+    }
+    (path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    return path / "recipe.yaml"
+
+
+def asked(model: Path | str, recipe: Path | None = None, *overrides: str, **options: Any) -> dict[str, Check]:
+    config = None if recipe is None else load(recipe, [f"model.path={model}", *overrides])[0]
+    return {one.name: one for one in examine(str(model), config, **options)}
+
+
+def only_failure(checks: dict[str, Check]) -> str:
+    (wrong,) = [one for one in checks.values() if one.status == "fail"]
+    return wrong.text
+
+
+# the command
+
+
+def test_a_good_model_is_told_so_on_a_page(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(model)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 25
+    told = [line for line in lines if not line.startswith(" ")]
+    assert [line[6:20].strip() for line in told[:-1]] == OF_A_MODEL
+    assert told[-1].endswith(" to know, 0 wrong")
+    assert told[-1].startswith("right for training: ")
+    assert [line[6:20].strip() for line in lines if line.startswith(" ")] == ["context", "turn 0", "context", "turn 1"]
+
+
+def test_a_recipe_adds_what_it_does_with_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path)
+    assert main(["doctor", str(model), "--recipe", str(recipe), "loss_mask=last_turn", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["checks"]] == ["options", *OF_A_MODEL, "rows", "rewards"]
+    assert (found["model"], found["status"]) == (str(model), "note" if "note" in str(found["checks"]) else "ok")
+    (mask,) = [one for one in found["checks"] if one["name"] == "mask"]
+    assert [(run["turn"], run["weight"]) for run in mask["runs"]] == [(-1, 0.0), (0, 0.0), (-1, 0.0), (1, 1.0)]
+
+
+def test_the_exit_status_is_1_where_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("fail  model  the directory ")
+    assert out.endswith("not right for training: 0 ok, 0 to know, 1 wrong\n")
+
+
+def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(model), "train.lr=1"]) == 1
+    assert "train.lr=1 is an option of a recipe, and there is none: add --recipe FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no recipe"),
+        ("- a\n- b\n", "must hold a mapping of options; it holds a list"),
+        ("train: {lr: [", "is not YAML"),
+        ("\x89PNG", "is not YAML"),
+        ("data: {train: x}\ntrain: {lrr: 1}\n", "there is no option train.lrr; did you mean 'lr'?"),
+    ],
+)
+def test_a_recipe_that_is_none_is_told(
+    text: str | None, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    if text is not None:
+        recipe.write_text(text, encoding="latin-1")
+    assert main(["doctor", str(model), "--recipe", str(recipe)]) == 1
+    assert message in capsys.readouterr().err
+
+
+# models with one thing wrong
+
+
+def tokenizer(template: str | None, **tokens: Any) -> Callable[[Path], None]:
+    def save(path: Path) -> None:
+        made = byte_tokenizer(template)
+        for name, value in tokens.items():
+            setattr(made, name, value)
+        shutil.rmtree(path)
+        made.save_pretrained(path)
+
+    return save
+
+
+def overwrite(name: str, text: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_text(text) and None
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "value", "rule", "fix"),
+    [
+        (shutil.rmtree, "there is no model directory /", "must be a directory", "as save_pretrained writes it"),
+        (
+            lambda path: [file.unlink() for file in path.iterdir()],
+            "/copy' has no tokenizer",
+            "must be a directory",
+            "as save_pretrained writes it",
+        ),
+        (
+            tokenizer(None),
+            "/copy has no chat template",
+            "cannot be turned into tokens",
+            "Put a chat_template.jinja into",
+        ),
+        (
+            tokenizer("{% for m in messages %}{{ m.content }"),
+            "in line 1",
+            "is no valid Jinja",
+            "copy/chat_template.jinja",
+        ),
+        (tokenizer(PLAIN, eos_token=None), "closes a turn with '\\n'", "no special token", "Set eos_token"),
+        (overwrite("tokenizer.json", "{"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
+        (overwrite("tokenizer.json", "{}"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
+        (
+            overwrite("tokenizer_config.json", "["),
+            "/copy'",
+            "no tokenizer could be loaded",
+            "must be a model directory",
+        ),
+        (overwrite("config.json", "[]"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
+        (
+            overwrite("generation_config.json", "{"),
+            "generation_config.json",
+            "cannot be read",
+            "Correct it, or remove it",
+        ),
+        (overwrite("model.safetensors", "x" * 99), "/copy'", "no model could be loaded", "must be a model directory"),
+    ],
+    ids=[
+        "no directory",
+        "empty",
+        "no template",
+        "syntax",
+        "no eos",
+        "tokenizer cut short",
+        "tokenizer empty",
+        "tokenizer config",
+        "config",
+        "generation config",
+        "weights",
+    ],
+)
+def test_a_model_that_is_none_is_told_with_value_rule_and_fix(
+    spoil: Callable[[Path], None], value: str, rule: str, fix: str, copy: Path
+) -> None:
+    spoil(copy)
+    message = only_failure(asked(copy))
+    assert value in message
+    assert rule in message
+    assert fix in message
+    assert "\n" not in message
+
+
+def test_a_file_in_place_of_a_directory_is_told(copy: Path) -> None:
+    assert "there is no model directory" in only_failure(asked(copy / "config.json"))
+
+
+def test_a_tokenizer_that_is_not_the_models_own_is_wrong(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    checks = asked(copy, weights="never")
+    assert "and the model's embedding has 100 rows" in only_failure(checks)
+    assert checks["log-probs"].text == "left out, as you asked for"
+
+
+def test_without_weights_the_rest_is_asked_all_the_same(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    checks = asked(copy)
+    assert list(checks) == OF_A_MODEL
+    assert checks["log-probs"].status == "note"
+    assert checks["log-probs"].text == f"left out: there are no weights in {copy}"
+    assert only_failure(asked(copy, weights="always")).startswith(f"there are no weights in {copy}: ")
+
+
+# the model with its weights
+
+
+def test_trainer_engine_and_a_plain_pass_agree_at_step_0(model: Path) -> None:
+    found = asked(model)["log-probs"]
+    assert found.status == "ok"
+    assert "tokens of 6 conversations" in found.text
+    assert found.text.endswith("(float32: at most 0.001)")
+
+
+def test_they_agree_with_filters_too(model: Path, tmp_path: Path) -> None:
+    filters = ["sampling.temperature=0.7", "sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.01"]
+    assert asked(model, write_recipe(tmp_path), *filters)["log-probs"].status == "ok"
+
+
+def test_a_model_that_computes_something_else_each_time_is_found_out() -> None:
+    from support.conversations import RENDERER
+    from support.tiny import tiny_model
+    from turnwise.doctor.weights import round_trip
+    from turnwise.types import Sampling
+
+    assert round_trip(tiny_model(attention_dropout=0.5), RENDERER, Sampling()).status == "ok"
+    found = round_trip(tiny_model(attention_dropout=0.5).train(), RENDERER, Sampling())
+    assert found.status == "fail"
+    assert "What is learnt would not be what was sampled" in found.text
+
+
+# recipes with one thing wrong
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "message"),
+    [
+        ([{"role": "wizard", "content": "x"}], NO_TOOLS, "'wizard' is a role that it does not know: use system, user,"),
+        ([{"role": "user", "content": [{"type": "smell", "smell": "rose"}]}], CHATML, "smell"),
+        ([{"role": "user", "content": 7}], CHATML, "is a int; it must be a text"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "rows.jsonl"}]}],
+            CHATML,
+            "cannot be read as an image",
+        ),
+    ],
+    ids=["role", "part", "content", "image"],
+)
+def test_messages_that_the_template_does_not_take_are_told_with_their_row(
+    messages: list[dict[str, Any]], template: str, message: str, copy: Path, tmp_path: Path
+) -> None:
+    byte_tokenizer(template).save_pretrained(copy)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
+    found = asked(copy, write_recipe(tmp_path, tmp_path / "rows.jsonl"), weights="never")["rows"]
+    assert found.status == "fail"
+    assert message in found.text
+    assert "row" in found.text
+
+
+@pytest.mark.parametrize(
+    ("template", "override", "check", "message"),
+    [
+        (CHATML, "thinking=branch", "thinking", "thinking=branch has no effect"),
+        (CHATML, "thinking=strip_at_user", "thinking", "thinking=strip_at_user has no effect"),
+        (
+            STRANGE_CALLS,
+            "tools=[turnwise.environments.calculator:calculator]",
+            "tool calls",
+            "in a format that cannot be read back",
+        ),
+        (CHATML, "train.clip_high=0.3", "options", "have no effect with one optimizer step a batch"),
+        (CHATML, "sft.lr=0.1", "options", "environment="),
+        (CHATML, "environment=nowhere.py:x", "rewards", "environment: there is no file"),
+        (CHATML, f"environment={PLACES}:always_raises", "rewards", "no luck today"),
+        (CHATML, "data.train=nowhere.jsonl", "rows", "nowhere.jsonl"),
+        (CHATML, "data.return_multi_modal_inputs=true", "rows", "has no effect: no row holds an image"),
+        (CHATML, "loss_mask=nowhere.py:x", "mask", "loss_mask: there is no file"),
+    ],
+)
+def test_what_a_recipe_cannot_have_of_this_model_is_told(
+    template: str, override: str, check: str, message: str, copy: Path, tmp_path: Path
+) -> None:
+    byte_tokenizer(template).save_pretrained(copy)
+    found = asked(copy, write_recipe(tmp_path), override, weights="never")[check]
+    assert found.status == "fail"
+    assert message in found.text
+
+
+def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_path: Path) -> None:
+    byte_tokenizer(THINKS).save_pretrained(copy)
+    for policy in ("branch", "strip_at_user"):
+        checks = asked(copy, write_recipe(tmp_path), f"thinking={policy}")
+        assert [one.text for one in checks.values() if one.status == "fail"] == []
+        assert checks["thinking"].text.startswith(f"thinking={policy}: ")
+
+
+def test_an_option_that_makes_no_difference_is_told_and_is_no_failure(model: Path, tmp_path: Path) -> None:
+    found = asked(model, write_recipe(tmp_path), "data.limit=1000", weights="never")["options"]
+    assert found.status == "note"
+    assert found.text.endswith("it makes no difference here to leave out data.limit")
+
+
+def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, reward={"trajectory": [{"use": f"{PLACES}:length", "weight": 0.5}]})
+    for options in ({"weights": "never"}, {}):
+        for override in ("train.loss_average=sequence", "loss_mask=last_turn"):
+            found = asked(model, recipe, override, **options)["rewards"]
+            assert found.status == "ok", found.text
+            assert found.text.startswith("4 conversations, rewards -")
+            assert found.text.endswith("(the conversations were scripted)") == bool(options)
+
+
+def test_conversations_that_break_are_told_beside_those_that_do_not(model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, environment=f"{PLACES}:raises_now_and_then")
+    found = asked(model, recipe, weights="never")["rewards"]
+    assert found.status == "note"
+    assert "2 more broke: " in found.text
+    assert "row 1 does not suit me" in found.text
+
+
+def test_a_recipe_for_fine_tuning_is_held_against_that_command(model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "said.jsonl"
+    said = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(3)))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": str(rows)}, "sft": {"lr": 0.1}}))
+    checks = asked(model, tmp_path / "recipe.yaml", weights="never")
+    assert checks["options"].status == "ok", checks["options"].text
+    assert checks["rows"].text.startswith("3 conversations to learn from")
+    assert "rewards" not in checks

@@ -1,0 +1,100 @@
+"""What a run looks at before it begins: refused in both commands, or told once among the notes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from support import CHATML, byte_tokenizer
+from support.templates import GROWS, STRANGE_CALLS, THINKS
+from support.tiny import save_model, save_rows
+from turnwise.collect import collect
+from turnwise.config import Config
+from turnwise.doctor.preflight import preflight
+from turnwise.errors import TemplateError
+from turnwise.recipe import load
+from turnwise.rollout.renderer import Renderer
+from turnwise.train import assemble
+
+CALCULATOR = "tools=[turnwise.environments.calculator:calculator]"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny model with each of the templates."""
+    found: dict[str, Path] = {}
+    for name, template in (("plain", CHATML), ("thinks", THINKS), ("strange", STRANGE_CALLS), ("grows", GROWS)):
+        found[name] = save_model(tmp_path_factory.mktemp(name))
+        byte_tokenizer(template).save_pretrained(found[name])
+    return found
+
+
+def recipe(path: Path, model: Path, *overrides: str) -> Config:
+    options: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(path / "rows.jsonl", 2))},
+        "train": {"rows": 1, "group": 2, "steps": 1},
+        "output": str(path / "run"),
+    }
+    (path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    return load(path / "recipe.yaml", overrides)[0]
+
+
+def started(command: str, config: Config, out: Path) -> None:
+    """As `turnwise train` and `turnwise rollout` begin."""
+    if command == "train":
+        assemble(config)
+    else:
+        asyncio.run(collect(config, out, Console(quiet=True)))
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+@pytest.mark.parametrize(
+    ("model", "override", "message"),
+    [
+        ("plain", "thinking=branch", "thinking=branch has no effect: .* knows of no thinking, .*Remove it"),
+        ("plain", "thinking=strip_at_user", "thinking=strip_at_user has no effect: .* knows of no thinking"),
+        ("plain", "use_inference_chat_template=true", "thinking=branch has no effect"),
+        ("strange", CALCULATOR, "in a format that cannot be read back.*Name the format"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_computed(
+    command: str, model: str, override: str, message: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(TemplateError, match=message):
+        started(command, recipe(tmp_path, models[model], override), tmp_path / "out")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_format_that_is_named_is_taken(models: dict[str, Path], tmp_path: Path) -> None:
+    config = recipe(tmp_path, models["strange"], CALCULATOR, "tool_format=hermes")
+    assert assemble(config).table.renderer.tool_format.name == "hermes"
+
+
+def test_what_one_should_know_is_among_the_notes_once(models: dict[str, Path], tmp_path: Path) -> None:
+    notes = assemble(recipe(tmp_path, models["thinks"])).notes
+    (told,) = [one for one in notes if "thoughts" in one]
+    assert told.startswith("thinking: the template leaves earlier thoughts out at messages of user")
+    notes = assemble(recipe(tmp_path, models["grows"], "replace=true")).notes
+    assert [one.partition(":")[0] for one in notes if "former run" not in one] == ["user turns"]
+    assert assemble(recipe(tmp_path, models["plain"], f"output={tmp_path / 'other'}")).notes == []
+
+
+def test_a_policy_that_is_declared_is_no_news(models: dict[str, Path], tmp_path: Path) -> None:
+    assert assemble(recipe(tmp_path, models["thinks"], "thinking=branch")).notes == []
+
+
+def test_where_nothing_goes_on_nothing_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    assert assemble(recipe(tmp_path, models["grows"], "limits.turns=1")).notes == []
+
+
+def test_turns_of_tools_are_of_interest_only_where_there_are_tools(models: dict[str, Path], tmp_path: Path) -> None:
+    renderer = Renderer.from_pretrained(models["grows"])
+    without, with_tools = (recipe(tmp_path, models["grows"], *more) for more in ((), (CALCULATOR,)))
+    assert [one.partition(":")[0] for one in preflight(without, renderer)] == ["user turns"]
+    assert [one.partition(":")[0] for one in preflight(with_tools, renderer)] == ["tool turns", "user turns"]
