@@ -14,10 +14,16 @@ import yaml
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
 from support.tiny import save_model, save_rows
+from turnwise import build
 from turnwise.cli import main
+from turnwise.config import Use
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
+from turnwise.doctor.options import take_effect
+from turnwise.doctor.recipe import conversations, openings
+from turnwise.errors import DataError
 from turnwise.recipe import load
+from turnwise.rollout.renderer import Renderer
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 OF_A_MODEL = [
@@ -215,6 +221,7 @@ def test_a_file_in_place_of_a_directory_is_told(copy: Path) -> None:
     assert "there is no model directory" in only_failure(asked(copy / "config.json"))
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_not_the_models_own_is_wrong(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
@@ -242,6 +249,7 @@ def test_trainer_engine_and_a_plain_pass_agree_at_step_0(model: Path) -> None:
     assert found.text.endswith("(float32: at most 0.001)")
 
 
+@pytest.mark.slow
 def test_they_agree_with_filters_too(model: Path, tmp_path: Path) -> None:
     filters = ["sampling.temperature=0.7", "sampling.top_k=20", "sampling.top_p=0.9", "sampling.min_p=0.01"]
     assert asked(model, write_recipe(tmp_path), *filters)["log-probs"].status == "ok"
@@ -281,12 +289,16 @@ def test_messages_that_the_template_does_not_take_are_told_with_their_row(
 ) -> None:
     byte_tokenizer(template).save_pretrained(copy)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
-    found = asked(copy, write_recipe(tmp_path, tmp_path / "rows.jsonl"), weights="never")["rows"]
-    assert found.status == "fail"
-    assert message in found.text
-    assert "row" in found.text
+    config, _ = load(write_recipe(tmp_path, tmp_path / "rows.jsonl"), [f"model.path={copy}"])
+    try:
+        text = openings(config, build.rows(config), Renderer.from_pretrained(copy)).text
+    except DataError as error:  # the file itself is refused
+        text = str(error)
+    assert message in text
+    assert "row '1'" in text or "rows.jsonl:1" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "override", "check", "message"),
     [
@@ -316,6 +328,7 @@ def test_what_a_recipe_cannot_have_of_this_model_is_told(
     assert message in found.text
 
 
+@pytest.mark.slow
 def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_path: Path) -> None:
     byte_tokenizer(THINKS).save_pretrained(copy)
     for policy in ("branch", "strip_at_user"):
@@ -325,11 +338,12 @@ def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_p
 
 
 def test_an_option_that_makes_no_difference_is_told_and_is_no_failure(model: Path, tmp_path: Path) -> None:
-    found = asked(model, write_recipe(tmp_path), "data.limit=1000", weights="never")["options"]
+    found = take_effect(load(write_recipe(tmp_path), ["data.limit=1000", f"model.path={model}"])[0])
     assert found.status == "note"
     assert found.text.endswith("it makes no difference here to leave out data.limit")
 
 
+@pytest.mark.slow
 def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, reward={"trajectory": [{"use": f"{PLACES}:length", "weight": 0.5}]})
     for options in ({"weights": "never"}, {}):
@@ -340,6 +354,7 @@ def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: P
             assert found.text.endswith("(the conversations were scripted)") == bool(options)
 
 
+@pytest.mark.slow
 def test_conversations_that_break_are_told_beside_those_that_do_not(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, environment=f"{PLACES}:raises_now_and_then")
     found = asked(model, recipe, weights="never")["rewards"]
@@ -353,7 +368,8 @@ def test_a_recipe_for_fine_tuning_is_held_against_that_command(model: Path, tmp_
     said = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     rows.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(3)))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": str(rows)}, "sft": {"lr": 0.1}}))
-    checks = asked(model, tmp_path / "recipe.yaml", weights="never")
-    assert checks["options"].status == "ok", checks["options"].text
-    assert checks["rows"].text.startswith("3 conversations to learn from")
-    assert "rewards" not in checks
+    config, _ = load(tmp_path / "recipe.yaml", [f"model.path={model}"])
+    assert take_effect(config).text.startswith("3 are set: ")
+    assert conversations(config).text.startswith("3 conversations to learn from")
+    found = take_effect(config.model_copy(update={"environment": Use(use="x.py:y")}))
+    assert found.text.startswith("environment=x.py:y has no effect in fine-tuning")

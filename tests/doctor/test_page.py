@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 def test_the_reports_in_the_documentation_are_those_of_the_doctor() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "doctor_page.py"))
     page, comparable = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"), script["comparable"]
