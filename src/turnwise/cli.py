@@ -1,4 +1,4 @@
-"""The command line: `turnwise train`, `sft`, `rollout`, `show`, `doctor` and `retrieval`."""
+"""The command line: `turnwise train`, `sft`, `rollout`, `show`, `doctor`, `convert` and `retrieval`."""
 
 from __future__ import annotations
 
