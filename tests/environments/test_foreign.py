@@ -191,7 +191,7 @@ def test_eight_sync_interactions_wait_together() -> None:
     started = time.perf_counter()
     trajectories = hold_all(Says("a", "b"), lambda: blocks(seconds=0.2), size=8)
     assert [one.stop for one in trajectories] == ["done"] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 def test_eight_conversations_with_a_sync_tool_wait_together() -> None:
@@ -203,7 +203,7 @@ def test_eight_conversations_with_a_sync_tool_wait_together() -> None:
     started = time.perf_counter()
     trajectories = hold_all(Says(call("sleepy"), "b"), lambda: Tools([sleepy]), size=8)
     assert [one.turns[0].outcomes[0].content for one in trajectories] == ["slept"] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 # the last word

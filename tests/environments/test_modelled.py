@@ -224,7 +224,7 @@ def test_a_function_gives_the_user_a_voice_beside_the_event_loop() -> None:
     started = time.perf_counter()
     trajectories = hold_all(Says("a"), lambda: ModelledUser(speaker=user, system="s"), size=8)
     assert [one.messages[-1]["content"] for one in trajectories] == ["You said a"] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 @pytest.mark.parametrize(

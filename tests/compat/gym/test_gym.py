@@ -361,7 +361,7 @@ def test_eight_games_wait_together() -> None:
     started = time.perf_counter()
     trajectories = hold_all(Says("7"), make, row=a_row(options={"secret": 7}), size=8)
     assert [one.turns[0].reward for one in trajectories] == [1.0] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 def test_tools_stand_in_front_of_a_game() -> None:

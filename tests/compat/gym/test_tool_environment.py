@@ -202,7 +202,7 @@ def test_eight_of_them_wait_together() -> None:
     make = ToolEnvironments(Answers, arguments={"answer": slow})
     started = time.perf_counter()
     assert [one.stop for one in hold_all(Says("go"), make, size=8)] == ["done"] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 @pytest.mark.parametrize(

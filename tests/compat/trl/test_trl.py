@@ -353,7 +353,7 @@ def test_eight_conversations_wait_together() -> None:
     started = time.perf_counter()
     trajectories = hold_all(Says(call("wait"), "b"), make, size=8)
     assert [told(one) for one in trajectories] == [["done"]] * 8
-    assert 0.2 <= time.perf_counter() - started < 0.8
+    assert 0.2 <= time.perf_counter() - started < 1.2
 
 
 def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path: Path) -> None:
