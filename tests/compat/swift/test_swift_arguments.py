@@ -293,6 +293,15 @@ def test_the_tables_name_options_that_there_are() -> None:
     assert set(ALIASES.values()) & LISTS == {"external_plugins", "stop_words"}
 
 
+def test_a_reward_of_ms_swift_that_is_not_here_is_told_unless_a_plugin_has_one(tmp_path: Path) -> None:
+    (tmp_path / "with.py").write_text("orms['cosine'] = Mine\n")
+    (tmp_path / "without.py").write_text("orms['other'] = Mine\n")
+    for file, kept in (("with.py", ["cosine", "accuracy"]), ("without.py", ["accuracy"])):
+        found = converted(FULL + f"--reward_funcs cosine accuracy --external_plugins {tmp_path / file}")
+        assert [use["name"] for use in found.recipe["reward"]["trajectory"]] == kept
+        assert ("reward_funcs" in left(found)) is (len(kept) == 1)
+
+
 def test_the_page_names_every_argument_that_is_known() -> None:
     page = (Path(__file__).parents[3] / "docs" / "swift.md").read_text()
     assert [key for key in (*OPTIONS, *CHOICES, *FIXED, *COMPUTED) if f"`{key}`" not in page] == []

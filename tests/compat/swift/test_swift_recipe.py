@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from turnwise.build import environment_factory
 from turnwise.cli import main
+from turnwise.config import refuse_without_effect
+from turnwise.recipe import load
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,7 +29,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_the_recipe_takes_two_steps_with_the_plugin_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=8"]
+    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=2"]
     assert main(["train", "recipes/swift_scheduler.yaml", *small, f"output={out}"]) == 0
     metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert [one["step"] for one in metrics] == [1, 2]
@@ -46,7 +49,8 @@ def test_the_recipe_takes_two_steps_with_the_plugin_as_it_is(tmp_path: Path) -> 
     assert any("tool" in [message["role"] for message in one["messages"]] for one in conversations)
 
 
-def test_a_script_is_converted_into_a_recipe_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def converted(tmp_path: Path) -> Path:
+    """The recipe of a script for the tiny model and the plugin."""
     (tmp_path / "run.sh").write_text(
         "swift rollout --model demo/model --multi_turn_scheduler calculator_scheduler --max_turns 4 \\\n"
         "    --external_plugins recipes/plugins/swift_calculator.py\n"
@@ -58,10 +62,25 @@ def test_a_script_is_converted_into_a_recipe_that_trains(tmp_path: Path, capsys:
     )
     recipe = tmp_path / "recipe.yaml"
     assert main(["convert", "--from", "swift", str(tmp_path / "run.sh"), "--out", str(recipe)]) == 0
+    return recipe
+
+
+def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, notes = load(converted(tmp_path))
+    refuse_without_effect(config)
+    assert notes == []
+    assert environment_factory(config)() is not None
+    assert (config.train.steps, config.train.rows, config.train.group, config.limits.turns) == (1, 2, 2, 4)
     told = capsys.readouterr().out
     assert "left out: deepspeed='zero2': about memory and devices" in told
     assert "CHANGES THE TRAINING" not in told
-    assert main(["train", str(recipe)]) == 0
+
+
+@pytest.mark.slow
+def test_a_converted_recipe_trains(tmp_path: Path) -> None:
+    assert main(["train", str(converted(tmp_path))]) == 0
     (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert (metrics["failed"], metrics["drift"]) == (0, 0)
     assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 4

@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.compat.converted import Converted, Left
 from turnwise.compat.swift.command import Given, listed, read
-from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS
+from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS, REWARDS
 from turnwise.compat.swift.rewards import orms
 from turnwise.compat.swift.scheduler import multi_turns
 from turnwise.errors import nearest
@@ -236,7 +236,7 @@ class _Conversion:
             weights = []
         uses: list[dict[str, Any]] = []
         for number, name in enumerate(names):
-            if name not in orms and not plugins:
+            if name not in orms and (not plugins or (name in REWARDS and not _registered(name, plugins))):
                 why = f"there is no reward function {name!r} here; there are {', '.join(sorted(orms))}, and those of a plugin"
                 self._left.append(Left("reward_funcs", name, why, matters=True))
                 continue
@@ -354,6 +354,13 @@ class _Conversion:
 def _gym(recipe: Mapping[str, Any]) -> bool:
     arguments = recipe["environment"]["arguments"]
     return bool(arguments.get("use_gym_env") or arguments.get("gym_env") or arguments.get("name") == "gym_scheduler")
+
+
+def _registered(name: str, plugins: Sequence[str]) -> bool:
+    """Whether a plugin speaks of a name in quotation marks; what cannot be read is believed to."""
+    files = [Path(plugin).expanduser() for plugin in plugins]
+    quoted = re.compile(rf"[\"']{re.escape(name)}[\"']")
+    return any(not file.is_file() or quoted.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def _machinery(key: str) -> str | None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS"]
+__all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS", "REWARDS"]
+
+REWARDS = frozenset({"cosine", "math", "react_format", "repetition", "soft_overlong", "toolbench"})
+"""Reward functions that come with ms-swift and not with us; a plugin may have one of the same name."""
 
 DEFAULTS: Mapping[str, Any] = {
     "temperature": 0.9,
