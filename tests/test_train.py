@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from support import byte_tokenizer
 from support.tiny import save_model, save_rows
 from turnwise.config import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -89,7 +92,7 @@ def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: P
     assert Config.model_validate(yaml.safe_load((out / "config.yaml").read_text())).train.steps == 3
     assert (out / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     assert AutoModelForCausalLM.from_pretrained(out / "checkpoint").config.model_type == "qwen3"
     assert AutoTokenizer.from_pretrained(out / "checkpoint").chat_template
@@ -110,6 +113,42 @@ def test_trainer_and_engine_agree_on_every_token(recipe: Path, tmp_path: Path, o
         assert metrics["tokens/trained"] > 0
         assert metrics["ratio/max_deviation"] < 1e-4
         assert metrics["kl"] < 1e-6
+
+
+SIZES = {
+    "vocab_size": len(byte_tokenizer()),
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "neox", "phi3", "qwen3_moe"])
+def test_models_that_the_engine_runs_through_their_own_forward_share_prompts_too(
+    recipe: Path, tmp_path: Path, family: str
+) -> None:
+    from transformers import GPT2Config, GPTNeoXConfig, Phi3Config, Qwen3MoeConfig
+
+    mixture = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = {
+        "gpt2": lambda: GPT2Config(**SIZES),
+        "neox": lambda: GPTNeoXConfig(**SIZES),
+        "phi3": lambda: Phi3Config(**SIZES, num_key_value_heads=2),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, num_key_value_heads=2, **mixture),
+    }[family]()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
+    byte_tokenizer().save_pretrained(tmp_path / family)
+    made = run(recipe, f"model.path={tmp_path / family}", "train.steps=2")
+    assert made.policy.shares_prompts
+    for metrics in lines(tmp_path / "run" / "metrics.jsonl"):
+        assert (metrics["failed"], metrics["tokens/trained"] > 0) == (0, True)
+        assert metrics["ratio/max_deviation"] < 1e-4
 
 
 def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_once(

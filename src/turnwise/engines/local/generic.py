@@ -21,6 +21,8 @@ from turnwise.errors import EngineError
 __all__ = ["GenericForward"]
 
 KINDS = ("full_attention", "sliding_attention")
+TAKE_MASKS = ("sdpa", "eager", "turnwise_tree")
+"""Attentions that take a mask of four dimensions; the last is the trainer's, which is sdpa but inside its own trees."""
 
 
 class GenericForward:
@@ -196,7 +198,7 @@ def _layer_kinds(model: PreTrainedModel) -> list[str]:
 
 def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
     """Run three tokens to see what the model caches."""
-    if model.config._attn_implementation not in ("sdpa", "eager"):
+    if model.config._attn_implementation not in TAKE_MASKS:
         raise EngineError(
             f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
             'Load the model with attn_implementation="sdpa"'
