@@ -11,9 +11,10 @@ pytest.importorskip("PIL")
 from support.conversations import a_row, call, hold, scripted, spoken
 from support.vision import TEMPLATE, picture, save_vision_model, vision_tokenizer
 from turnwise.environments.tools import ToolResponse, Tools
+from turnwise.environments.users import ScriptedUser
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.media import Vision
-from turnwise.rollout.renderer import Renderer
+from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.types import Trajectory
 
 
@@ -129,3 +130,30 @@ def test_a_new_segment_begins_with_the_images_of_the_history(tmp_path: Path) -> 
     assert (len(first.media), len(second.media)) == (0, 1)
     assert "Let me see." not in renderer.decode(second.token_ids)
     assert trajectory.drift is None
+
+
+@pytest.mark.parametrize("thinking", ["keep", "branch"])
+@pytest.mark.parametrize("said", ["<think>An <|image_pad|>?</think>It.", "<think>What?</think>An <|image_pad|>."])
+def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
+    tmp_path: Path, thinking: Thinking, said: str
+) -> None:
+    forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+    tokenizer = vision_tokenizer(forgets)
+    vision = Vision.from_pretrained(save_vision_model(tmp_path), tokenizer)
+    renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
+    trajectory = hold(
+        scripted([said, call("look", '{"side": 16}'), "A dog."], renderer=renderer),
+        lambda: Tools([look], then=ScriptedUser(["Look.", "So?"])),
+        renderer=renderer,
+        thinking=thinking,
+        row=a_row("?"),
+        limits=Limits(turns=3, tokens_per_turn=400),
+    )
+    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert len(trajectory.segments) == (2 if thinking == "branch" else 1)
+    segment = trajectory.segments[-1]
+    (image,) = segment.media
+    pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert list(segment.token_ids[image.start : image.start + image.length]) == [pad] * 4
+    outside = [*segment.token_ids[: image.start], *segment.token_ids[image.start + image.length :]]
+    assert outside.count(pad) == (thinking == "keep" or "An <|image_pad|>." in said)

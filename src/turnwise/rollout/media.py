@@ -14,13 +14,14 @@ import math
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.images import digest, load_image, media_kind, media_value
+from turnwise.rollout.placeholders import SaidPlaceholders
 from turnwise.types import Media, Message, Row
 
 __all__ = ["Part", "Vision", "has_media", "load_image", "ready_media", "refuse_media"]
@@ -131,6 +132,8 @@ class Vision:
             if kind in self._pads and isinstance(token := getattr(processor, f"{kind}_token", None), str)
         }
         self._kind_of: dict[str, Kind] = {token: kind for kind, token in self._placeholders.items()}
+        self.said = SaidPlaceholders(self._placeholders)
+        """Those that the model has said itself."""
         self._written = re.compile("|".join(map(re.escape, self._kind_of)))
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._kept: dict[str, _Seen] = {}
@@ -249,14 +252,20 @@ class Vision:
 
         return self._written.sub(expanded, text), media
 
-    def place(self, token_ids: Sequence[int], found: Sequence[Media]) -> list[Media]:
+    def place(
+        self, token_ids: Sequence[int], found: Sequence[Media], *, words: Mapping[str, Collection[int]] | None = None
+    ) -> list[Media]:
         """The same media with their places in `token_ids`, which encode the text that `expand` gave.
+
+        `words` are the placeholders among them that the model said, as `SaidPlaceholders.count` finds them.
 
         Raises TurnwiseError if the placeholders among the tokens are not those of the images: nothing is ever shifted.
         """
         places = {
             kind: [index for index, token in enumerate(token_ids) if token == pad] for kind, pad in self._pads.items()
         }
+        for kind, said in (words or {}).items():
+            places[kind] = [index for number, index in enumerate(places[kind]) if number not in said]
         for kind, indices in places.items():
             expected = sum(one.length for one in found if one.kind == kind)
             if len(indices) != expected:

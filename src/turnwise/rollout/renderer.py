@@ -192,12 +192,17 @@ class Renderer:
         Raises TemplateError if the template refuses the messages.
         """
         handed = self.template.opening(messages, tools)
-        text = self.template.render(handed, tools=tools, cue=True)
-        return self._piece(text, handed, None)
+        return self.whole(handed, tools)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
         """A conversation that was handed to the template before, in one pass, with the next cue: a new segment's beginning."""
-        return self._piece(self.template.render(messages, tools=tools, cue=True), messages, None)
+        piece = self._piece(
+            self.template.render(self._hidden(messages), tools=tools, cue=True), self._hidden(messages), None
+        )
+        return replace(piece, messages=messages)
+
+    def _hidden(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self.vision is None else self.vision.said.hide(messages)
 
     def bridge(self, last_token: int, messages: Sequence[Message], *, again: bool = False) -> Piece:
         """What comes between the model's turn, which ended with `last_token`, and its next cue.
@@ -314,12 +319,14 @@ class Renderer:
         if self.sanity == "disable":
             return None
         written = self.decode(segment.token_ids)
+        messages = self._hidden(messages)
         try:
             whole = self.template.render(messages, tools=tools, cue=False)
         except TemplateError as error:  # it took them turn by turn
             return f"in one pass, {error}"
         if self.vision is not None:
             whole, _ = self.vision.expand(whole, self.vision.parts(messages))
+            whole = self.vision.said.show(whole)
         if whole.startswith(written):
             return None
         reading = Reading(
@@ -376,8 +383,10 @@ class Renderer:
             refuse_media(messages, self.where)
             return Piece(token_ids=self._encode(text, last_token), messages=messages, thinking=thinking)
         text, found = self.vision.expand(text, self.vision.parts(messages))
+        words, text = self.vision.said.count(text), self.vision.said.show(text)
         ids = self._encode(text, last_token)
-        return Piece(token_ids=ids, media=self.vision.place(ids, found), messages=messages, thinking=thinking)
+        media = self.vision.place(ids, found, words=words)
+        return Piece(token_ids=ids, media=media, messages=messages, thinking=thinking)
 
     def _find_cut(self, roles: tuple[str, ...], base: Base, again: bool, last_token: int) -> int | None:
         """How much of what follows the model's words it has said itself; None where that cannot be told from `base`."""
