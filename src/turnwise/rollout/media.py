@@ -132,7 +132,7 @@ class Vision:
             if kind in self._pads and isinstance(token := getattr(processor, f"{kind}_token", None), str)
         }
         self._kind_of: dict[str, Kind] = {token: kind for kind, token in self._placeholders.items()}
-        self.said = SaidPlaceholders(self._placeholders)
+        self.said = SaidPlaceholders({str(kind): token for kind, token in self._placeholders.items()})
         """Those that the model has said itself."""
         self._written = re.compile("|".join(map(re.escape, self._kind_of)))
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
