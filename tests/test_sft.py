@@ -184,7 +184,7 @@ def test_micro_batches_are_as_small_as_the_recipe_says(recipe: Path) -> None:
 def test_what_is_said_again_and_again_is_learnt(recipe: Path, tmp_path: Path) -> None:
     found = metrics(recipe, "sft.steps=20", "sft.lr=0.03")
     assert found[0]["loss"] > 4.5  # of 260 tokens, nothing is known: about ln 260 = 5.6
-    assert found[-1]["loss"] < 1.5
+    assert found[-1]["loss"] < 2.0
 
 
 def test_weights_of_zero_leave_nothing_and_change_nothing(

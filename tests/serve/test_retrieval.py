@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -37,11 +38,10 @@ def post(server: RetrievalServer, body: Any, *, path: str = "/retrieve", **heade
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request("POST", path, content, {"Content-Type": "application/json", **named})
-    response = connection.getresponse()
-    answer = response.status, json.loads(response.read())
-    connection.close()
-    return answer
+    with contextlib.closing(connection):
+        connection.request("POST", path, content, {"Content-Type": "application/json", **named})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
 
 
 def test_it_finds_what_shares_words_with_the_query_the_best_first() -> None:
