@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import CHATML, byte_tokenizer
+from support import CHATML, byte_tokenizer, templates
 from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
 from turnwise.environments.environment import Once
 from turnwise.environments.users import ScriptedUser
@@ -504,3 +504,47 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Renderer.from_pretrained(tmp_path)
     with pytest.raises(TemplateError, match=r"there is no model directory /nowhere; model\.path must be a directory"):
         Renderer.from_pretrained("/nowhere")
+
+
+STRANGE = CHATML.replace("<tool_call>", "<invoke>").replace("</tool_call>", "</invoke>")
+STRANGE_SPEC = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<invoke>",
+            "close": "</invoke>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+
+
+def test_calls_that_no_format_of_ours_reads_are_read_as_the_tokenizer_says() -> None:
+    tokenizer = byte_tokenizer(STRANGE)
+    with pytest.raises(TemplateError, match="in a format that cannot be read back"):
+        _ = Renderer(tokenizer).tool_format
+    with pytest.raises(
+        TemplateError, match=r"tool_format=response_template: the tokenizer of .* has no response_template"
+    ):
+        Renderer(tokenizer, tool_format="response_template")
+    tokenizer.response_template = STRANGE_SPEC
+    assert Renderer(tokenizer).tool_format.name == "response_template"
+    said = Renderer(tokenizer, tool_format="response_template").parse(
+        tokenizer.encode('Well.<invoke>{"name": "f", "arguments": {"x": 1}}</invoke><|im_end|>'), tools=[WEATHER]
+    )
+    assert said.message["content"] == "Well."
+    assert [(call.name, call.arguments, call.error) for call in said.calls] == [("f", {"x": 1}, None)]
+    ours = byte_tokenizer(CHATML)
+    ours.response_template = STRANGE_SPEC
+    assert Renderer(ours).tool_format.name == "hermes"  # a good call is not lost beside a bad one only by ours
+
+
+def test_a_thought_that_is_written_like_its_own_mark_is_found_where_it_stands() -> None:
+    renderer = Renderer(byte_tokenizer(templates.THINKS))
+    said = renderer.parse(byte_tokenizer().encode("<think>\nthink\n</think>\n\nYo.<|im_end|>"))
+    word, message = renderer.probe(said, 3)
+    assert message["content"] == f"<think>\n{word}\n</think>\n\nYo."

@@ -9,7 +9,7 @@ the model sampled is never rendered and never encoded again. This module knows n
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from turnwise.rollout.probes import QUESTION, TOOL, Base, probe_call
 from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
 from turnwise.rollout.stops import find_stops, generation_stops, special_tokens
 from turnwise.rollout.template import Template
-from turnwise.rollout.tool_calls import ToolFormat, by_name, detect
+from turnwise.rollout.tool_calls import FromResponseTemplate, ToolFormat, by_name, detect
 from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
 from turnwise.types import Media, Message, Segment, ToolCall, ToolSchema
 
@@ -81,9 +81,10 @@ class Renderer:
         self.vision = vision
         self.where = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         self.template = Template(tokenizer, self.where)
-        self._named_format = None if tool_format == "auto" else by_name(tool_format)
+        self._own_format = None if (spec := _response_template(tokenizer)) is None else FromResponseTemplate(spec)
+        self._named_format = None if tool_format == "auto" else self._format_named(tool_format)
         self._special = special_tokens(tokenizer)
-        self._encode = functools.lru_cache(maxsize=4096)(self._encode_text)
+        self._encode = functools.lru_cache(maxsize=512)(self._encode_text)
         self._cut = functools.lru_cache(maxsize=1024)(self._find_cut)
         self.stop_token_ids = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
         self._stop_texts = {token: self.decode([token]) for token in self.stop_token_ids}
@@ -122,6 +123,16 @@ class Renderer:
             vision=Vision.from_pretrained(path, tokenizer),
         )
 
+    def _format_named(self, name: str) -> ToolFormat:
+        if name != FromResponseTemplate.name:
+            return by_name(name)
+        if self._own_format is None:
+            raise TemplateError(
+                f"tool_format={name}: the tokenizer of {self.where} has no response_template; leave tool_format out, or name "
+                f"a format (tool_format=hermes, say)"
+            )
+        return self._own_format
+
     @functools.cached_property
     def tool_format(self) -> ToolFormat:
         """The format of tool calls that the template writes and the model is expected to write.
@@ -134,11 +145,17 @@ class Renderer:
         def write(name: str, arguments: dict[str, Any]) -> str:
             return self.template.said(probe_call(arguments, name=name))
 
-        found = detect(write) if self.template.call_shape is not None else None
-        if found is not None:  # a format that reads the call, but not what the template puts around it, is another one
-            left = found.parse(write("probe_tool", {"text": "x"}), tools=[TOOL]).content
-            plain = self.decode([token for token in self.encode(left) if token not in self._special])
-            found = found if not plain.strip() else None
+        def clean(format: ToolFormat | None) -> bool:
+            """Whether it reads not the call alone, but what the template puts around it too: else it is another one."""
+            if format is None:
+                return False
+            left = format.parse(write("probe_tool", {"text": "x"}), tools=[TOOL]).content
+            return not self.decode([token for token in self.encode(left) if token not in self._special]).strip()
+
+        found: ToolFormat | None = None
+        if self.template.call_shape is not None:
+            own = [] if self._own_format is None else [self._own_format]
+            found = next((one for one in (detect(write), detect(write, own)) if clean(one)), None)
         if found is None:
             why = (
                 "writes tool calls in a format that cannot be read back"
@@ -278,8 +295,13 @@ class Renderer:
         word = f"{_THOUGHT}-{number}-"
         if self.template.takes != "text":
             return word, self.spoken(replace(said, reasoning=word))
-        thought = next((one.text for one in thoughts(said.text, opened=bool(said.opened)) if one.text), said.reasoning)
-        return word, {"role": "assistant", "content": said.opened + said.text.replace(thought, word, 1)}
+        text = said.text
+        thought = next((one for one in thoughts(text, opened=bool(said.opened)) if one.text), None)
+        if thought is not None:
+            text = text[: thought.at] + word + text[thought.at + len(thought.text) :]
+        elif said.reasoning:  # a format has found it where there are no marks of thinking
+            text = text.replace(said.reasoning, word, 1)
+        return word, {"role": "assistant", "content": said.opened + text}
 
     def prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
         """How many of the tokens spell a beginning of `text`, and that beginning: whole tokens, as many as there are."""
@@ -411,6 +433,11 @@ class Renderer:
             if ids and ids[0] == behind:
                 return tuple(ids[1:])
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _response_template(tokenizer: Any) -> Mapping[str, Any] | None:
+    """What a tokenizer itself says of how its model's turns are read; tokenizers of other libraries say nothing."""
+    return getattr(tokenizer, "response_template", None)
 
 
 def _written(call: ToolCall) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.errors import TemplateError, nearest
@@ -50,14 +50,14 @@ def by_name(name: str) -> ToolFormat:
     return formats[name]
 
 
-def detect(write: Callable[[str, dict[str, Any]], str]) -> ToolFormat | None:
+def detect(write: Callable[[str, dict[str, Any]], str], formats: Sequence[ToolFormat] = FORMATS) -> ToolFormat | None:
     """The format in which a template writes calls: the one that reads a probe back, in the words around it.
 
     `write(name, arguments)` renders a conversation that ends with an assistant message with that call.
     """
     name = "probe_tool"
     written = write(name, _PROBE)
-    for candidate in FORMATS:
+    for candidate in formats:
         calls = [call for call in candidate.parse(written).calls if call.name == name and call.error is None]
         if len(calls) == 1 and dict(calls[0].arguments) == _PROBE:
             return candidate

@@ -57,6 +57,8 @@ class Thought:
     start: int
     end: int
     text: str
+    at: int
+    """Where `text` begins."""
 
 
 def thought_at(text: str, start: int) -> Thought:
@@ -68,18 +70,24 @@ def thought_at(text: str, start: int) -> Thought:
     closes = text.find(closing, opens.end())
     inner = closes if closes >= 0 else len(text)
     end = closes + len(closing) if closes >= 0 else len(text)
-    return Thought(start, end, text[opens.end() : inner].strip())
+    return Thought(start, end, *_trimmed(text, opens.end(), inner))
 
 
 def opened_thought(text: str) -> Thought:
     """The thought that the text begins in, because the cue has opened it; a model may open it once more."""
     if again := _OPENS_AGAIN.match(text):
         thought = thought_at(text, again.end())
-        return Thought(0, thought.end, thought.text)
+        return Thought(0, thought.end, thought.text, thought.at)
     closes = _CLOSES.search(text)
     if closes is None:
-        return Thought(0, len(text), text.strip())
-    return Thought(0, closes.end(), text[: closes.start()].strip())
+        return Thought(0, len(text), *_trimmed(text, 0, len(text)))
+    return Thought(0, closes.end(), *_trimmed(text, 0, closes.start()))
+
+
+def _trimmed(text: str, start: int, end: int) -> tuple[str, int]:
+    """What is between two places without the white space around it, and where that begins."""
+    found = text[start:end].strip()
+    return found, text.index(found, start)
 
 
 def thoughts(text: str, *, opened: bool = False) -> list[Thought]:
