@@ -281,6 +281,10 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
             ["train.steps=5", "train.warmup_steps=5"],
             "train.warmup_steps=5 leaves none of train.steps=5 at the full rate",
         ),
+        (
+            ["train.warmup_steps=1"],
+            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n",
+        ),
         (["engine.name=scripted", "engine.script=x"], "engine.name=scripted cannot be trained"),
         (["eval.samples=2"], "eval.samples has no effect without held-out rows: set data.eval"),
         (["eval.every=5"], "eval.every has no effect without held-out rows"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.tiny import save_model
 from turnwise.cli import main
-from turnwise.errors import ConfigError, DataError, RolloutError, RunError
+from turnwise.errors import ConfigError, DataError, RolloutError, RunError, TemplateError
 from turnwise.recipe import load
 from turnwise.record import RunDirectory
 from turnwise.sft import SftRun, assemble, fine_tune
@@ -435,6 +435,11 @@ def test_options_that_contradict_each_other_are_refused(recipe: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             assemble(load(recipe, options)[0])
+
+
+def test_what_the_template_has_no_use_for_is_refused_before_the_weights_are_loaded(recipe: Path) -> None:
+    with pytest.raises(TemplateError, match="thinking=branch"):
+        assemble(load(recipe, ["thinking=branch"])[0])
 
 
 def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:

@@ -377,6 +377,10 @@ def refuse_without_effect(config: Config) -> None:
             f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
         ),
         (
+            train.warmup_steps == 1 and train.schedule == "constant",
+            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
+        ),
+        (
             config.limits.turns == 1 and config.loss_mask.use in LOSS_MASKS and config.loss_mask.use != "all",
             f"loss_mask={config.loss_mask.use} has no effect with limits.turns=1, whose one turn is the last: remove it, or "
             f"raise limits.turns",

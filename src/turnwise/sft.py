@@ -21,6 +21,7 @@ from turnwise import build
 from turnwise.config import Config, Use
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
+from turnwise.doctor.preflight import preflight
 from turnwise.errors import ConfigError, Failed, RolloutError, RunError, boundary
 from turnwise.metrics import drift
 from turnwise.record import RunDirectory
@@ -250,6 +251,7 @@ def assemble(config: Config) -> SftRun:
         )
     source = config.model.path if state is None else checkpoints.newest
     renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    found = preflight(config, renderer, tools=any(row.fields.get("tools") for row in [*rows, *held_out]))
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
     if config.deterministic:
@@ -270,7 +272,7 @@ def assemble(config: Config) -> SftRun:
             "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
             "the column from the data"
         )
-    notes = directory.prepare(config, resuming=state is not None)
+    notes = [*found, *directory.prepare(config, resuming=state is not None)]
     if state is not None:
         policy.load_state(state["policy"])
         notes.append(f"going on after step {state['step']}")

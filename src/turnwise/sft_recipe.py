@@ -27,6 +27,10 @@ def refuse_sft_without_effect(config: Config) -> None:
             f"sft.warmup_steps={sft.warmup_steps} leaves none of sft.steps={sft.steps} at the full rate",
         ),
         (
+            sft.warmup_steps == 1 and sft.schedule == "constant",
+            "sft.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
+        ),
+        (
             data.eval is None and evaluation is not None,
             f"sft.{evaluation} has no effect without held-out rows: set data.eval",
         ),

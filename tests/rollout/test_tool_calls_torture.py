@@ -105,7 +105,7 @@ def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
         text = (unit * (200_000 // len(unit) + 1))[:200_000]
         begin = time.process_time()
         format.parse(of_format[0].around[0] + text, tools=TOOLS)
-        assert time.process_time() - begin < 2, unit
+        assert time.process_time() - begin < 6, unit  # what is quadratic takes minutes
 
 
 @every_format
@@ -116,11 +116,11 @@ def test_white_space_costs_no_more_than_its_length_wherever_a_call_breaks_off(fo
         for length in range(1, len(good)):
             for space in (" ", "\n"):
                 format.parse(good[:length] + space * 5_000 + "x", tools=TOOLS)
-        assert time.process_time() - begin < 2
+        assert time.process_time() - begin < 6
 
 
 def test_calls_that_never_end_are_not_read_to_the_end_again_and_again() -> None:
     begin = time.process_time()
     (first, *_) = by_name("pythonic").parse('[f(, f(a="' * 4_000, tools=TOOLS).calls
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 6
     assert first.error is not None

@@ -10,12 +10,13 @@ from turnwise.rollout.renderer import Renderer
 __all__ = ["preflight"]
 
 
-def preflight(config: Config, renderer: Renderer) -> list[str]:
+def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> list[str]:
     """Notes on the model's template that a person should know before the run.
 
+    `tools` says that there are some which the recipe does not name: in the rows, say.
     Raises TemplateError for what cannot work: tools in a format that cannot be read, a thinking policy without effect.
     """
-    tools = bool(config.tools) or config.mcp.servers is not None
+    tools = tools or bool(config.tools) or config.mcp.servers is not None
     if tools:
         _ = renderer.tool_format
     policy = thinking(renderer, config.thinking)
