@@ -131,9 +131,9 @@ def test_gsm8k_with_a_tool_runs_on_the_rows_of_its_command(tmp_path: Path, monke
 @pytest.mark.slow
 def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
     conversations = two_steps("mcp", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2")
-    outcomes = [outcome for one in conversations for turn in one["turns"] for outcome in turn["outcomes"]]
+    outcomes = [outcome for one in conversations for turn in one["turns"] for outcome in turn["tool_calls"]]
     assert {tool["function"]["name"] for one in conversations for tool in one["tools"]} == {"calculator"}
-    assert any(outcome["error"] is None and outcome["content"].lstrip("-").isdigit() for outcome in outcomes)
+    assert any(outcome["error"] is None and (outcome["content"] or "").lstrip("-").isdigit() for outcome in outcomes)
 
 
 def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:

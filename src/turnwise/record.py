@@ -42,6 +42,7 @@ def trajectory_record(trajectory: Trajectory, *, gallery: Gallery | None = None,
         else {"kind": trajectory.error.kind, "message": trajectory.error.message},
         "reward": trajectory.reward,
         "rewards": trajectory.rewards,
+        "tools": list(trajectory.tools),
         "messages": shown.plain(trajectory.messages),
         "turns": [_turn(turn, trajectory, shown) for turn in trajectory.turns],
         "segments": [
