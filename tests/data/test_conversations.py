@@ -9,8 +9,11 @@ from typing import Any
 import datasets
 import pytest
 
+from support.conversations import call, hold
 from turnwise.data.conversations import read_conversations
+from turnwise.environments.tools import Tools
 from turnwise.errors import DataError
+from turnwise.record import write_trajectories
 from turnwise.types import Message, Row
 
 USER: Message = {"role": "user", "content": "1+1?"}
@@ -291,3 +294,21 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
         read(tmp_path, "")
     with pytest.raises(DataError, match="there is no file"):
         read_conversations(str(tmp_path / "nothing.jsonl"))
+
+
+def test_the_record_of_a_run_is_a_file_of_conversations(tmp_path: Path) -> None:
+    def add(a: int) -> int:
+        """Add one."""
+        return a + 1
+
+    one = hold([call("add", '{"a": 1}'), "2"], lambda: Tools([add]))
+    write_trajectories(tmp_path / "trajectories.jsonl", [one], step=1)
+    (row,) = read_conversations(str(tmp_path / "trajectories.jsonl"))
+    assert [(message["role"], message["content"]) for message in row.messages] == [
+        ("user", "Hi"),
+        ("assistant", ""),
+        ("tool", "2"),
+        ("assistant", "2"),
+    ]
+    assert row.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert [tool["function"]["name"] for tool in row.fields["tools"]] == ["add"]
