@@ -163,6 +163,7 @@ def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
         "train",
         "sft",
         "sft_report",
+        "underway",
         "replay",
         "evaluate",
         "collect",

@@ -9,9 +9,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -21,6 +21,9 @@ from turnwise.errors import ConfigError, TurnwiseError
 
 if TYPE_CHECKING:
     from turnwise.config import Config
+    from turnwise.report import Report
+    from turnwise.sft_report import SftReport
+    from turnwise.underway import Underway
 
 __all__ = ["main"]
 
@@ -200,15 +203,18 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     run = assemble(config)
     run.notes[:0] = notes
     report = Report(console)
+    return _underway(train(run, report), run, report, console, again=again)
+
+
+def _underway(
+    going: Coroutine[Any, Any, None], run: Underway, report: Report | SftReport, console: Console, *, again: str
+) -> int:
+    """Go through with a run, and say where it is when somebody stops it."""
     try:
-        asyncio.run(train(run, report))
+        asyncio.run(going)
     except KeyboardInterrupt:
         report.close()
-        console.print(
-            f"stopped after step {run.step}; go on with: {again}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        console.print(f"stopped after step {run.step}; go on with: {again}", highlight=False, soft_wrap=True)
         raise
     finally:
         report.close()
@@ -267,20 +273,9 @@ def _sft(options: argparse.Namespace, console: Console) -> int:
 
     run = assemble(config)
     run.notes[:0] = notes
+    again = f"turnwise sft {options.recipe} resume=auto output={config.output}"
     report = SftReport(console)
-    try:
-        asyncio.run(fine_tune(run, report))
-    except KeyboardInterrupt:
-        report.close()
-        console.print(
-            f"stopped after step {run.step}; go on with: turnwise sft {options.recipe} resume=auto output={config.output}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        raise
-    finally:
-        report.close()
-    return 0
+    return _underway(fine_tune(run, report), run, report, console, again=again)
 
 
 def _rollout(options: argparse.Namespace, console: Console) -> int:

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import ConfigError, Failed, RolloutError, RunError, boundary
-from turnwise.metrics import drift
 from turnwise.record import RunDirectory
 from turnwise.replay import problems, replay, weigh
 from turnwise.rollout.media import ready_media
@@ -35,6 +34,7 @@ from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
 from turnwise.types import Row, Sampling, ToolSchema, Trajectory
+from turnwise.underway import Underway
 
 __all__ = ["SftRun", "assemble", "fine_tune"]
 
@@ -42,38 +42,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class SftRun:
+class SftRun(Underway):
     """A fine-tuning run, ready to go on after `step` steps."""
 
     config: Config
-    directory: RunDirectory
     rows: Sequence[Row]
     held_out: Sequence[Row]
     order: Order
-    renderer: Renderer
     tools: Sequence[ToolSchema]
     context: int | None
     """The most tokens of a conversation."""
     mask: Rule
-    policy: Policy
-    checkpoints: Checkpoints
     steps: int
     """How many there are to be."""
-    step: int = 0
-    """Steps that are finished."""
     recorded: int = 0
     """Conversations that are in the record."""
-    saved: int = 0
-    """Steps that the newest checkpoint holds."""
-    whole: bool = True
-    """Whether the weights are those after `step` steps, and not on the way to the next."""
     idle: int = 0
     """Rows in a row, so to speak, of which none could be learnt from."""
-    drift_told: bool = False
-    """Whether the sanity check has been heard of: once is enough, the metrics go on counting."""
     evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
     """The held-out conversations: they are the same each time."""
-    notes: list[str] = field(default_factory=list)
+
+    def place(self) -> dict[str, int]:
+        return {"recorded": self.recorded}
 
 
 async def fine_tune(run: SftRun, show: SftReport) -> None:
@@ -83,7 +73,7 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
     """
     options = run.config.sft
     show.begin(run.config, rows=len(run.rows), steps=run.steps, done=run.step, notes=run.notes)
-    async with _going_on_later(run):
+    async with run.going_on_later():
         while run.step < run.steps:
             if run.step == 0 or (options.eval_every and run.step % options.eval_every == 0):
                 await _evaluate(run, show)
@@ -171,40 +161,13 @@ def _finish_step(
     if learnt and not batch.tokens:
         rule = run.config.loss_mask.use
         _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", run.step, rule)
-    if not run.drift_told and (told := drift(every)) is not None:
-        run.drift_told = True
-        _log.warning("step %d: %s", run.step, told)
+    run.tell_drift(every)
     shown = every[: max(run.config.sft.record_rows - run.recorded, 0)]
     run.recorded += len(shown)
     run.directory.write_step(metrics, shown)
     show.step(metrics, problems(every, context=run.context))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.steps:
-        _save(run)
-
-
-def _save(run: SftRun) -> None:
-    state = {
-        "step": run.step,
-        "recorded": run.recorded,
-        "lengths": run.directory.lengths(),
-        "policy": run.policy.state(),
-    }
-    renderer = run.renderer
-    run.checkpoints.save(
-        run.step, model=run.policy.model, tokenizer=renderer.tokenizer, state=state, processor=renderer.vision
-    )
-    run.saved = run.step
-
-
-@contextlib.asynccontextmanager
-async def _going_on_later(run: SftRun) -> AsyncIterator[None]:
-    """On Ctrl-C, leave a checkpoint of the last finished step behind."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if run.whole and run.step > run.saved:
-            _save(run)
-        raise
+        run.save()
 
 
 async def _evaluate(run: SftRun, show: SftReport) -> None:

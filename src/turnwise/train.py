@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import RolloutError, RunError
 from turnwise.evaluate import evaluate
-from turnwise.metrics import conversation_metrics, drift, failures
+from turnwise.metrics import conversation_metrics, failures
 from turnwise.record import RunDirectory
 from turnwise.report import Report
 from turnwise.rollout.media import ready_media
@@ -34,6 +34,7 @@ from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.policy import Policy, Update, load_model
 from turnwise.types import Group, Row
+from turnwise.underway import Underway
 
 __all__ = ["Run", "assemble", "train"]
 
@@ -41,11 +42,10 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Run(Underway):
     """A training run, ready to go on after `step` steps."""
 
     config: Config
-    directory: RunDirectory
     rows: Sequence[Row]
     held_out: Sequence[Row]
     order: Order
@@ -54,19 +54,11 @@ class Run:
     scorer: Scorer
     mask: Rule
     credit: Credit
-    policy: Policy
-    checkpoints: Checkpoints
-    step: int = 0
-    """Steps that are finished."""
     position: int = 0
     """Rows that those steps have used."""
-    saved: int = 0
-    """Steps that the newest checkpoint holds."""
-    drift_told: bool = False
-    """Whether the sanity check has been heard of: once is enough, the metrics go on counting."""
-    whole: bool = True
-    """Whether the weights are those after `step` steps, and not on the way to the next."""
-    notes: list[str] = field(default_factory=list)
+
+    def place(self) -> dict[str, int]:
+        return {"position": self.position}
 
 
 async def train(run: Run, show: Report) -> None:
@@ -76,7 +68,7 @@ async def train(run: Run, show: Report) -> None:
     """
     config, options = run.config, run.config.train
     show.begin(run.config, done=run.step, notes=run.notes)
-    async with contextlib.aclosing(run.environments), _going_on_later(run):
+    async with contextlib.aclosing(run.environments), run.going_on_later():
         waiting: asyncio.Task[_Rollouts] | None = None
         while run.step < options.steps:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
@@ -187,38 +179,11 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
             tolerance,
         )
     every = [one for group in groups for one in group.trajectories]
-    if not run.drift_told and (told := drift(every)) is not None:
-        run.drift_told = True
-        _log.warning("step %d: %s", run.step, told)
+    run.tell_drift(every)
     run.directory.write_step(metrics, every)
     show.step(metrics, failures(groups))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
-        _save(run)
-
-
-def _save(run: Run) -> None:
-    state = {
-        "step": run.step,
-        "position": run.position,
-        "lengths": run.directory.lengths(),
-        "policy": run.policy.state(),
-    }
-    renderer = run.table.renderer
-    run.checkpoints.save(
-        run.step, model=run.policy.model, tokenizer=renderer.tokenizer, state=state, processor=renderer.vision
-    )
-    run.saved = run.step
-
-
-@contextlib.asynccontextmanager
-async def _going_on_later(run: Run) -> AsyncIterator[None]:
-    """On Ctrl-C, leave a checkpoint of the last finished step behind."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        if run.whole and run.step > run.saved:
-            _save(run)
-        raise
+        run.save()
 
 
 async def _evaluate(run: Run, show: Report) -> None:
@@ -288,6 +253,7 @@ def assemble(config: Config) -> Run:
     return Run(
         config=config,
         directory=directory,
+        renderer=renderer,
         rows=rows,
         held_out=held_out,
         order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
