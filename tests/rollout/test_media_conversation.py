@@ -157,3 +157,12 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
     assert list(segment.token_ids[image.start : image.start + image.length]) == [pad] * 4
     outside = [*segment.token_ids[: image.start], *segment.token_ids[image.start + image.length :]]
     assert outside.count(pad) == (thinking == "keep" or "An <|image_pad|>." in said)
+
+
+def test_a_model_that_only_reads_is_told_so_and_goes_on() -> None:
+    trajectory = hold(scripted([call("look", '{"side": 16}'), "Ah."]), lambda: Tools([look]), row=a_row("What is it?"))
+    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "Ah.")
+    told = "Here.\nError: the answer holds images, and this model takes none"
+    assert trajectory.messages[2]["content"] == told
+    (outcome,) = trajectory.turns[0].outcomes
+    assert (outcome.content, outcome.error) == (told, "raised")

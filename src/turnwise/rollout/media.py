@@ -24,7 +24,7 @@ from turnwise.images import digest, load_image, media_kind, media_value
 from turnwise.rollout.placeholders import SaidPlaceholders
 from turnwise.types import Media, Message, Row
 
-__all__ = ["Part", "Vision", "has_media", "load_image", "ready_media", "refuse_media"]
+__all__ = ["Part", "Vision", "for_readers", "has_media", "load_image", "ready_media", "refuse_media"]
 
 Kind = Literal["image", "video"]
 
@@ -79,6 +79,16 @@ def refuse_media(messages: Iterable[Message], model: str) -> None:
             f"a message holds an image or a video, and {model or 'the model'} takes none: its directory has no image "
             f"processor. Use a model that sees (such as Qwen2.5-VL), or messages of text"
         )
+
+
+def for_readers(message: Message) -> Message:
+    """A tool's message for a model that only reads: its texts, and a word about each image or video that it does not get."""
+    if not has_media([message]):
+        return message
+    parts = [part for part in message["content"] if isinstance(part, Mapping)]
+    left_out = [f"Error: the answer holds {kind}s, and this model takes none" for kind in map(media_kind, parts) if kind]
+    texts = [str(part.get("text", "")) for part in parts if media_kind(part) is None]
+    return {**message, "content": "\n".join([*texts, *dict.fromkeys(left_out)])}
 
 
 def ready_media(rows: Sequence[Row], vision: Vision | None, *, wanted: bool | None) -> list[Row]:

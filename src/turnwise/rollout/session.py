@@ -14,6 +14,7 @@ from dataclasses import replace
 from turnwise.engines.engine import Engine
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
+from turnwise.rollout.media import for_readers
 from turnwise.rollout.renderer import Piece, Renderer, Thinking
 from turnwise.rollout.script import Script
 from turnwise.types import (
@@ -188,10 +189,9 @@ class Session:
     def _shown(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
         """The messages as the model can be shown them; where that is not what a tool has said, its outcome says so too."""
         vision = self._renderer.vision
-        if vision is None:
-            return list(messages)
+        show = for_readers if vision is None else vision.shown
         with boundary("tokens"):
-            shown = [vision.shown(one) if one["role"] == "tool" else one for one in messages]
+            shown = [show(one) if one["role"] == "tool" else one for one in messages]
         told = {
             str(now.get("tool_call_id")): str(now["content"])
             for was, now in zip(messages, shown, strict=True)
