@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.conversations import Says, a_row, call, hold, hold_all
+from support.conversations import Says, a_row, call, hold, hold_all, scripted
+from support.vision import save_vision_model
 from turnwise import build
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.config import Config
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
+from turnwise.rollout.renderer import Renderer
 from turnwise.types import Trajectory
 
 MADE: list[Any] = []
@@ -208,7 +210,7 @@ def test_an_environment_without_tools_and_reward_listens_once_and_is_closed() ->
     assert (trajectory.stop, trajectory.turns[0].reward, MADE[0].closed) == ("done", 0.0, 1)
 
 
-def test_content_blocks_of_a_tool_are_told_as_they_are() -> None:
+def test_content_blocks_of_a_tool_are_told_as_they_are(tmp_path: Path) -> None:
     class Camera(Bare):
         def look(self) -> list[dict[str, Any]]:
             """Look."""
@@ -224,7 +226,9 @@ def test_content_blocks_of_a_tool_are_told_as_they_are() -> None:
     trajectory = play(call("count") + call("nothing"), "b", environment=Camera, row=a_row())
     assert told(trajectory) == ["[1, 2]", "None"]
     make = TrlEnvironments(Camera)
-    trajectory = hold(Says(call("look"), "b"), make)
+    sees = Renderer.from_pretrained(save_vision_model(tmp_path / "model"), tool_format="hermes")
+    trajectory = hold(scripted([call("look"), "b"], renderer=sees), make, renderer=sees)
+    assert trajectory.error is None
     assert told(trajectory) == [[{"type": "image", "image": IMAGE}, {"type": "text", "text": "A wall."}]]
 
 
