@@ -114,6 +114,14 @@ def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
 # environments and tools
 
 
+def test_no_conversation_hears_of_what_another_does_to_its_arguments(user: Path) -> None:
+    make = build.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"lines": ["a"]}}))
+    one: Any = make()
+    one.lines.append("b")
+    other: Any = make()
+    assert other.lines == ["a"]
+
+
 def test_each_conversation_gets_a_fresh_environment_with_its_arguments(user: str) -> None:
     make = build.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"n": 3}}))
     one, other = make(), make()

@@ -16,6 +16,7 @@ from turnwise.data.rows import read_rows
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.mcp import McpServers
+from turnwise.environments.tool import own_copy
 from turnwise.environments.tools import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.references import resolve
@@ -174,7 +175,12 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     `encode` gives the tokens of a text, for answers of tools that are measured in tokens. Raises ConfigError, also if what is
     made is no environment, or an MCP server cannot be reached.
     """
-    make = _callable(config.environment, key="environment")
+    named = _callable(config.environment, key="environment")
+
+    def make() -> Any:
+        # lists and dicts of its own for each conversation: what one does to them is not heard of in another
+        return named(**own_copy(config.environment.arguments))
+
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
         with boundary("environment"):

@@ -22,7 +22,7 @@ from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
 
-__all__ = ["Tool", "Toolbox"]
+__all__ = ["Tool", "Toolbox", "own_copy"]
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
 _GRACE = 1.0  # seconds for a function to clean up when its time is over
@@ -219,18 +219,18 @@ class Toolbox:
             for method in methods.values()
         )
         return cls(
-            make=lambda: kind(**_own(arguments)),
+            make=lambda: kind(**own_copy(arguments)),
             name=kind.__name__,
             tools=tools,
             closes=closes,
         )
 
 
-def _own(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
     """The same lists and dictionaries, of one's own: what an instance puts into its arguments is in no other's."""
     if type(value) is dict:
-        return {key: _own(item) for key, item in value.items()}
-    return [_own(item) for item in value] if type(value) is list else value
+        return {key: own_copy(item) for key, item in value.items()}
+    return [own_copy(item) for item in value] if type(value) is list else value
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:

@@ -86,7 +86,9 @@ def for_readers(message: Message) -> Message:
     if not has_media([message]):
         return message
     parts = [part for part in message["content"] if isinstance(part, Mapping)]
-    left_out = [f"Error: the answer holds {kind}s, and this model takes none" for kind in map(media_kind, parts) if kind]
+    left_out = [
+        f"Error: the answer holds {kind}s, and this model takes none" for kind in map(media_kind, parts) if kind
+    ]
     texts = [str(part.get("text", "")) for part in parts if media_kind(part) is None]
     return {**message, "content": "\n".join([*texts, *dict.fromkeys(left_out)])}
 
