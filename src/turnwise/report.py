@@ -19,7 +19,7 @@ from turnwise.config import Config
 from turnwise.record import RunDirectory, trajectory_record
 from turnwise.show import conversation, evaluations_table, number, read_lines, sparkline
 
-__all__ = ["Report", "draw_curve"]
+__all__ = ["Report", "draw_curve", "places"]
 
 _log = logging.getLogger(__name__)
 
@@ -119,16 +119,7 @@ class Report:
             self._console.print(evaluations_table(evaluations))
         if self._example is not None:
             self._console.print(conversation(self._example))
-        places = Table(box=None, show_header=False)
-        for name, what in (
-            (directory.metrics, "one object a step"),
-            (directory.trajectories, "every conversation, token by token"),
-            (directory.curve, "the curve"),
-            (directory.config, "the recipe as it was run"),
-            (checkpoint, "the model; loads with AutoModelForCausalLM"),
-        ):
-            places.add_row(str(name), what)
-        self._console.print(places)
+        self._console.print(places(directory, checkpoint, conversations="every conversation"))
         self._console.print(f"look into it: turnwise show {directory.path}", highlight=False)
 
     def _picture(self) -> RenderableType:
@@ -141,6 +132,20 @@ class Report:
             figures = [_figure(metrics, name) for name, _ in _COLUMNS]
             table.add_row(*figures, _speed(metrics), f"{metrics['seconds/step']:.2f}")
         return Group(table, Text(f"reward {sparkline(self._rewards)}"), self._progress)
+
+
+def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> Table:
+    """Where a run has left what; `conversations` says which of them are in the record."""
+    table = Table(box=None, show_header=False)
+    for name, what in (
+        (directory.metrics, "one object a step"),
+        (directory.trajectories, f"{conversations}, token by token"),
+        (directory.curve, "the curve"),
+        (directory.config, "the recipe as it was run"),
+        (checkpoint, "the model; loads with AutoModelForCausalLM"),
+    ):
+        table.add_row(str(name), what)
+    return table
 
 
 def _figure(metrics: Mapping[str, Any], name: str) -> str:

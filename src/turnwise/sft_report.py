@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.record import RunDirectory
+from turnwise.report import places
 from turnwise.show import number, read_lines, sparkline
 
 __all__ = ["SftReport", "draw_loss"]
@@ -97,16 +97,7 @@ class SftReport:
         metrics, evaluations = list(read_lines(directory.metrics)), list(read_lines(directory.evaluations))
         draw_loss(directory.curve, metrics, evaluations)
         self._console.print(f"loss {sparkline([one['loss'] for one in metrics if one['loss'] is not None])}")
-        places = Table(box=None, show_header=False)
-        for name, what in (
-            (directory.metrics, "one object a step"),
-            (directory.trajectories, "the first conversations, token by token"),
-            (directory.curve, "the curve"),
-            (directory.config, "the recipe as it was run"),
-            (checkpoint, "the model"),
-        ):
-            places.add_row(str(name), what)
-        self._console.print(places)
+        self._console.print(places(directory, checkpoint, conversations="the first conversations"))
         self._console.print(
             f"look into it: turnwise show {directory.path}; go on: turnwise train RECIPE model.path={checkpoint}",
             highlight=False,

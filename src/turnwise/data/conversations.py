@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from turnwise.data.media import with_media
-from turnwise.data.rows import FILES, Found, records
+from turnwise.data.rows import Found, made_rows
 from turnwise.errors import DataError, nearest
 from turnwise.types import Message, Row, ToolSchema
 
@@ -55,22 +54,9 @@ def read_conversations(
     without a call before it, or content of no known kind.
     """
     mapping = columns or {}
-    path = Path(source).expanduser()
-    folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
-    where: dict[str, str] = {}
-    rows: list[Row] = []
-    for found in islice(records(source, split=split, subset=subset), limit):
-        row = _row(found, mapping, system, folder)
-        if row.id in where:
-            raise DataError(
-                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
-                f"and rows are numbered"
-            )
-        where[row.id] = found.place
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{source} has no rows; at least one is needed")
-    return rows
+    return made_rows(
+        source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
+    )
 
 
 def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from turnwise.data.media import with_media
 from turnwise.errors import DataError, nearest
 from turnwise.types import Message, Row
 
-__all__ = ["FILES", "Found", "Order", "read_rows", "records"]
+__all__ = ["FILES", "Found", "Order", "made_rows", "read_rows", "records"]
 
 FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 """Endings of single files; `.json` and `.ndjson` hold one object a line, as `.jsonl` does."""
@@ -43,12 +43,24 @@ def read_rows(
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
     mapping = {"prompt": "prompt", **(columns or {})}
-    rows: list[Row] = []
+    return made_rows(
+        source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
+    )
+
+
+def made_rows(
+    source: str, make: Callable[[Found, Path | None], Row], *, split: str, subset: str | None, limit: int | None
+) -> list[Row]:
+    """What `make` makes of each record and the folder that its files are relative to.
+
+    Raises DataError if two rows have one id, or there is none at all.
+    """
     path = Path(source).expanduser()
     folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
     where: dict[str, str] = {}
+    rows: list[Row] = []
     for found in islice(records(source, split=split, subset=subset), limit):
-        row = _row(found, mapping, system, folder)
+        row = make(found, folder)
         if row.id in where:
             raise DataError(
                 f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
