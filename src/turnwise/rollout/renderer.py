@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.rollout.media import Vision, refuse_media
-from turnwise.rollout.probes import QUESTION, TOOL, Base, probe_call
+from turnwise.rollout.probes import QUESTION, TOOL, probe_call
 from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
 from turnwise.rollout.stops import find_stops, generation_stops, special_tokens
 from turnwise.rollout.template import Template
 from turnwise.rollout.tool_calls import FromResponseTemplate, ToolFormat, by_name, detect
 from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
+from turnwise.rollout.turn_end import TurnEnd
 from turnwise.types import Media, Message, Segment, ToolCall, ToolSchema
 
 __all__ = ["Piece", "Renderer", "Said", "SanityMode", "Thinking"]
@@ -85,9 +86,10 @@ class Renderer:
         self._named_format = None if tool_format == "auto" else self._format_named(tool_format)
         self._special = special_tokens(tokenizer)
         self._encode = functools.lru_cache(maxsize=512)(self._encode_text)
-        self._cut = functools.lru_cache(maxsize=1024)(self._find_cut)
         self.stop_token_ids = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
-        self._stop_texts = {token: self.decode([token]) for token in self.stop_token_ids}
+        self._end = TurnEnd(
+            self.template, encode=self.encode, decode=self.decode, special=self._special, stops=self.stop_token_ids
+        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, sanity: SanityMode = "strict", tool_format: str = "auto") -> Renderer:
@@ -230,12 +232,7 @@ class Renderer:
         plan = self.template.plan(messages, again=again)
         handed = plan.apply(messages)
         roles = tuple(str(message["role"]) for message in handed)
-        for base in plan.bases:
-            cut = self._cut(roles, base, again, last_token)
-            if cut is not None:
-                break
-        else:
-            base, cut = plan.bases[-1], 0
+        base, cut = self._end.cut(roles, plan.bases, again, last_token)
         return self._piece(self.template.after_turn(handed, base, again=again)[cut:], handed, last_token)
 
     def resumed(self, last_token: int | None, text: str) -> Sequence[int]:
@@ -375,7 +372,7 @@ class Renderer:
                 text = self.decode(ids)
                 runs.append(Context(text, ids, start, bare=without_open_thought(text)))
             else:
-                closed = turns[end - 1] >= 0 and ids[-1] in self._stop_texts
+                closed = turns[end - 1] >= 0 and ids[-1] in self.stop_token_ids
                 ids = ids[:-1] if closed else ids
                 runs.append(
                     Words(
@@ -409,22 +406,6 @@ class Renderer:
         ids = self._encode(text, last_token)
         media = self.vision.place(ids, found, words=words)
         return Piece(token_ids=ids, media=media, messages=messages, thinking=thinking)
-
-    def _find_cut(self, roles: tuple[str, ...], base: Base, again: bool, last_token: int) -> int | None:
-        """How much of what follows the model's words it has said itself; None where that cannot be told from `base`."""
-        head = self.template.head(roles, base, again=again)
-        stop = self._stop_texts.get(last_token)
-        if stop is None:  # it was stopped by a text of the user's, say: the template's own end of turn is still missing
-            return 0 if base == "words" else None
-        if stop in head:
-            return head.index(stop) + len(stop)
-        if base != "words":
-            return None
-        first = next(iter(self._encode(head, None)), -1)
-        if self.template.closing.startswith(stop) and first in self._special:
-            # a last turn ends with `stop`, and any other with the token that now stands in its place
-            return len(self.decode([first]))
-        return 0
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
         if behind is not None and behind in self._special:

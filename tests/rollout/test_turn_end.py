@@ -1,0 +1,114 @@
+"""Where a turn ends in the template's text: nothing that the model has said itself is written again behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from support import byte_tokenizer
+from support.conversations import hold, spoken
+from support.families import family_renderer, template_files
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.environments.environment import environment
+from turnwise.errors import TemplateError
+from turnwise.rollout.probes import PLACEHOLDER, TOOL, probe_call
+from turnwise.rollout.renderer import Renderer
+from turnwise.types import Opening, Reply, Row, Turn
+
+MARKS = ("<call>", "</call>", "<result>", "</result>", "<done>", "<turn>", "</turn>")
+
+OPENS_ANSWERS = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}"
+    "{%- if loop.index0 and messages[loop.index0 - 1].role == 'assistant' "
+    "and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('An answer without a call.') }}{% endif %}"
+    "<result>{{ message.content }}</result>"
+    "{%- else %}"
+    "{%- if message.role != 'assistant' or loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "<turn>{{ message.role }}\n{% endif %}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>"
+    "{%- endfor %}{% if not message.tool_calls %}</turn>\n{% elif loop.last %}<result>{% endif %}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}<turn>assistant\n{% endif %}"
+)
+"""As Gemma 4: a turn of calls ends with the token that opens each answer, and goes on behind the answers."""
+
+ENDS_CALLS = (
+    OPENS_ANSWERS.replace("{% elif loop.last %}<result>{% endif %}", "{% else %}<done>{% endif %}")
+    .replace("<result>{{ message.content }}</result>", "<turn>tool\n{{ message.content }}</turn>\n")
+    .replace(" or messages[loop.index0 - 1].role != 'tool' %}", " or true %}")
+    .replace(" and messages[-1].role != 'tool' %}", " %}")
+)
+"""As gpt-oss: a turn of calls ends with a token of its own, which belongs to no answer."""
+
+
+def renderer_of(template: str) -> Renderer:
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens(list(MARKS), special_tokens=True)
+    tokenizer.eos_token = "</turn>"
+    return Renderer(tokenizer, tool_format="pythonic", generation_stop_ids=tokenizer.convert_tokens_to_ids(["<done>"]))
+
+
+def context_behind(renderer: Renderer, end: str) -> str:
+    """What stands between a turn of one call that ended with `end`, and the next turn."""
+
+    @environment
+    async def answers(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages, tools=[TOOL])
+        answer = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": "Five."}
+        yield Reply(messages=[answer])
+        yield Reply(done=True)
+
+    call = renderer.template.said(probe_call({"text": "x"})).partition("</call>")[0] + "</call>"
+    engine = ScriptedEngine(
+        [[call + end, "Five</turn>"]], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]
+    )
+    trajectory = hold(engine, answers, renderer=renderer)
+    assert trajectory.error is None, trajectory.error
+    runs = spoken(trajectory.segments[0], renderer)
+    assert runs[1] == (0, call + end)
+    return runs[2][1]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "context"),
+    [
+        pytest.param(OPENS_ANSWERS, "<result>", "Five.</result>", id="the template's own, which opens the answer"),
+        pytest.param(OPENS_ANSWERS, "</turn>", "<result>Five.</result>", id="another one: the answer is opened"),
+        pytest.param(ENDS_CALLS, "<done>", "<turn>tool\nFive.</turn><turn>assistant\n", id="the template's own"),
+        pytest.param(ENDS_CALLS, "</turn>", "<turn>tool\nFive.</turn><turn>assistant\n", id="another one in its place"),
+    ],
+)
+def test_behind_a_call_no_piece_of_the_probe_call_is_written_whatever_token_ended_it(
+    template: str, end: str, context: str
+) -> None:
+    assert context_behind(renderer_of(template), end) == context
+
+
+@pytest.mark.parametrize(
+    ("template", "context"),
+    [(OPENS_ANSWERS, "<result>Five.</result>"), (ENDS_CALLS, "<done><turn>tool\nFive.</turn><turn>assistant\n")],
+)
+def test_a_call_that_no_token_ended_is_ended_as_the_template_does(template: str, context: str) -> None:
+    renderer = renderer_of(template)
+    answer = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": "Five."}
+    behind = renderer.encode("</call>")[-1]
+    assert renderer.decode(renderer.bridge(behind, [answer]).token_ids) == context
+
+
+@pytest.mark.parametrize("file", template_files(), ids=lambda file: file.stem)
+def test_no_family_writes_pieces_of_a_call_behind_a_turn(file: Path) -> None:
+    renderer = family_renderer(file)
+    answer = {"role": "tool", "tool_call_id": "callprob0", "name": "probe_tool", "content": "Five."}
+    try:
+        plan = renderer.template.plan([answer])
+    except TemplateError:
+        return  # it takes no answers of tools
+    if renderer.template.call_shape is None:
+        return
+    whole = renderer.template.said(probe_call({"text": PLACEHOLDER}))
+    piece = renderer.encode(whole.partition(PLACEHOLDER)[2].strip())[0]  # what closes the argument
+    for stop in (*renderer.stop_token_ids, renderer.encode("x")[0]):
+        assert renderer.bridge(stop, plan.apply([answer])).token_ids[0] != piece
