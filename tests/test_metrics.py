@@ -55,6 +55,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "stop/max_turns": 0.25,
         "stop/length": 0.0,
         "stop/max_tokens": 0.0,
+        "stop/max_response": 0.0,
         "stop/context": 0.0,
         "stop/deadline": 0.0,
         "stop/error": 0.25,

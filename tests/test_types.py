@@ -76,7 +76,14 @@ def test_failing_keeps_what_was_said_and_takes_what_it_was_worth() -> None:
 
 def test_which_stops_are_failures() -> None:
     assert [str(stop) for stop in Stop if stop.failed] == ["deadline", "error"]
-    assert [str(stop) for stop in Stop if not stop.failed] == ["done", "max_turns", "length", "max_tokens", "context"]
+    assert [str(stop) for stop in Stop if not stop.failed] == [
+        "done",
+        "max_turns",
+        "length",
+        "max_tokens",
+        "max_response",
+        "context",
+    ]
 
 
 def test_which_sampling_leaves_tokens_out() -> None:

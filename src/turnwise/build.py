@@ -35,6 +35,7 @@ __all__ = [
     "Environments",
     "credit",
     "environment_factory",
+    "evaluation_sampling",
     "learning_rate",
     "limits",
     "local_engine",
@@ -268,6 +269,12 @@ def sampling(config: Config) -> types.Sampling:
         min_p=options.min_p,
         stop=tuple(options.stop),
     )
+
+
+def evaluation_sampling(config: Config) -> types.Sampling:
+    """The recipe's sampling in evaluations: `eval.sampling` over `sampling`."""
+    own = {name: value for name, value in config.eval.sampling.model_dump().items() if value is not None}
+    return dataclasses.replace(sampling(config), **own)
 
 
 def limits(config: Config, *, longest: int | None) -> Limits:

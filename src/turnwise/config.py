@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError, nearest
-from turnwise.options import NotNegative, Part, Positive, Sft, changed
+from turnwise.options import Evaluation, Limits, NotNegative, Part, Positive, Sampling, Sft, changed
 
 __all__ = [
     "LOSS_MASKS",
@@ -152,30 +152,6 @@ class ScriptedEngine(Part):
     """A jsonl file: one list of assistant texts for each trajectory, in order of rows."""
 
 
-class Sampling(Part):
-    """How tokens are drawn."""
-
-    temperature: NotNegative = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    stop: list[str] = []
-    """Texts that end a turn."""
-
-
-class Limits(Part):
-    """How long a conversation may be; null is no bound."""
-
-    turns: Positive = 8
-    tokens_per_turn: Positive = 256
-    tokens: Positive | None = None
-    """Sampled in the whole conversation."""
-    context: Positive | None = None
-    """All tokens; the model's own bound if null."""
-    seconds_per_turn: Annotated[float, Field(gt=0)] | None = 120.0
-    seconds: Annotated[float, Field(gt=0)] | None = 600.0
-
-
 class RewardUse(Use):
     """A reward function."""
 
@@ -234,17 +210,6 @@ class Train(Part):
     """Compute the common prompt of a group once."""
     overlap: bool = False
     """Hold the conversations of the next step while training on this one: faster, and one version off-policy."""
-
-
-class Evaluation(Part):
-    """Conversations on held-out rows."""
-
-    rows: Positive | None = None
-    """Only the first ones."""
-    samples: Positive = 1
-    """Conversations for each row."""
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0 evaluates before and after training."""
 
 
 class Rollout(Part):

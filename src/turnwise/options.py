@@ -1,7 +1,6 @@
-"""What the schema of a recipe is built from, and the options of `turnwise sft`.
+"""The base class of the parts of a recipe, and the parts that depend on no other part.
 
-`Part` is what every part of a recipe is. The options of fine-tuning stand here and not beside those of training, because no
-other part depends on them.
+`Part` is the base class. `config` holds the other parts, the whole recipe and the checks of combinations.
 """
 
 from __future__ import annotations
@@ -10,7 +9,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["NotNegative", "Part", "Positive", "Sft", "changed"]
+__all__ = [
+    "Evaluation",
+    "EvaluationSampling",
+    "Limits",
+    "NotNegative",
+    "Part",
+    "Positive",
+    "Sampling",
+    "Sft",
+    "changed",
+]
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -25,6 +34,55 @@ class Part(BaseModel):
 def changed(part: Part) -> set[str]:
     """Options that differ from their defaults: a resolved recipe, which names them all, must stay valid."""
     return {name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default}
+
+
+class Sampling(Part):
+    """How tokens are drawn."""
+
+    temperature: NotNegative = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    stop: list[str] = []
+    """Texts that end a turn."""
+
+
+class Limits(Part):
+    """How long a conversation may be; null is no bound."""
+
+    turns: Positive = 8
+    tokens_per_turn: Positive = 256
+    tokens: Positive | None = None
+    """Sampled in the whole conversation."""
+    response_tokens: Positive | None = None
+    """All tokens after the first prompt: answers, and what tools and users say between them."""
+    context: Positive | None = None
+    """All tokens; the model's own bound if null."""
+    seconds_per_turn: Annotated[float, Field(gt=0)] | None = 120.0
+    seconds: Annotated[float, Field(gt=0)] | None = 600.0
+
+
+class EvaluationSampling(Part):
+    """How tokens are drawn in evaluations; null is the value of `sampling`."""
+
+    temperature: NotNegative | None = None
+    """0 takes the most likely token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+
+class Evaluation(Part):
+    """Conversations on held-out rows."""
+
+    rows: Positive | None = None
+    """Only the first ones."""
+    samples: Positive = 1
+    """Conversations for each row."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates before and after training."""
+    sampling: EvaluationSampling = EvaluationSampling()
+    """How tokens are drawn; what is null is as in training: `eval.sampling.temperature=0` is greedy."""
 
 
 class Sft(Part):

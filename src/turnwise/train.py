@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -190,8 +190,9 @@ async def _evaluate(run: Run, show: Report) -> None:
     if not run.held_out:
         return
     options = run.config.eval
+    table = replace(run.table, sampling=build.evaluation_sampling(run.config))
     summary, groups = await evaluate(
-        run.held_out, run.table, run.scorer, samples=options.samples, seed=run.config.seed, step=run.step
+        run.held_out, table, run.scorer, samples=options.samples, seed=run.config.seed, step=run.step
     )
     run.directory.write_evaluation(summary, (one for group in groups for one in group.trajectories))
     show.evaluated(summary, groups)

@@ -37,6 +37,8 @@ class Stop(StrEnum):
     """The last turn was cut: it reached `limits.tokens_per_turn` before it said its stop token."""
     MAX_TOKENS = "max_tokens"
     """`limits.tokens` were sampled in the whole trajectory."""
+    MAX_RESPONSE = "max_response"
+    """`limits.response_tokens` were reached by what follows the prompt, or the next prompt would reach them."""
     CONTEXT = "context"
     """The next prompt leaves no room for an answer in `limits.context`."""
     DEADLINE = "deadline"

@@ -118,6 +118,7 @@ CHANGED = {
     "limits.turns": "limits.turns=3",
     "limits.tokens_per_turn": "limits.tokens_per_turn=3",
     "limits.tokens": "limits.tokens=3",
+    "limits.response_tokens": "limits.response_tokens=9",
     "limits.context": "limits.context=30",
     "limits.seconds_per_turn": "limits.seconds_per_turn=3",
     "limits.seconds": "limits.seconds=3",
@@ -267,6 +268,32 @@ def test_evaluations_are_as_many_as_the_recipe_says(
     assert [one["step"] for one in read(tmp_path / "run" / "evaluations.jsonl")] == steps
     held = [one["step"] for one in read(tmp_path / "run" / "eval_trajectories.jsonl")]
     assert held == [step for step in steps for _ in range(conversations)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "all_alike"),
+    [
+        ("temperature=0", True),
+        ("top_k=1", True),
+        ("top_p=1e-6", True),
+        ("min_p=0.999999", True),
+        ("temperature=2", False),
+    ],
+)
+def test_evaluations_draw_as_their_own_sampling_says(
+    option: str, all_alike: bool, recipe: Path, tmp_path: Path
+) -> None:
+    run(recipe, ["train.steps=1", "eval.samples=6", f"eval.sampling.{option}"], tmp_path / "run")
+
+    def said(name: str) -> list[set[str]]:
+        rows: dict[str, set[str]] = {}
+        for one in read(tmp_path / "run" / name):
+            rows.setdefault(f"{one['step']} {one['group']}", set()).add(str(one["messages"][-1]["content"]))
+        return list(rows.values())
+
+    assert all(len(one) == 1 for one in said("eval_trajectories.jsonl")) is all_alike
+    assert not all(len(one) == 1 for one in said("trajectories.jsonl"))  # training draws as before
 
 
 @pytest.mark.slow

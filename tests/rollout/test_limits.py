@@ -25,6 +25,9 @@ def test_the_first_bound_that_is_met_says_why_there_is_no_further_turn() -> None
     assert limits.reached(after(4, 5), 50) is Stop.CONTEXT
     assert limits.reached(after(5, 5, 5), 60) is Stop.MAX_TURNS
     assert Limits(turns=9, context=None, tokens=None).reached(after(4000), 10**6) is None
+    response = Limits(turns=9, response_tokens=30, context=50)
+    assert response.reached(after(4), 49, 29) is None
+    assert response.reached(after(4), 49, 30) is Stop.MAX_RESPONSE
 
 
 def test_the_room_of_a_turn_is_the_smallest_bound_and_it_names_it() -> None:
@@ -34,3 +37,4 @@ def test_the_room_of_a_turn_is_the_smallest_bound_and_it_names_it() -> None:
     assert limits.room(after(8), 45) == (5, Stop.CONTEXT)
     assert limits.room(after(8, 4), 42) == (8, Stop.LENGTH)  # all three: the turn's own comes first
     assert Limits(tokens_per_turn=8).room(after(9000), 9000) == (8, Stop.LENGTH)
+    assert Limits(tokens_per_turn=8, response_tokens=30).room(after(8), 45, 25) == (5, Stop.MAX_RESPONSE)

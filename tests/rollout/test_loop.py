@@ -96,6 +96,20 @@ def test_context_in_the_middle_of_a_turn_and_between_turns() -> None:
     assert len(no_room.segments[0]) == 23  # the bridge that does not fit is not written
 
 
+def test_the_response_is_all_that_follows_the_first_prompt() -> None:
+    # opening 21; `a` and stop 2, bridge 24: 26 of the 29 tokens are used before the second answer
+    engine = Says("a", "bcdefg")
+    trajectory = hold(engine, FOREVER, limits=Limits(response_tokens=29))
+    assert (trajectory.stop, trajectory.said) == (Stop.MAX_RESPONSE, ["a", "bcd"])
+    assert len(trajectory.segments[0]) == 21 + 29
+    assert [request.sampling.max_tokens for request in engine.requests] == [29, 3]
+    no_room = hold(Says("a", "b"), FOREVER, limits=Limits(response_tokens=26))
+    assert (no_room.stop, no_room.said, no_room.error) == (Stop.MAX_RESPONSE, ["a"], None)
+    assert len(no_room.segments[0]) == 23  # the bridge that does not fit is not written
+    longer = hold(Says("a", "bcdefg"), FOREVER, row=a_row("Hi" * 50), limits=Limits(response_tokens=29))
+    assert (longer.stop, longer.said) == (Stop.MAX_RESPONSE, ["a", "bcd"])  # however long the prompt is
+
+
 def test_a_prompt_that_leaves_no_room_is_the_rows_failure() -> None:
     engine = Says("a")
     trajectory = hold(engine, Once, limits=Limits(context=21))

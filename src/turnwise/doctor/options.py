@@ -173,7 +173,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     **{f"sampling.{name}": _SAMPLING for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
     **{
         f"limits.{name}": _LIMITS
-        for name in ("turns", "tokens_per_turn", "tokens", "context", "seconds_per_turn", "seconds")
+        for name in ("turns", "tokens_per_turn", "tokens", "response_tokens", "context", "seconds_per_turn", "seconds")
     },
     "sanity": _REACHES,
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
@@ -198,6 +198,10 @@ EVIDENCE: Mapping[str, Evidence] = {
     "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
     "train.share_prompts": _REACHES,
     **{f"eval.{name}": _EVALUATIONS for name in ("rows", "samples", "every")},
+    **{
+        f"eval.sampling.{name}": _effects("evaluations_draw_as_their_own_sampling_says")
+        for name in ("temperature", "top_p", "top_k", "min_p")
+    },
     "rollout.rows": Proven("test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
     "rollout.samples": Proven("test_cli.py::test_the_script_says_how_many_conversations_there_are"),
     **{

@@ -63,6 +63,7 @@ class Session:
         self._goes_on = False  # whether the model is to go on with its last answer
         self._masked: dict[int, set[int]] = {}
         self._calls = 0
+        self._prompt_tokens: int | None = None  # of the opening, known when it has been encoded
         self.answered = 0
         """Turns that the environment has answered: the index of the turn that is going on."""
         self.cut = Stop.LENGTH
@@ -85,7 +86,7 @@ class Session:
             return stop  # before anything is encoded that nobody would read
         piece = self._encoded()
         length = len(self._segment or ()) + len(piece.token_ids)
-        stop = limits.reached(trajectory, length)
+        stop = limits.reached(trajectory, length, self._response_tokens(length))
         if stop is Stop.CONTEXT and not trajectory.turns:
             raise Failed(
                 Failure(
@@ -110,7 +111,7 @@ class Session:
             self._opened = piece.thinking
             self._before, self._prefill = self._prefill, ""
 
-        room, self.cut = self._limits.room(trajectory, len(segment))
+        room, self.cut = self._limits.room(trajectory, len(segment), self._response_tokens(len(segment)))
         index = len(trajectory.turns)
         request = Request(
             conversation=trajectory.id,
@@ -127,6 +128,12 @@ class Session:
         turn.seconds_engine = time.perf_counter() - started
         trajectory.logprob_kind = completion.logprob_kind
         return turn
+
+    def _response_tokens(self, length: int) -> int:
+        """How many of the first `length` tokens of the segment follow the conversation's first prompt."""
+        if self._prompt_tokens is None:
+            self._prompt_tokens = length
+        return max(0, length - self._prompt_tokens)
 
     def _read(self, completion: Completion, index: int) -> Turn:
         """Take in what the model has said."""

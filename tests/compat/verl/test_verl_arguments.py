@@ -105,6 +105,7 @@ def test_an_ordinary_run_is_the_same_run(grpo: list[str], rows: str) -> None:
     assert (config.credit.name, config.credit.scale) == ("grpo", "none")
     assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.7, 0, 0.9)
     assert (config.limits.turns, config.limits.context, config.limits.tokens_per_turn) == (1, 400, 300)
+    assert config.limits.response_tokens == 300  # of the whole conversation, tools' and users' words included
     assert (config.eval.every, config.checkpoint.every, config.output) == (2, 4, "checkpoints/p/e")
     assert config.resume == "auto"
     assert [use.use for use in config.reward.trajectory] == ["turnwise.compat.verl:data_source_score"]

@@ -16,7 +16,8 @@ def lengths(book: Ledger) -> None:
     book.set("limits.context", min(prompt + answer, longest or prompt + answer))
     book.carry("limits.context", "data.max_prompt_length", f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.max_model_len")
     book.set("limits.tokens_per_turn", answer)
-    book.carry("limits.context, limits.tokens_per_turn", "data.max_response_length", f"{ROLLOUT}.response_length")
+    book.set("limits.response_tokens", answer)
+    book.carry("limits.response_tokens, limits.context", "data.max_response_length", f"{ROLLOUT}.response_length")
 
 
 def optimization(book: Ledger) -> None:
