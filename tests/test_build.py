@@ -55,6 +55,24 @@ def good(trajectory, scale: float = 1.0) -> float:
 async def at_turn(trajectory, turn) -> float:
     return 1.0
 
+def ranked(trajectories) -> list:
+    return [0.0] * len(trajectories)
+
+class Shortest:
+    made = 0
+
+    def __init__(self, most: float = 1.0):
+        type(self).made += 1
+        if most < 0:
+            raise ValueError("most is negative")
+        self.most = most
+
+    def __call__(self, trajectories):
+        return [self.most] * len(trajectories)
+
+class Named(Shortest):
+    __name__ = "by_its_name"
+
 NUMBER = 5
 '''
 
@@ -197,6 +215,19 @@ def test_rewards_carry_their_names_arguments_and_weights(user: str) -> None:
     assert (turn.name, turn.weight) == ("at_turn", 1.0)
 
 
+def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
+    group = [{"use": f"{user}:Shortest", "arguments": {"most": 0.5}, "weight": 2.0}, f"{user}:Named", f"{user}:ranked"]
+    scorer = build.scorer(a_config(reward={"group": group}))
+    assert [(one.name, one.weight) for one in scorer.groups] == [
+        ("Shortest", 2.0),
+        ("by_its_name", 1.0),
+        ("ranked", 1.0),
+    ]
+    asked = [list(one.function([None, None])) for one in scorer.groups]  # type: ignore[arg-type, list-item]
+    assert asked == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
+    assert build.resolve(f"{user}:Shortest", key="k").made == 1
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -204,6 +235,20 @@ def test_rewards_carry_their_names_arguments_and_weights(user: str) -> None:
         ({"turns": ["{user}:good", "{user}:tool"]}, "reward.turns.1: {user}:tool cannot be called"),
         ({"trajectory": [{"use": "{user}:good", "arguments": {"skale": 1}}]}, "unexpected keyword argument 'skale'"),
         ({"trajectory": ["{user}:NUMBER"]}, "reward.trajectory.0: {user}:NUMBER is a int and cannot be called"),
+        ({"group": ["{user}:ranked", "{user}:at_turn"]}, "reward.group.1: {user}:at_turn cannot be called"),
+        ({"group": [{"use": "{user}:Shortest", "arguments": {"least": 1}}]}, "unexpected keyword argument 'least'"),
+        (
+            {"group": [{"use": "{user}:Shortest", "arguments": {"most": -1}}]},
+            "reward.group.0: {user}:Shortest cannot be made: ValueError: most is negative",
+        ),
+        (
+            {"turns": ["{user}:Shortest"]},
+            "reward.turns.0: an instance of {user}:Shortest cannot be called as a reward function: too many positional",
+        ),
+        (
+            {"turns": ["{user}:Half"]},
+            "reward.turns.0: an instance of {user}:Half cannot be called as a reward function",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_asked_is_told(user: str, reward: dict[str, Any], message: str) -> None:

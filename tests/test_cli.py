@@ -124,6 +124,24 @@ def test_rollout_holds_scores_and_writes_conversations(place: Path, capsys: pyte
     assert config.reward.trajectory[0].arguments == {"per_token": 0.01}
 
 
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_a_function_of_the_group_sees_all_conversations_of_a_row(place: Path, deterministic: str) -> None:
+    script(place, ["#### 42"], ["#### 0"] * 3, ["#### 49"], ["#### 0"] * 3, ["#### 56"])
+    (place / "group.py").write_text(
+        "def fewest(trajectories):\n"
+        "    turns = [len(one.turns) for one in trajectories]\n"
+        "    return [float(count == min(turns)) if len(turns) > 1 else None for count in turns]\n"
+    )
+    reward = f"reward.group=['{place / 'group.py'}:fewest']"
+    options = ("rollout.samples=2", "environment.arguments.tries=3", f"deterministic={deterministic}")
+    assert roll(place, reward, *options) == 0
+    records = read(place / "out" / "trajectories.jsonl")
+    assert [record["id"] for record in records] == ["1/0", "1/1", "2/0", "2/1", "3/0"]
+    assert [record["rewards"].get("fewest") for record in records] == [1.0, 0.0, 1.0, 0.0, None]
+    (metrics,) = read(place / "out" / "metrics.jsonl")
+    assert metrics["reward/fewest"] == 0.5  # of the four that it applies to
+
+
 def test_a_second_rollout_keeps_what_the_first_has_left(place: Path) -> None:
     assert roll(place) == 0
     first = (place / "out" / "trajectories.jsonl").read_bytes()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from turnwise import types
-from turnwise.config import Config, LocalEngine, Mcp, Part, ToolCalls, ToolUse, Use
+from turnwise.config import Config, LocalEngine, Mcp, Part, RewardUse, ToolCalls, ToolUse, Use
 from turnwise.data.rows import read_rows
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
@@ -24,7 +24,7 @@ from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.credit import Credit, grpo
 from turnwise.scoring.mask import RULES, Rule, custom, takes_trajectory
-from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.scoring.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Row
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-def _callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> Callable[..., Any]:
+def _callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functools.partial[Any]:
     """What `use` names, with its arguments; refuses arguments that it does not take. `given` stand for those to come."""
     found = resolve(use.use, key=key)
     if not callable(found):
@@ -221,20 +221,42 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
 
 def scorer(config: Config) -> Scorer:
-    """The recipe's reward functions."""
+    """The recipe's reward functions.
+
+    Raises ConfigError if one of them cannot be imported, made or called with what it will be given.
+    """
+
+    def named(use: RewardUse, place: str, given: Sequence[Any]) -> tuple[str, Callable[..., Any], float]:
+        function, name = _reward(use, key=f"reward.{place}", given=given)
+        return use.name or name, function, use.weight
+
+    options = config.reward
     return Scorer(
         trajectory=[
-            TrajectoryReward(
-                use.name or _name(use), _callable(use, key=f"reward.trajectory.{n}", given=(None,)), use.weight
-            )
-            for n, use in enumerate(config.reward.trajectory)
+            TrajectoryReward(*named(use, f"trajectory.{n}", (None,))) for n, use in enumerate(options.trajectory)
         ],
-        turns=[
-            TurnReward(use.name or _name(use), _callable(use, key=f"reward.turns.{n}", given=(None, None)), use.weight)
-            for n, use in enumerate(config.reward.turns)
-        ],
-        seconds=config.reward.seconds,
+        turns=[TurnReward(*named(use, f"turns.{n}", (None, None))) for n, use in enumerate(options.turns)],
+        groups=[GroupReward(*named(use, f"group.{n}", ((),))) for n, use in enumerate(options.group)],
+        seconds=options.seconds,
     )
+
+
+def _reward(use: RewardUse, *, key: str, given: Sequence[Any]) -> tuple[Callable[..., Any], str]:
+    """A reward function and its name. A class is made here, once, and its instance is the function; an instance may say by
+    `__name__` which function it stands for."""
+    function = _callable(use, key=key, given=() if isinstance(resolve(use.use, key=key), type) else given)
+    if not isinstance(function.func, type):
+        return function, _name(use)
+    try:
+        with boundary("reward"):
+            made = function()
+    except Failed as failed:
+        raise ConfigError(f"{key}: {use.use} cannot be made: {failed.failure.message}") from failed
+    try:
+        inspect.signature(made).bind(*given)
+    except (TypeError, ValueError) as error:  # an instance that cannot be called has no signature
+        raise ConfigError(f"{key}: an instance of {use.use} cannot be called as a reward function: {error}") from None
+    return made, getattr(made, "__name__", _name(use))
 
 
 def credit(config: Config) -> Credit:

@@ -60,6 +60,8 @@ async def _collect(
     )
     started = time.perf_counter()
     writer = _Writer(out, [one for group in groups for one in group.trajectories])
+    members = {group.id: group.trajectories for group in groups}
+    left = {name: len(trajectories) for name, trajectories in members.items()}
     with Progress(
         *Progress.get_default_columns()[:2],
         MofNCompleteColumn(),
@@ -70,10 +72,17 @@ async def _collect(
         task = progress.add_task("conversations", total=writer.total)
 
         async def done(trajectory: Trajectory) -> None:
-            await scorer.score_one(trajectory)
-            mask(trajectory)  # nothing is learnt here, but the record shows what would be
-            writer.add(trajectory)
             progress.advance(task)
+            ended = [trajectory]
+            if scorer.groups:  # its functions are asked about all of a group, so the last of them is waited for
+                left[trajectory.group] -= 1
+                if left[trajectory.group]:
+                    return
+                ended = members[trajectory.group]
+            await scorer.score_group(ended)
+            for one in ended:
+                mask(one)  # nothing is learnt here, but the record shows what would be
+                writer.add(one)
 
         await rollout_groups(groups, table, done=done)
     await engine.close()

@@ -21,6 +21,7 @@ __all__ = [
     "LocalEngine",
     "Mcp",
     "Part",
+    "RewardUse",
     "ScriptedEngine",
     "Sft",
     "ToolCalls",
@@ -153,7 +154,7 @@ class ScriptedEngine(Part):
 
 
 class RewardUse(Use):
-    """A reward function."""
+    """A reward function, or a class: made once with `arguments`, its instance is called."""
 
     weight: float = 1.0
     name: str | None = None
@@ -167,8 +168,11 @@ class Reward(Part):
     """Functions of a trajectory, sync or async, to a number."""
     turns: list[RewardUse] = []
     """Functions of a trajectory and a turn, to a number."""
+    group: list[RewardUse] = []
+    """Functions of all finished trajectories of a row, to a list of numbers; asked once for each row. None in the list means
+    that the function does not apply to that trajectory."""
     seconds: Annotated[float, Field(gt=0)] | None = 120.0
-    """What async functions may take for one trajectory."""
+    """What the async functions of one trajectory may take together, and each async function of a group."""
 
 
 class Credit(Part):

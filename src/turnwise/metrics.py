@@ -35,7 +35,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "failed": _share(one.failed for one in every),
     }
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
-        metrics[f"reward/{name}"] = _mean([one.rewards.get(name, 0.0) for one in whole])
+        # of those that the function applies to
+        metrics[f"reward/{name}"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
     for stop in Stop:
         metrics[f"stop/{stop}"] = _share(one.stop is stop for one in every)
     return metrics

@@ -13,7 +13,7 @@ import pytest
 from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, say
 from turnwise.scoring.credit import grpo
-from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.scoring.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 
 
@@ -181,3 +181,88 @@ def test_rewards_are_asked_at_the_same_time() -> None:
 
     score(Scorer(trajectory=[TrajectoryReward("slow", slow)]), *hold_all(Says("a"), size=5))
     assert most == 5
+
+
+def of_group(function: Any, *, size: int = 4, weight: float = 1.0, seconds: float | None = None) -> list[Trajectory]:
+    """Four conversations of a group, the second one broken before, scored by a function of the group."""
+    trajectories = hold_all(Says("a"), lambda: pays(0.5), size=size)
+    trajectories[1].fail(Failure("environment", "gone"))
+    score(Scorer(groups=[GroupReward("together", function, weight)], seconds=seconds), *trajectories)
+    return trajectories
+
+
+def test_a_function_of_the_group_is_asked_once_about_all_that_did_not_break() -> None:
+    asked: list[list[str]] = []
+
+    def places(trajectories: Any) -> list[float]:
+        asked.append([one.id for one in trajectories])
+        return [float(n) for n in range(len(trajectories))]
+
+    trajectories = of_group(places, weight=2.0)
+    assert asked == [["1/0", "1/2", "1/3"]]
+    assert [one.reward for one in trajectories] == [0.5, None, 2.5, 4.5]
+    assert trajectories[3].rewards == {"turns": 0.5, "together": 4.0}
+    assert trajectories[1].error == Failure("environment", "gone")
+
+
+def test_each_group_is_asked_about_by_itself_and_together_with_the_other_kinds_of_functions() -> None:
+    async def mean(trajectories: Any) -> Any:
+        await asyncio.sleep(0.001)
+        return np.full(len(trajectories), len(trajectories))
+
+    groups = [
+        Group(id=str(size), row=several[0].row, trajectories=several)
+        for size in (1, 3)
+        for several in [hold_all(Says("a"), lambda: pays(0.5), size=size)]
+    ]
+    scorer = Scorer([TrajectoryReward("f", lambda one: 10.0)], [TurnReward("t", place)], [GroupReward("g", mean)])
+    asyncio.run(scorer.score(groups))
+    assert [[one.reward for one in group.trajectories] for group in groups] == [[11.5], [13.5, 13.5, 13.5]]
+    assert groups[1].trajectories[0].rewards == {"turns": 0.5, "t": 0.0, "f": 10.0, "g": 3.0}
+
+
+def test_none_says_that_a_function_of_the_group_does_not_apply() -> None:
+    trajectories = of_group(lambda several: [None, 1.0, None])
+    assert [one.rewards for one in trajectories] == [
+        {"turns": 0.5},
+        {},
+        {"turns": 0.5, "together": 1.0},
+        {"turns": 0.5},
+    ]
+    assert [one.reward for one in trajectories] == [0.5, None, 1.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda several: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda several: several[0].row["label"], "KeyError: "),
+        (
+            lambda several: [1.0],
+            "the reward function 'together' gave 1 values for the 3 trajectories of a group; it must give a list with a number, "
+            "or None, for each of them, in their order",
+        ),
+        (
+            lambda several: 1.0,
+            "the reward function 'together' gave 1.0 for the 3 trajectories of a group; it must give",
+        ),
+        (lambda several: "abc", "the reward function 'together' gave 'abc' for the 3 trajectories"),
+        (lambda several: {"a": 1.0}, "the reward function 'together' gave {'a': 1.0} for the 3 trajectories"),
+        (lambda several: asyncio.sleep(1), "the reward function 'together' took longer than reward.seconds=0.05"),
+    ],
+)
+def test_a_function_of_the_group_that_breaks_breaks_those_that_it_was_asked_about(function: Any, message: str) -> None:
+    trajectories = of_group(function, seconds=0.05)
+    for one in (trajectories[0], trajectories[2], trajectories[3]):
+        assert one.error is not None
+        assert one.error.kind == "reward"
+        assert message in one.error.message
+        assert (one.reward, one.rewards) == (None, {})
+
+
+def test_a_wrong_number_of_a_function_of_the_group_breaks_its_own_trajectory() -> None:
+    trajectories = of_group(lambda several: [1.0, math.nan, 2.0])
+    assert [one.reward for one in trajectories] == [1.5, None, None, 2.5]
+    assert trajectories[2].error == Failure(
+        "reward", "the reward function 'together' gave nan; a reward must be a finite number"
+    )

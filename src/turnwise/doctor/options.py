@@ -88,8 +88,10 @@ def _held_out(config: Config) -> list[Any]:
 
 def _reward_functions(config: Config) -> list[Any]:
     found = build.scorer(config)
-    functions = [*found.trajectory, *found.turns]
-    return [found.seconds, *((one.name, one.weight, getattr(one.function, "keywords", None)) for one in functions)]
+    uses = [*config.reward.trajectory, *config.reward.turns, *config.reward.group]
+    functions = [*found.trajectory, *found.turns, *found.groups]
+    made = zip(functions, uses, strict=True)
+    return [found.seconds, *((one.name, one.weight, use.use, use.arguments) for one, use in made)]
 
 
 _ROW = Row(id="r", messages=[{"role": "user", "content": "?"}])
@@ -181,7 +183,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     "tool_format": _REACHES,
     **{
         f"reward.{of}[].{name}": _REWARDS
-        for of in ("trajectory", "turns")
+        for of in ("trajectory", "turns", "group")
         for name in ("use", "arguments", "weight", "name")
     },
     "reward.seconds": _REWARDS,

@@ -103,7 +103,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
         )
         await rollout_groups(groups, table)
         await table.engine.close()
-    await scorer.score(groups)
+        await scorer.score(groups)
     for group in groups:
         for one in group.trajectories:
             mask(one)
@@ -121,11 +121,12 @@ def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
 def _sums(whole: Sequence[Trajectory], config: Config) -> str | None:
     """Where a trajectory's reward is not that of its turns and of the functions of the whole."""
     scorer = build.scorer(config)
-    of_turns, of_whole = ({one.name for one in functions} for functions in (scorer.turns, scorer.trajectory))
+    of_turns = {one.name for one in scorer.turns}
+    of_whole = {one.name for one in (*scorer.trajectory, *scorer.groups)}
     for one in whole:
         if not _close(one.reward, sum(one.rewards.values())):
             return f"the reward of {one.id} is {one.reward}, and its parts are {one.rewards}"
-        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards[name] for name in of_whole)
+        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards.get(name, 0.0) for name in of_whole)
         if not of_turns & of_whole and not _close(one.reward, summed):  # one name for both hides which part is whose
             return f"the reward of {one.id} is {one.reward}; its turns and the functions of the whole gave {summed}"
     return None
