@@ -128,7 +128,7 @@ def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() 
 
     trajectory = spoken("x")
     score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: ask(breaks, one, "breaks"))])
-    asyncio.run(score.score_one(trajectory))
+    asyncio.run(score.score_group([trajectory]))
     assert trajectory.error is not None
     assert (trajectory.error.kind, trajectory.error.message) == ("reward", "RuntimeError: no judge")
     assert trajectory.reward is None
