@@ -18,7 +18,8 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
 from turnwise.rollout.media import Vision
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy, load_model
+from turnwise.training.loading import load_model
+from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Sampling, Segment
 
 TEXT: dict[str, Any] = {

@@ -116,7 +116,7 @@ def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[En
         engine = Scripted(named, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
         return engine, None, [group for group in groups if group.trajectories]
 
-    from turnwise.training.policy import load_model
+    from turnwise.training.loading import load_model
 
     model = load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
     return build.local_engine(config, model, renderer), build.model_context(model.config.to_dict()), groups

@@ -32,7 +32,8 @@ from turnwise.sft_recipe import refuse_sft_without_effect
 from turnwise.sft_report import SftReport
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import Optimization, Policy, Update, load_model, rate
+from turnwise.training.loading import load_model
+from turnwise.training.policy import Optimization, Policy, Update, rate
 from turnwise.types import Row, Sampling, ToolSchema, Trajectory
 from turnwise.underway import Underway
 

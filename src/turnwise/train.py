@@ -32,7 +32,8 @@ from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import Policy, Update, load_model
+from turnwise.training.loading import load_model
+from turnwise.training.policy import Policy, Update
 from turnwise.types import Group, Row
 from turnwise.underway import Underway
 

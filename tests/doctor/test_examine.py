@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
@@ -265,6 +267,25 @@ def test_a_model_that_computes_something_else_each_time_is_found_out() -> None:
     found = round_trip(tiny_model(attention_dropout=0.5).train(), RENDERER, Sampling())
     assert found.status == "fail"
     assert "What is learnt would not be what was sampled" in found.text
+
+
+def test_weights_that_are_missing_or_no_numbers_are_named(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    damaged = weights[name].clone()
+    damaged[0, 0] = float("nan")
+    for change, message in (
+        ({key: value for key, value in weights.items() if key != name}, f"the checkpoint lacks the weight {name}"),
+        ({**weights, name: damaged}, f"the weight {name} holds values that are NaN or infinite"),
+    ):
+        save_file(change, copy / "model.safetensors", metadata={"format": "pt"})
+        assert message in only_failure(asked(copy))
+
+
+def test_ratios_that_are_no_numbers_are_no_agreement() -> None:
+    from turnwise.doctor.weights import _off
+
+    assert _off(torch.tensor([0.0, float("nan")]), torch.zeros(2)) == float("inf")
 
 
 # recipes with one thing wrong

@@ -12,7 +12,8 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy, load_model, rate
+from turnwise.training.loading import load_model
+from turnwise.training.policy import Optimization, Policy, rate
 from turnwise.types import Sampling
 
 

@@ -16,7 +16,8 @@ from turnwise.errors import TurnwiseError
 from turnwise.rollout.media import Vision
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import Optimization, Policy, load_model
+from turnwise.training.loading import load_model
+from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 

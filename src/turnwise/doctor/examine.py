@@ -165,7 +165,7 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
             None,
             f"left out: {size:.1f} GB of weights are more than the {most:.1f} GB that load soon; --weights always",
         )
-    from turnwise.training.policy import load_model
+    from turnwise.training.loading import load_model
 
     dtype, device = (config.model.dtype, config.model.device) if config is not None else ("float32", "auto")
     return load_model(path, dtype=dtype, device=device), ""

@@ -136,5 +136,6 @@ def _column(values: Sequence[float], places: Sequence[int]) -> list[float]:
 
 
 def _off(logprob_N: torch.Tensor, old_N: torch.Tensor) -> float:
-    """The largest distance of a probability ratio from 1."""
-    return float(((logprob_N - old_N).exp() - 1.0).abs().max()) if len(old_N) else 0.0
+    """The largest distance of a probability ratio from 1; infinite where a ratio is no number."""
+    distance_N = ((logprob_N - old_N).exp() - 1.0).abs().nan_to_num(nan=torch.inf)
+    return float(distance_N.max()) if len(old_N) else 0.0

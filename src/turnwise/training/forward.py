@@ -9,10 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from turnwise.attention import set_text_attention
 from turnwise.distribution import sampling_logits
 from turnwise.errors import TurnwiseError
 from turnwise.training.batch import MicroBatch
-from turnwise.training.tree import Tree, TreeShape, growing, set_text_attention, use_tree_attention
+from turnwise.training.tree import Tree, TreeShape, growing, use_tree_attention
 from turnwise.types import Sampling
 from turnwise.vision import Eyes
 
@@ -89,9 +90,9 @@ class Forward:
 
 
 def try_tree_attention(model: Any) -> bool:
-    """Give a model tree attention, if it then gives its own log-probabilities: tried out on a small tree.
+    """Give a model tree attention, if it then gives the logits of its former attention: tried out on a small tree.
 
-    A model that cannot (sliding windows, recurrent layers, an attention of its own) is left as it is.
+    A model that cannot (sliding windows, recurrent layers, soft caps or sinks, an attention of its own) is left as it is.
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
@@ -99,9 +100,12 @@ def try_tree_attention(model: Any) -> bool:
     if any(kind != "full_attention" for kind in kinds) or (window is not None and not kinds):
         return False
     former = config._attn_implementation
+    sequence = _probe_sequence(model)
+    with torch.no_grad():
+        expected_LV = model(sequence, use_cache=False).logits[0]
     try:
         use_tree_attention(model)
-        if _tree_is_right(model):
+        if _tree_gives(model, expected_LV):
             return True
     except (TypeError, ValueError, RuntimeError, IndexError):
         pass  # its attention takes other arguments, or cannot be exchanged
@@ -110,18 +114,30 @@ def try_tree_attention(model: Any) -> bool:
     return False
 
 
-def _tree_is_right(model: Any) -> bool:
+_TRUNK, _OTHER, _BRANCH = (11, 7), (5, 3, 2), (13, 17)
+"""Token ids of the tree that is tried out: a trunk and two branches."""
+
+
+def _probe_sequence(model: Any) -> torch.Tensor:
+    """The trunk and its second branch as a sequence of their own [1, L]."""
+    return torch.tensor([_TRUNK + _BRANCH], device=model.device) % model.get_input_embeddings().num_embeddings
+
+
+def _tree_gives(model: Any, expected_LV: torch.Tensor) -> bool:
+    """Whether the second branch of a tree, and its sequence by itself, have the logits that the former attention gave."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = [token % vocabulary for token in (11, 7, 5, 3, 2, 13, 17)]
-    tree = Tree.of([TreeShape(0, 2, [3, 2])]).to(model.device)
-    flat, position = torch.tensor([ids]), torch.tensor([[0, 1, 2, 3, 4, 2, 3]])
-    alone = torch.tensor([[*ids[:2], *ids[5:]]])
+    ids = torch.tensor([_TRUNK + _OTHER + _BRANCH], device=model.device) % vocabulary
+    position = torch.tensor([[0, 1, 2, 3, 4, 2, 3]], device=model.device)
+    tree = Tree.of([TreeShape(0, len(_TRUNK), [len(_OTHER), len(_BRANCH)])]).to(model.device)
     with torch.no_grad():
         with growing(tree):
-            shared = model(flat.to(model.device), position_ids=position.to(model.device), use_cache=False)
-        single = model(alone.to(model.device), use_cache=False)
+            shared_TV = model(ids, position_ids=position, use_cache=False).logits[0]
+        alone_LV = model(_probe_sequence(model), use_cache=False).logits[0]
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
-    return torch.allclose(shared.logits[0, 5:].float(), single.logits[0, 2:].float(), atol=tolerance, rtol=tolerance)
+    return all(
+        torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+        for found, expected in ((shared_TV[-len(_BRANCH) :], expected_LV[-len(_BRANCH) :]), (alone_LV, expected_LV))
+    )
 
 
 def _body_and_head(model: Any) -> tuple[Any, Any]:

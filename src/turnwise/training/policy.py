@@ -13,19 +13,18 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.errors import ConfigError
 from turnwise.threads import Threads
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, nll, ppo_clip
 from turnwise.types import Sampling
 
-__all__ = ["Optimization", "Policy", "Update", "load_model", "rate"]
+__all__ = ["Optimization", "Policy", "Update", "rate"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,44 +79,6 @@ class _Part:
     kl: float = 0.0
     max_deviation: float = 0.0
     clipped: float = 0.0
-
-
-def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model to be trained; one that sees with its eyes.
-
-    Raises ConfigError if there is none at `path`, or the device is not there.
-    """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        with boundary("model"):  # weights that are cut short raise what no other library does
-            model = _family(str(path)).from_pretrained(str(path), dtype=getattr(torch, dtype))
-    except Failed as failed:
-        raise ConfigError(
-            f"no model could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
-            f"directory or a hub id"
-        ) from failed
-    try:
-        model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"model.device={device} cannot be used: {error}") from error
-    return model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
-
-
-def _family(path: str) -> Any:
-    """The auto class that loads the model at `path` whole: with its eyes where it has any."""
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
-
-    config = AutoConfig.from_pretrained(path)
-    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 class Policy:
@@ -244,7 +205,9 @@ class Policy:
                 return part
             ratio_N = (logprob_N - micro.old_logprob_N).exp()
             outside_N = (ratio_N < 1.0 - options.clip_low) | (ratio_N > 1.0 + options.clip_high)
-            return replace(part, max_deviation=float((ratio_N - 1.0).abs().max()), clipped=float(outside_N.sum()))
+            # `max` of Python passes over a NaN: what is no number is as far from 1 as can be
+            deviation_N = (ratio_N - 1.0).abs().nan_to_num(nan=torch.inf)
+            return replace(part, max_deviation=float(deviation_N.max()), clipped=float(outside_N.sum()))
 
     def measure(self, batch: Batch) -> float:
         """The batch's negative log-likelihood, averaged by its weights; nothing is changed."""

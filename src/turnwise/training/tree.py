@@ -20,7 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["Tree", "TreeShape", "growing", "set_text_attention", "use_tree_attention"]
+from turnwise.attention import set_text_attention, unsupported
+
+__all__ = ["Tree", "TreeShape", "growing", "use_tree_attention"]
 
 _NAME = "turnwise_tree"
 
@@ -131,13 +133,6 @@ def use_tree_attention(model: Any) -> None:
     set_text_attention(model, _NAME)
 
 
-def set_text_attention(model: Any, name: str) -> None:
-    """Exchange the attention of the part that reads tokens; a part that looks at images keeps its own."""
-    text = model.config.get_text_config()
-    parts = [part for part in model.config.sub_configs if getattr(model.config, part, None) is text]
-    model.set_attn_implementation(dict.fromkeys(parts, name) or name)
-
-
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -150,6 +145,8 @@ def _attention(
     tree = _growing.get()
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
+    if ignored := unsupported(others, known=("dropout", "is_causal")):
+        raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
     return tree.attend(query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 

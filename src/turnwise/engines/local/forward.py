@@ -8,21 +8,24 @@ vision those whose prompts may hold images.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.rows import PlaneShape, Rows
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, Failed, boundary
 from turnwise.vision import Eyes
 
 __all__ = ["Forward", "choose_forward", "disagreement"]
 
 logger = logging.getLogger(__name__)
+
+_PROBE_WINDOW = 8
+"""Tokens of a sliding window while the model is tried out."""
 
 
 class Forward(Protocol):
@@ -76,28 +79,38 @@ def choose_forward(model: PreTrainedModel) -> Forward:
         logger.info("the embedded engine runs %s through its own forward: %s", type(model).__name__, reason)
     eyes = Eyes.of(model)
     generic = GenericForward(model) if eyes is None else VisionForward(model, eyes)
-    gap, limit = disagreement(generic, model)
-    if gap > limit:
-        raise EngineError(
-            f"{type(model).__name__} answers differently over the slots of the embedded engine (its logits differ by "
-            f"{gap:.3g}, more than {limit:.3g}): it does not take a mask of four dimensions as other decoders do. "
-            "Take another model, or serve it with another engine"
-        )
-    return generic
+    problem = "it does not take a mask of four dimensions as other decoders do"
+    try:
+        with boundary("engine"):  # a model that takes other masks raises whatever comes of it
+            gap, limit = disagreement(generic, model)
+        if gap <= limit:
+            return generic
+        problem = f"its logits differ by {gap:.3g}, more than {limit:.3g}: {problem}"
+    except Failed as failed:
+        if isinstance(failed.__cause__, EngineError):
+            raise failed.__cause__ from None
+        problem = f"{problem} ({failed.failure.message})"
+    raise EngineError(
+        f"{type(model).__name__} cannot be run over the slots of the embedded engine: {problem}. Take another model, or "
+        f"serve it with another engine"
+    )
 
 
 def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float]:
-    """The largest difference to the logits of the model's own forward on a few tokens, and what rounding may explain."""
+    """The largest difference to the logits of the model's own forward on a few tokens, and what rounding may explain.
+
+    A sliding window is made narrow meanwhile, so that these few tokens reach beyond it. Raises EngineError if the model's
+    own logits are no numbers.
+    """
     parameter = next(model.parameters())
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) or 0
-    longest = 12 + (window if window <= 64 else 0)
+    longest = 12 + _PROBE_WINDOW
     lengths = (longest, longest - 5)
     texts = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
     rows = Rows(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)
     rows.resize(3, longest)
     rows_N, cut = np.array([0, 2]), 2
-    with forward.guard():
+    with _narrow_window(config), forward.guard():
         forward.refresh()
         zeros_N = np.zeros(2, dtype=np.int64)
         forward.prefill(rows, rows_N, zeros_N, [text[:cut] for text in texts])
@@ -105,9 +118,28 @@ def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float
         last_N = np.array([text[-1] for text in texts])
         logits_NV = forward.decode(rows, rows_N, np.array(lengths) - 1, last_N, 0)
         own_NV = torch.stack([_last_logits(model, text, parameter.device) for text in texts])
+    if not bool(torch.isfinite(own_NV).all()):
+        raise EngineError(
+            f"{type(model).__name__} gives logits that are NaN or infinite: its weights are damaged, or its dtype "
+            f"({str(parameter.dtype).removeprefix('torch.')}) is too narrow for it. Use another checkpoint or another model.dtype"
+        )
     gap = (logits_NV - own_NV).abs().max().item()
     scale = max(1.0, own_NV.abs().max().item())
     return (gap if gap == gap else float("inf")), scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
+
+
+@contextmanager
+def _narrow_window(config: Any) -> Iterator[None]:
+    """Inside, a model with a sliding window has one of a few tokens."""
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        yield
+        return
+    config.sliding_window = min(window, _PROBE_WINDOW)
+    try:
+        yield
+    finally:
+        config.sliding_window = window
 
 
 def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from turnwise.attention import ignored_by_sdpa
 from turnwise.engines.local.rows import PlaneShape, Rows
 from turnwise.errors import EngineError
 
@@ -202,6 +203,11 @@ def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
         raise EngineError(
             f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
             'Load the model with attn_implementation="sdpa"'
+        )
+    if model.config._attn_implementation != "eager" and (ignored := ignored_by_sdpa(model)):
+        raise EngineError(
+            f"{type(model).__name__} uses {', '.join(ignored)} in its attention, which {model.config._attn_implementation} "
+            'ignores. Load the model with attn_implementation="eager"'
         )
     ids = torch.zeros((1, 3), dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad():
