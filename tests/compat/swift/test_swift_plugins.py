@@ -12,7 +12,7 @@ import pytest
 from support.conversations import Says, hold, spoken
 from support.swift import ASKED, play, whole
 from turnwise.compat.swift import scheduler
-from turnwise.compat.swift.plugins import MODULES, NAMES, load, names, select
+from turnwise.compat.swift.plugins import NAMES, load, select
 from turnwise.compat.swift.rewards import orms
 from turnwise.compat.swift.scheduler import multi_turns
 from turnwise.errors import ConfigError
@@ -23,7 +23,7 @@ from {module} import MultiTurnScheduler, multi_turns
 
 class Asks{n}(MultiTurnScheduler):
     def step(self, infer_request, response_choice, current_turn):
-        from swift.llm import RolloutInferRequest  # while it runs there is no `swift` any more
+        from swift.llm import RolloutInferRequest
         infer_request.messages.append({{"role": "user", "content": "Sure?"}})
         return {{"infer_request": infer_request}}
 
@@ -73,27 +73,55 @@ def registries() -> Iterator[None]:
 def test_a_plugin_imports_from_wherever_ms_swift_had_it(module: str, tmp_path: Path) -> None:
     file = tmp_path / "plugin.py"
     name = module.replace(".", "_")
-    file.write_text(
-        PLUGIN.format(module=module, n=name).replace("        from swift.llm import RolloutInferRequest", "#")
-    )
+    file.write_text(PLUGIN.format(module=module, n=name))
     trajectory = whole(play(f"asks{name}", "a", "b", max_turns=2, external_plugins=[str(file)]))
     assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "Sure?", "b"]
 
 
-def test_nothing_is_left_of_the_names_and_what_was_there_comes_back() -> None:
+IMPORTS = """
+import swift
+import swift.rollout.multi_turn as theirs
+from swift.rollout.multi_turn import MultiTurnScheduler
+import helper
+
+at_the_top = MultiTurnScheduler
+
+
+class Later(MultiTurnScheduler):
+    def check_finished(self, *_):  # sync, so it runs in a thread
+        import swift.utils
+        from swift.rollout.multi_turn import MultiTurnScheduler as now
+        import beside
+        from package.inner import named
+        assert now is at_the_top is theirs.MultiTurnScheduler is swift.plugin.MultiTurnScheduler
+        assert helper.inside() is beside.inside() is named() is now
+        assert swift.utils.get_logger is not None
+        return True
+"""
+BESIDE = "def inside():\n    from swift.rollout import MultiTurnScheduler\n    return MultiTurnScheduler\n"
+
+
+def test_swift_can_be_imported_at_any_time_from_a_plugin_and_its_folder_and_nobody_else_sees_it(tmp_path: Path) -> None:
+    for name in ("helper.py", "beside.py", "package/inner.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(BESIDE)
+    (tmp_path / "package" / "inner.py").write_text(BESIDE + "named = inside\n")
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "imports.py").write_text(IMPORTS)
     real = ModuleType("swift")
+    before = {**sys.modules, "swift": real}
+    paths, finders = list(sys.path), list(sys.meta_path)
     sys.modules["swift"] = real
     try:
-        with names():
-            from swift.rollout.multi_turn import MultiTurnScheduler  # type: ignore[import-not-found]
-
-            assert MultiTurnScheduler is NAMES["MultiTurnScheduler"]
-            assert sys.modules["swift"] is not real
-            assert {name for name in sys.modules if name.startswith("swift")} == set(MODULES)
-        assert {name for name in sys.modules if name.partition(".")[0] == "swift"} == {"swift"}
-        assert sys.modules["swift"] is real
+        whole(play(f"{tmp_path}/imports.py:Later", "a"))
+        assert load(str(tmp_path / "imports.py")).at_the_top is NAMES["MultiTurnScheduler"]
+        assert {name: one for name, one in sys.modules.items() if name.partition(".")[0] == "swift"} == {"swift": real}
     finally:
+        for name in set(sys.modules) - set(before):
+            if name in ("helper", "beside") or name.startswith("package"):
+                del sys.modules[name]
         del sys.modules["swift"]
+    assert (sys.path, sys.meta_path) == (paths, finders)
 
 
 def test_a_scheduler_of_an_older_version_works_as_it_is(tmp_path: Path) -> None:
@@ -142,10 +170,12 @@ def test_a_plugin_that_cannot_be_run_is_refused_with_its_reason(text: str, why: 
     assert not any(name.startswith("turnwise_swift.broken") for name in sys.modules)
 
 
-def test_what_is_not_here_says_so_where_it_is_used_and_not_where_it_is_imported() -> None:
-    with names():
-        from swift.infer_engine import TransformersEngine  # type: ignore[import-not-found]
-        from swift.rewards.rm_plugin import DefaultRMPlugin  # type: ignore[import-not-found]
+def test_what_is_not_here_says_so_where_it_is_used_and_not_where_it_is_imported(tmp_path: Path) -> None:
+    file = tmp_path / "absent.py"
+    file.write_text(
+        "from swift.infer_engine import TransformersEngine\nfrom swift.rewards.rm_plugin import DefaultRMPlugin\n"
+    )
+    TransformersEngine, DefaultRMPlugin = load(str(file)).TransformersEngine, load(str(file)).DefaultRMPlugin
     with pytest.raises(
         RuntimeError, match=r"there is no DefaultRMPlugin here: reward models are functions in a recipe"
     ):

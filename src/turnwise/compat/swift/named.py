@@ -13,7 +13,7 @@ from typing import Any
 from turnwise.compat.swift.conversation import Run, Steps
 from turnwise.compat.swift.engine import InferEngine
 from turnwise.compat.swift.gym import GYMScheduler
-from turnwise.compat.swift.plugins import load, names, select
+from turnwise.compat.swift.plugins import load, select
 from turnwise.compat.swift.rewards import ask, made, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, multi_turns
 from turnwise.environments.environment import Environment
@@ -114,8 +114,7 @@ async def reward(
         load(file)
     function = select(orms, use, what="reward function", key="reward.trajectory.arguments.use")
     if isinstance(function, type):
-        with names():
-            function = made(function, json.dumps(dict(arguments or {}), sort_keys=True))
+        function = made(function, json.dumps(dict(arguments or {}), sort_keys=True))
     elif arguments:
         raise ConfigError(
             f"reward.trajectory.arguments.arguments: {use} is no class and is made of nothing; remove them"
@@ -132,8 +131,7 @@ def _made(kind: type[Any], name: str, engine: InferEngine, max_turns: int | None
         offered["tokenizer"] = engine.tokenizer
     taken = {key: value for key, value in offered.items() if everything or key in parameters}
     try:
-        with names():  # a constructor may import what it needs
-            made = kind(**taken, **given)
+        made = kind(**taken, **given)
     except TypeError as error:
         raise ConfigError(f"environment.arguments: {name} cannot be made: {error}") from error
     made.infer_engine = engine

@@ -1,17 +1,12 @@
-"""Plugin files of ms-swift: loaded under its names, which are ours while they load.
+"""Plugin files of ms-swift: what they can import under its names, and how they are loaded.
 
-`import swift...` means what is listed in `NAMES` inside `names()`, and nothing is left of it afterwards. It is so whether
-ms-swift is installed or not, so that a plugin does the same everywhere.
+In a plugin file `import swift...` means what is listed in `NAMES` (`imports`).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +17,11 @@ import turnwise.compat.swift.protocol as protocol
 import turnwise.compat.swift.rewards as rewards
 import turnwise.compat.swift.scheduler as scheduler
 from turnwise.compat.swift.engine import Template
+from turnwise.compat.swift.imports import Modules, run_file
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.images import load_image
 
-__all__ = ["MODULES", "NAMES", "load", "names", "select"]
+__all__ = ["MODULES", "NAMES", "load", "modules", "select"]
 
 MODULES = (
     "swift",
@@ -106,32 +102,10 @@ NAMES: dict[str, Any] = {
 """What can be imported from them."""
 
 
-@contextmanager
-def names() -> Iterator[None]:
-    """While it is open, `import swift...` gives ours."""
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "swift"}
-    for name in before:
-        del sys.modules[name]
-    sys.modules.update(_modules())
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
 @functools.cache
-def _modules() -> dict[str, ModuleType]:
-    found: dict[str, ModuleType] = {}
-    for name in MODULES:
-        module = found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
-        module.__path__ = []  # a package, which has the modules below it and no others
-        vars(module).update(NAMES)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(found[parent], child, module)
-    return found
+def modules() -> Modules:
+    """The modules of ms-swift as plugins see them."""
+    return Modules(MODULES, NAMES)
 
 
 def load(file: str) -> ModuleType:
@@ -148,23 +122,13 @@ def load(file: str) -> ModuleType:
 @functools.lru_cache(maxsize=256)
 def _loaded(path: Path) -> ModuleType:
     name = f"turnwise_swift.{path.stem}_{abs(hash(str(path))):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))
     try:
-        with names(), boundary("import"):
-            spec.loader.exec_module(module)
+        with boundary("import"):
+            return run_file(name, path, modules())
     except Failed as failed:
-        del sys.modules[name]
         raise ConfigError(
             f"the plugin {path} could not be loaded: {failed.failure.message}{_lacks(failed)}"
         ) from failed
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
 
 
 def select(registry: dict[str, Any], name: str, *, what: str, key: str) -> Any:

@@ -1,0 +1,122 @@
+"""`import swift...` in a plugin file, at any time: at its top, and inside a method that runs later, in any thread.
+
+A module looks `import` up in its own builtins. A plugin file, and what it imports from its own folder, is run with builtins
+whose `import` gives our modules under ms-swift's names. So nothing is patched for anybody else: `sys.modules` is left alone,
+and it is the same whether ms-swift is installed or not.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Modules", "run_file"]
+
+_ROOT = "swift"
+
+
+class Modules:
+    """Modules of ms-swift by name. ms-swift has moved names between them, so each has all of them."""
+
+    def __init__(self, listed: Sequence[str], names: Mapping[str, Any]) -> None:
+        self._found: dict[str, ModuleType] = {}
+        for name in listed:
+            module = self._found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
+            module.__path__ = []  # a package, which has the modules below it and no others
+            vars(module).update(names)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(self._found[parent], child, module)
+
+    def get(self, name: str, *, top: bool) -> ModuleType:
+        """The module, or with `top` the outermost one above it. Raises ModuleNotFoundError if there is none of that name."""
+        if name not in self._found:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return self._found[_ROOT if top else name]
+
+
+def run_file(name: str, path: Path, modules: Modules) -> ModuleType:
+    """Run a file as the module `name`; what it imports from its own folder is run in the same way.
+
+    Raises whatever the file raises; the module is not in `sys.modules` then.
+    """
+    folder = _Folder(path.parent, modules)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path), folder))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        with folder.importable():  # for importlib.import_module, which does not look into the builtins
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class _Folder:
+    """Finds the modules of a plugin's folder and runs them as the plugin is run."""
+
+    def __init__(self, folder: Path, modules: Modules) -> None:
+        self._folder = str(folder)
+        self._modules = modules
+        self.builtins: dict[str, Any] = {**vars(builtins), "__import__": self._import}
+        """The builtins of the modules in the folder."""
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """What an `import` statement calls."""
+        top = name.partition(".")[0]
+        if not level and top == _ROOT:
+            return self._modules.get(name, top=not fromlist)
+        if level or top in sys.modules:
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        with self.importable():
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """As a finder of `sys.meta_path`."""
+        if path is not None and not any(str(one).startswith(self._folder) for one in path):
+            return None
+        spec: ModuleSpec | None = PathFinder.find_spec(name, [self._folder] if path is None else path)
+        if spec is None or not isinstance(spec.loader, SourceFileLoader):
+            return None
+        spec.loader = _Loader(name, spec.loader.path, self)
+        return spec
+
+    @contextmanager
+    def importable(self) -> Iterator[None]:
+        """While it is open, the modules of the folder can be imported, before installed ones of the same name."""
+        finders: list[Any] = sys.meta_path
+        place = next((n for n, finder in enumerate(finders) if finder is PathFinder), len(finders))
+        finders.insert(place, self)
+        try:
+            yield
+        finally:
+            finders.remove(self)
+
+
+class _Loader(SourceFileLoader):
+    """Runs a file with the builtins of its folder."""
+
+    def __init__(self, name: str, path: str, folder: _Folder) -> None:
+        super().__init__(name, path)
+        self._folder = folder
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__builtins__"] = self._folder.builtins
+        super().exec_module(module)
