@@ -189,7 +189,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all_there_are(tmp_path
         scheduler("math_tips_trick")
     assert str(caught.value).startswith(
         "environment.arguments.name: there is no scheduler 'math_tips_trick'; did you mean 'math_tip_trick'?; registered are: "
-        "base_scheduler, gym_scheduler, math_tip_trick, math_tip_trick_multi_turn, thinking_tips_scheduler, tool_call_scheduler."
+        "base_scheduler, gym_scheduler, math_tip_trick, math_tip_trick_multi_turn, openenv_scheduler, "
+        "thinking_tips_scheduler, tool_call_scheduler."
     )
     with pytest.raises(ConfigError, match=r"there is no plugin .*/absent\.py; a plugin is a \.py file"):
         scheduler("x", external_plugins=[str(tmp_path / "absent.py")])

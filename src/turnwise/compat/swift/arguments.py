@@ -353,7 +353,11 @@ class _Conversion:
 
 def _gym(recipe: Mapping[str, Any]) -> bool:
     arguments = recipe["environment"]["arguments"]
-    return bool(arguments.get("use_gym_env") or arguments.get("gym_env") or arguments.get("name") == "gym_scheduler")
+    return bool(
+        arguments.get("use_gym_env")
+        or arguments.get("gym_env")
+        or arguments.get("name") in ("gym_scheduler", "openenv_scheduler")
+    )
 
 
 def _registered(name: str, plugins: Sequence[str]) -> bool:

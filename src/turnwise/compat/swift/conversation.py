@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.compat.swift.engine import asking
 from turnwise.compat.swift.masks import Sampled, masked_outputs, masked_turn
-from turnwise.compat.swift.messages import MEDIA, WHOLE, final_reply, reply_to, request_of, said, told
+from turnwise.compat.swift.messages import MEDIA, WHOLE, final_reply, reply_to, request_of, said, told, without_answer
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponse,
     RequestConfig,
@@ -49,7 +49,7 @@ class Steps:
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
         await call(self._scheduler.on_trajectory_start, [request], lock=self._lock)
-        request.messages[:] = _without_answer(request.messages)
+        request.messages[:] = without_answer(request.messages)
         self._tools = request.tools
         return Opening(messages=told(request), tools=tuple(request.tools or ()))
 
@@ -101,11 +101,15 @@ class Steps:
 
 
 class Run:
-    """An environment of a scheduler's own `run`. What it asks its engine is the next turn; what it returns is the end."""
+    """An environment of a scheduler's own `run`. What it asks its engine is the next turn; what it returns is the end.
 
-    def __init__(self, scheduler: Any, *, name: str) -> None:
+    `gym` pays the last turn what `rollout_infos["total_reward"]` says, times that.
+    """
+
+    def __init__(self, scheduler: Any, *, name: str, gym: float | None = None) -> None:
         self._scheduler = scheduler
         self._name = name
+        self._gym = gym
         self._request: RolloutInferRequest | None = None
         self._task: asyncio.Task[Any] | None = None
         self._asked: asyncio.Future[RolloutInferRequest] | None = None
@@ -116,8 +120,6 @@ class Run:
 
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
-        await call(self._scheduler.on_trajectory_start, [request])
-        request.messages[:] = _without_answer(request.messages)
         self._asked = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._start(request))
         asked = await self._next()
@@ -203,17 +205,16 @@ class Run:
                 request = replace(request, **{name: list(infos.pop(name))})
         last = outputs[-1].messages
         reply = Reply(done=True) if last is None else final_reply(before, told(replace(request, messages=last)))
-        return replace(reply, info=infos, masked=masked_outputs(outputs, self._turns))
+        reward = 0.0 if self._gym is None else self._gym * self._earned(infos)
+        return replace(reply, info=infos, reward=reward, masked=masked_outputs(outputs, self._turns))
 
-
-def _without_answer(messages: Sequence[Message]) -> list[Message]:
-    """The messages without answers at their end: before the first turn they are what the data set has for the model's own."""
-    end = len(messages)
-    while end and messages[end - 1]["role"] == "assistant":
-        end -= 1
-    if not end:
-        raise ValueError("on_trajectory_start left no message that the model could answer")
-    return list(messages[:end])
+    def _earned(self, infos: Mapping[str, Any]) -> float:
+        if "total_reward" not in infos:
+            raise ValueError(
+                f"use_gym_env pays what rollout_infos['total_reward'] says, and {type(self._scheduler).__name__}.run returned "
+                f"none: its rollout_infos are {sorted(infos)}"
+            )
+        return float(infos["total_reward"])
 
 
 def _logprobs(turn: Turn) -> list[float]:

@@ -48,10 +48,34 @@ def load_tokenizer(path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Template:
-    """What schedulers use a template for: its tokenizer."""
+class TemplateMeta:
+    """What ms-swift knows of a chat template."""
 
-    tokenizer: Any
+    is_thinking: bool = True
+    """Whether thoughts are taken out of earlier answers: where there are none, that changes nothing."""
+
+
+class Template:
+    """What schedulers use a template for: its tokenizer, and a history without the thoughts of earlier answers."""
+
+    def __init__(self, engine: InferEngine) -> None:
+        self._engine = engine
+        self.mode = "vllm"
+        """As ms-swift has it: in `train` the thoughts of earlier answers are taken out."""
+        self.template_meta = TemplateMeta()
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the recipe names."""
+        return self._engine.tokenizer
+
+    def _swift_prepare_inputs(self, inputs: Any) -> None:
+        """Take the thoughts out of all answers of `inputs.messages` but one at their end."""
+        answers = [
+            one for one in inputs.messages[:-1] if one["role"] == "assistant" and isinstance(one["content"], str)
+        ]
+        for message in answers:
+            message["content"] = message["content"].rpartition("</think>")[2].strip()
 
 
 class InferEngine:
@@ -59,6 +83,8 @@ class InferEngine:
 
     def __init__(self, tokenizer: str | None = None) -> None:
         self._path = tokenizer
+        self.template = Template(self)
+        """For `infer_engine.template.tokenizer` and `infer_engine.template.template_meta`."""
 
     @property
     def tokenizer(self) -> Any:
@@ -72,13 +98,17 @@ class InferEngine:
 
     @property
     def default_template(self) -> Template:
-        """For `infer_engine.default_template.tokenizer`."""
-        return Template(self.tokenizer)
+        """Another name of `template`."""
+        return self.template
 
     @property
-    def template(self) -> Template:
-        """For `infer_engine.template.tokenizer`."""
-        return Template(self.tokenizer)
+    def engine(self) -> InferEngine:
+        """The engine below this one: here there is none, so it is this one."""
+        return self
+
+    async def get_tokenizer(self) -> Any:
+        """For `infer_engine.engine.get_tokenizer()`."""
+        return self.tokenizer
 
     async def infer_async(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -74,8 +75,10 @@ class GYMScheduler(MultiTurnScheduler):
         super().__init__(infer_engine, max_turns, **kwargs)
         self.gym_env_name = gym_env
         self.context_manager_name = context_manager_name
+        # what is known of each game, by the `uuid` of its request; subclasses read and write these
         self._envs: dict[str, Any] = {}
         self._managers: dict[str, Any] = {}
+        self._total_rewards: dict[str, float] = {}
         self._step_rewards: dict[str, list[float]] = {}
         self._pending_obs: dict[str, Any] = {}
 
@@ -86,12 +89,21 @@ class GYMScheduler(MultiTurnScheduler):
         name = ctx_config.get("name") or self.context_manager_name or "dummyContextManager"
         return _of(context_managers, name, "context manager", "context_manager")(ctx_config)
 
+    async def _close_and_remove(self, uuid: str) -> None:
+        """Close a game and forget it; there may be none any more."""
+        for kept in (self._managers, self._total_rewards, self._step_rewards, self._pending_obs):
+            kept.pop(uuid, None)
+        if (env := self._envs.pop(uuid, None)) is not None:
+            await call(env.close)
+
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         for request in requests:
             key = _key(request)
-            self._managers[key] = self._create_context_manager(dict(request.data_dict.get("ctx_config") or {}))
-            env = self._envs[key] = self._create_env(dict(request.data_dict.get("env_config") or {}))
-            self._step_rewards[key] = []
+            self._managers[key] = await _awaited(
+                self._create_context_manager(dict(request.data_dict.get("ctx_config") or {}))
+            )
+            env = self._envs[key] = await _awaited(self._create_env(dict(request.data_dict.get("env_config") or {})))
+            self._total_rewards[key], self._step_rewards[key], self._pending_obs[key] = 0.0, [], None
             observation, _, system = await call(env.reset, request)
             head: Messages = [{"role": "system", "content": system}] if system else []
             request.messages = [*head, {"role": "user", "content": observation}]
@@ -100,37 +112,40 @@ class GYMScheduler(MultiTurnScheduler):
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
         key = _key(infer_request)
+        if key not in self._envs:  # closed by a subclass
+            return {"done": True}
         observation, reward, done, info = await call(self._envs[key].step, list(infer_request.messages))
-        rewards = self._step_rewards[key]
-        rewards.append(float(reward))
+        infos = self._paid(key, float(reward), done=bool(done))
         self._pending_obs[key] = observation
-        return {
-            "done": bool(done),
-            "rollout_infos": {
-                "total_reward": sum(rewards),
-                "step_rewards": list(rewards),
-                "gym_done": bool(done),
-                "env_info": info,
-            },
-        }
+        return {"done": bool(done), "rollout_infos": {**infos, "env_info": info}}
+
+    def _paid(self, key: str, reward: float, *, done: bool) -> dict[str, Any]:
+        """Add the reward of a move; returns the `rollout_infos` about it."""
+        self._total_rewards[key] = self._total_rewards.get(key, 0.0) + reward
+        rewards = self._step_rewards.setdefault(key, [])
+        rewards.append(reward)
+        return {"total_reward": self._total_rewards[key], "step_rewards": list(rewards), "gym_done": done}
 
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
         key = _key(infer_request)
-        infer_request.messages.append({"role": "user", "content": self._pending_obs.pop(key)})
-        infer_request.messages = self._managers[key].manage_context(infer_request.messages, key)
+        if (observation := self._pending_obs.pop(key, None)) is not None:
+            infer_request.messages.append({"role": "user", "content": observation})
+        if (manager := self._managers.get(key)) is not None:
+            infer_request.messages = manager.manage_context(infer_request.messages, key)
         return {"infer_request": infer_request}
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
-        key = _key(infer_request)
-        for kept in (self._managers, self._step_rewards, self._pending_obs):
-            kept.pop(key, None)
-        if (env := self._envs.pop(key, None)) is not None:
-            await call(env.close)
+        await self._close_and_remove(_key(infer_request))
 
 
 multi_turns["gym_scheduler"] = GYMScheduler
+
+
+async def _awaited(value: Any) -> Any:
+    """What was made; in older versions of ms-swift it is made by coroutines."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def _key(request: RolloutInferRequest) -> str:

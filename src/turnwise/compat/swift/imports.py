@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["Modules", "run_file"]
 
 _ROOT = "swift"
+"""Always ours; modules of other names are where there is nothing installed by them."""
 
 
 class Modules:
@@ -27,7 +28,10 @@ class Modules:
 
     def __init__(self, listed: Sequence[str], names: Mapping[str, Any]) -> None:
         self._found: dict[str, ModuleType] = {}
-        for name in listed:
+        tops = {name.partition(".")[0] for name in listed}
+        installed = {top for top in tops if top != _ROOT and importlib.util.find_spec(top) is not None}
+        self._tops = tops - installed
+        for name in (name for name in listed if name.partition(".")[0] in self._tops):
             module = self._found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
             module.__path__ = []  # a package, which has the modules below it and no others
             vars(module).update(names)
@@ -35,11 +39,15 @@ class Modules:
             if parent:
                 setattr(self._found[parent], child, module)
 
+    def __contains__(self, top: str) -> bool:
+        """Whether an outermost module is ours."""
+        return top in self._tops
+
     def get(self, name: str, *, top: bool) -> ModuleType:
         """The module, or with `top` the outermost one above it. Raises ModuleNotFoundError if there is none of that name."""
         if name not in self._found:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return self._found[_ROOT if top else name]
+        return self._found[name.partition(".")[0] if top else name]
 
 
 def run_file(name: str, path: Path, modules: Modules) -> ModuleType:
@@ -81,7 +89,7 @@ class _Folder:
     ) -> ModuleType:
         """What an `import` statement calls."""
         top = name.partition(".")[0]
-        if not level and top == _ROOT:
+        if not level and top in self._modules:
             return self._modules.get(name, top=not fromlist)
         if level or top in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)

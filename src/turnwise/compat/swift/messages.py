@@ -16,7 +16,18 @@ from turnwise.compat.swift.protocol import RolloutInferRequest
 from turnwise.images import is_image, media_kind, media_value
 from turnwise.types import Message, Reply, Resume, Row, ToolSchema
 
-__all__ = ["MEDIA", "WHOLE", "final_reply", "reply_to", "request_of", "said", "told", "tools_of"]
+__all__ = [
+    "MEDIA",
+    "WHOLE",
+    "final_reply",
+    "remove_response",
+    "reply_to",
+    "request_of",
+    "said",
+    "told",
+    "tools_of",
+    "without_answer",
+]
 
 MEDIA = ("images", "videos", "audios")
 WHOLE = "completion"
@@ -64,11 +75,31 @@ def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
 
 
 def said(messages: list[Message], text: str) -> None:
-    """The model has spoken: behind the last message if that is an answer which it went on with, else with a new one."""
+    """The model has spoken: behind the last message if that is an answer which it went on with, else with a new one.
+
+    An empty answer behind an answer only says that the model is to go on with the latter, and is taken away.
+    """
+    if _is_dummy(messages):
+        messages.pop()
     if messages and messages[-1]["role"] == "assistant":
         messages[-1]["content"] = (messages[-1]["content"] or "") + text
     else:
         messages.append({"role": "assistant", "content": text})
+
+
+def remove_response(messages: list[Message]) -> Any:
+    """Take the answer at the end of a conversation away; returns its content, or None if there is none at the end."""
+    return messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+
+
+def without_answer(messages: Sequence[Message]) -> list[Message]:
+    """The messages without the answers at their end: before the first turn these are the data set's, not the model's."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if not end:
+        raise ValueError("on_trajectory_start left no message that the model could answer")
+    return list(messages[:end])
 
 
 def told(request: RolloutInferRequest) -> list[Message]:
@@ -81,7 +112,7 @@ def told(request: RolloutInferRequest) -> list[Message]:
     places = {"image": 0, "video": 0}
     given = {"image": len(request.images), "video": len(request.videos)}
     found: list[Message] = []
-    for message in request.messages:
+    for message in request.messages[:-1] if _is_dummy(request.messages) else request.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
@@ -133,6 +164,13 @@ def final_reply(before: Sequence[Message], after: Sequence[Message]) -> Reply:
     if _same(after[: len(before)], before):
         return Reply(messages=list(after[len(before) :]), done=True)
     return Reply(rewrite=list(after), done=True)
+
+
+def _is_dummy(messages: Sequence[Any]) -> bool:
+    """Whether the last message is an empty answer behind an answer: in ms-swift, that the model goes on with its own."""
+    last = messages[-2:]
+    answers = len(last) == 2 and all(isinstance(one, dict) and one.get("role") == "assistant" for one in last)
+    return answers and not last[-1].get("content")
 
 
 def _spoken(messages: Sequence[Message]) -> list[Message]:

@@ -6,10 +6,12 @@ import asyncio
 import inspect
 import itertools
 import json
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from turnwise.compat.swift.builtin import ThinkingModelTipsScheduler
 from turnwise.compat.swift.conversation import Run, Steps
 from turnwise.compat.swift.engine import InferEngine
 from turnwise.compat.swift.gym import GYMScheduler
@@ -62,11 +64,8 @@ def scheduler(
             )
     else:
         kind = select(multi_turns, name, what="scheduler", key="environment.arguments.name")
-    if not (isinstance(kind, type) and issubclass(kind, RolloutScheduler)):
-        raise ConfigError(
-            f"environment.arguments.name: {name} is {kind!r:.80}; a scheduler is a subclass of MultiTurnScheduler"
-        )
-    if kind.async_infer is not RolloutScheduler.async_infer:
+    kind = _ours(kind, name)
+    if (holder := _defines(kind, "async_infer")) is not RolloutScheduler and holder.__name__ != "RolloutScheduler":
         raise ConfigError(
             f"environment.arguments.name: {name} overrides async_infer, which holds a whole batch of conversations at once; here "
             f"each conversation is held by itself: override run, or step and check_finished"
@@ -89,12 +88,14 @@ def scheduler(
     chosen, lock = _common(of, make) if shared else (make(), None)
     number = str(next(_numbers))
     pays = gym if use_gym_env is None else use_gym_env
-    if kind.run is not MultiTurnScheduler.run:
-        if pays:
-            raise ConfigError(f"environment.arguments.use_gym_env has no effect on {name}, which has a run of its own")
-        return Run(chosen, name=number)
+    if pays and _defines(kind, "run") is ThinkingModelTipsScheduler:
+        raise ConfigError(
+            f"environment.arguments.use_gym_env has no effect on {name}, which has a run of its own without a total_reward"
+        )
     if gym_weight != 1.0 and not pays:
         raise ConfigError(f"environment.arguments.gym_weight has no effect on {name}, whose turns are not paid")
+    if kind.run is not MultiTurnScheduler.run:
+        return Run(chosen, name=number, gym=gym_weight if pays else None)
     return Steps(chosen, name=number, gym=gym_weight if pays else None, lock=lock)
 
 
@@ -120,6 +121,26 @@ async def reward(
             f"reward.trajectory.arguments.arguments: {use} is no class and is made of nothing; remove them"
         )
     return await ask(function, trajectory, use)
+
+
+def _ours(kind: Any, name: str) -> type[RolloutScheduler]:
+    """The class as a subclass of ours. A plugin may bring ms-swift's base classes with it: what they lack, ours have.
+
+    Raises ConfigError if it is no scheduler.
+    """
+    if isinstance(kind, type) and issubclass(kind, RolloutScheduler):
+        return kind
+    if not isinstance(kind, type) or not any(callable(getattr(kind, method, None)) for method in ("step", "run")):
+        raise ConfigError(
+            f"environment.arguments.name: {name} is {kind!r:.80}; a scheduler is a subclass of MultiTurnScheduler, or a class "
+            f"with its methods step or run"
+        )
+    return types.new_class(kind.__name__, (kind, MultiTurnScheduler))
+
+
+def _defines(kind: type[Any], method: str) -> type[Any]:
+    """The class that a method comes from."""
+    return next(one for one in kind.__mro__ if method in vars(one))
 
 
 def _made(kind: type[Any], name: str, engine: InferEngine, max_turns: int | None, given: Mapping[str, Any]) -> Any:

@@ -13,10 +13,12 @@ from typing import Any
 
 import turnwise.compat.swift.builtin as builtin
 import turnwise.compat.swift.gym as gym
+import turnwise.compat.swift.messages as messages
+import turnwise.compat.swift.openenv as openenv
 import turnwise.compat.swift.protocol as protocol
 import turnwise.compat.swift.rewards as rewards
 import turnwise.compat.swift.scheduler as scheduler
-from turnwise.compat.swift.engine import Template
+from turnwise.compat.swift.engine import InferEngine, Template
 from turnwise.compat.swift.imports import Modules, run_file
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.images import load_image
@@ -30,9 +32,11 @@ MODULES = (
     "swift.plugin.env",
     "swift.plugin.context_manager",
     "swift.plugin.orm",
+    "swift.plugin.prm",
     "swift.rollout",
     "swift.rollout.multi_turn",
     "swift.rollout.gym_env",
+    "swift.rollout.openenv_wrapper",
     "swift.rewards",
     "swift.plugin.rm_plugin",
     "swift.rewards.orm",
@@ -40,14 +44,23 @@ MODULES = (
     "swift.llm",
     "swift.llm.infer",
     "swift.llm.infer.protocol",
+    "swift.llm.infer.infer_engine",
+    "swift.llm.utils",
     "swift.llm.template",
+    "swift.llm.template.template",
+    "swift.llm.template.template.utils",
     "swift.llm.template.template_inputs",
     "swift.infer_engine",
     "swift.infer_engine.protocol",
     "swift.template",
     "swift.utils",
+    "modelscope",
+    "modelscope.preprocessors",
+    "modelscope.preprocessors.templates",
+    "modelscope.preprocessors.templates.utils",
 )
-"""The modules that can be imported; ms-swift has moved things between them, so each has all names."""
+"""The modules that can be imported; ms-swift has moved things between them, so each has all names. Those of modelscope are
+there for types that plugins of ms-swift import from it, and only where it is not installed."""
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -80,12 +93,16 @@ NAMES: dict[str, Any] = {
             (scheduler, ["MultiTurnScheduler", "RolloutScheduler", "multi_turns"]),
             (builtin, builtin.__all__),
             (gym, gym.__all__),
+            (openenv, openenv.__all__),
             (rewards, ["ORM", "AsyncORM", "Format", "MathAccuracy", "orms"]),
         )
         for name in listed
     },
     "get_logger": get_logger,
+    "remove_response": messages.remove_response,
+    "RolloutResponseChoice": protocol.ChatCompletionResponseChoice,
     "Template": Template,
+    "ThinkingTemplate": Template,
     "to_device": _to_device,
     **{
         name: _absent(name, "reward models are functions in a recipe: reward.trajectory")
@@ -96,7 +113,8 @@ NAMES: dict[str, Any] = {
         for name in ("PtEngine", "TransformersEngine", "VllmEngine")
     },
     "rm_plugins": dict[str, Any](),
-    "OpenEnvScheduler": _absent("OpenEnvScheduler", "write an Env that asks the server, and take the gym_scheduler"),
+    "GRPOVllmEngine": InferEngine,
+    "InferEngine": InferEngine,
     "load_image": _load_image,
 }
 """What can be imported from them."""

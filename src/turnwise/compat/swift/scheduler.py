@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.compat.swift.masks import Returned
-from turnwise.compat.swift.messages import said
+from turnwise.compat.swift.messages import said, without_answer
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponseChoice,
     RequestConfig,
@@ -33,10 +33,12 @@ class RolloutScheduler:
 
     max_turns: int | None = None
     infer_engine: Any = None
+    _tokenizer: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """`(infer_engine, max_turns)`; in older versions of ms-swift `(max_turns)`. A number is the latter in either place."""
         self.infer_engine = kwargs.get("infer_engine")
+        self._tokenizer = kwargs.get("tokenizer")
         self.max_turns = kwargs.get("max_turns")
         for value in args[:2]:
             if isinstance(value, int):
@@ -46,8 +48,20 @@ class RolloutScheduler:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the recipe's `environment.arguments.tokenizer`."""
-        return self.infer_engine.tokenizer
+        """The one that the constructor was given, else that of the recipe's `environment.arguments.tokenizer`."""
+        return self._tokenizer if self._tokenizer is not None else self.infer_engine.tokenizer
+
+    @property
+    def engine(self) -> Any:
+        """Another name of `infer_engine`."""
+        return self.infer_engine
+
+    def __getattr__(self, name: str) -> Any:
+        """What a scheduler does not have itself, its engine may have."""
+        engine = None if name.startswith("__") else self.__dict__.get("infer_engine")
+        if engine is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        return getattr(engine, name)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         """Before the model speaks for the first time; requests are changed in place. Here there is always one."""
@@ -59,7 +73,12 @@ class RolloutScheduler:
         return {}
 
     async def on_trajectory_end(self, infer_request: RolloutInferRequest) -> None:
-        """When the conversation is over, on every path out. (ms-swift has no such hook.)"""
+        """When the conversation is over, on every path out. (ms-swift has no such hook.)
+
+        Gym schedulers that a plugin copied from ms-swift have `_close_and_remove(uuid)`: that is called.
+        """
+        if callable(close := getattr(type(self), "_close_and_remove", None)):
+            await call(close, self, str(infer_request.uuid))
 
     async def run(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
@@ -97,6 +116,8 @@ class MultiTurnScheduler(RolloutScheduler):
         self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any
     ) -> RolloutOutput | list[RolloutOutput]:
         """The whole conversation, for those who override it and call this one: the same turns, from inside."""
+        await call(self.on_trajectory_start, [infer_request])
+        infer_request.messages[:] = without_answer(infer_request.messages)
         infos: dict[str, Any] = {}
         ids: list[list[int]] = []
         mask: list[list[int]] = []
@@ -120,6 +141,11 @@ class MultiTurnScheduler(RolloutScheduler):
                 return RolloutOutput(response, infer_request.messages, ids, mask, {**infos, "num_turns": turn})
             infer_request = told.request
             turn += 1
+
+    @staticmethod
+    def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
+        """The log-probabilities of a response, one for each of its `token_ids`."""
+        return [float(one["logprob"]) for one in (response_choice.logprobs or {}).get("content") or []]
 
 
 @dataclass(frozen=True)
@@ -152,8 +178,12 @@ async def answer(
     if done:
         return Answer(True, request, infos, Returned.of(hooked))
     result = await call(scheduler.step, request, choice, turn, lock=lock)
-    if isinstance(result, RolloutInferRequest):  # as steps did in older versions
+    if isinstance(
+        result, RolloutInferRequest
+    ):  # as step did before version 3.8, and in 3.7 with a dictionary beside it
         result = {"infer_request": result}
+    elif isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], RolloutInferRequest):
+        result = {"infer_request": result[0], "rollout_infos": result[1]}
     result = _dictionary(result, scheduler, "step")
     following = result.get("infer_request")
     if not isinstance(following, RolloutInferRequest):
