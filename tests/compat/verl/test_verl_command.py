@@ -33,8 +33,8 @@ defaults:
   - _self_
 
 data:
-  max_prompt_length: 900
-  max_response_length: 8
+  max_prompt_length: 600
+  max_response_length: 300
   train_batch_size: 2
   return_raw_chat: True
 
@@ -109,7 +109,7 @@ def test_verl_s_command_line_trains(words: list[str], tmp_path: Path, capsys: py
     assert [one["step"] for one in metrics] == [1, 2]  # four rows, two a step, once
     held = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
     assert len(held) == 2 * 2 * 3
-    assert {one["stop"] for one in held} <= {"done", "length"}
+    assert {one["stop"] for one in held} <= {"done", "max_response"}
     answers = {message["content"] for one in held for message in one["messages"][2::2]}
     assert answers == {"Your response is incorrect! You need to reflect on your answer and try again."}
     assert all(len(one["turns"]) == 2 for one in held if one["stop"] == "done")  # max_user_turns

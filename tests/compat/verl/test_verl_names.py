@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from compat.verl.verl_files import no_verl_left
-from turnwise.compat.verl import BaseInteraction, BaseTool, ToolResponse, verl_names
+from turnwise.compat.verl import BaseInteraction, BaseTool, ToolResponse, reward_score, verl_names
 from turnwise.compat.verl.names import NAMES
 from turnwise.errors import ConfigError
 
@@ -125,3 +128,108 @@ def test_an_option_that_a_shipped_class_does_not_have_is_refused() -> None:
         from verl.interactions.gsm8k_interaction import Gsm8kInteraction  # type: ignore[import-not-found]
     with pytest.raises(ConfigError, match="no option 'grade'; did you mean 'grader'"):
         Gsm8kInteraction({"grade": "strict"})
+
+
+@pytest.fixture
+def fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A verl of somebody's own, installed: its packages define names, and it has modules that turnwise does not have."""
+    for name, text in {
+        "verl/__init__.py": "__version__ = 'fork'\nimport verl_needs\nfrom .protocol import DataProto\n",
+        "verl/protocol.py": "class DataProto: pass",
+        "verl/utils/__init__.py": "from .own import counted\nfrom . import own as again",
+        "verl/utils/own.py": "import counter\ncounter.runs.append('own')\ncounted = []",
+        "verl/tools/__init__.py": "",
+        "verl/tools/schemas.py": "from verl.tools.base_tool import BaseTool\nclass Extra: base = BaseTool\nToolResponse = 'fork'",
+        "verl_needs.py": "",
+        "counter.py": "runs = []",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("verl", "verl_needs", "counter")]:
+        del sys.modules[name]
+
+
+def test_what_the_installed_verl_has_itself_is_there_inside(fork: Path) -> None:
+    with verl_names():
+        import verl  # type: ignore[import-not-found]
+        from verl import DataProto  # type: ignore[import-not-found]
+        from verl.tools.schemas import Extra  # type: ignore[import-not-found]
+        from verl.utils import again, counted  # type: ignore[import-not-found]
+
+        assert verl.__version__ == "fork"
+        assert verl.protocol.DataProto is DataProto  # a module that nobody has imported by name
+        assert again.counted is counted
+        assert Extra.base is BaseTool  # what it imports of ours is ours
+        assert importlib.import_module("verl.tools.schemas").ToolResponse is ToolResponse
+    assert no_verl_left()
+
+
+def test_a_module_of_the_installed_verl_is_executed_once(fork: Path) -> None:
+    import counter  # type: ignore[import-not-found]
+
+    found = []
+    for number in range(3):
+        with verl_names():
+            from verl.utils.own import counted  # type: ignore[import-not-found]
+
+            counted.append(number)
+            found.append(counted)
+    assert found[0] is found[1] is found[2]
+    assert (found[0], counter.runs) == ([0, 1, 2], ["own"])
+
+
+def test_a_module_that_was_imported_outside_is_the_same_one_inside(fork: Path) -> None:
+    outside = importlib.import_module("verl.utils.own")
+    with verl_names():
+        assert importlib.import_module("verl.utils.own") is outside
+    assert importlib.import_module("verl.utils.own") is outside
+    assert importlib.import_module("verl").__version__ == "fork"
+
+
+def test_a_verl_that_cannot_be_imported_hides_none_of_our_names(fork: Path) -> None:
+    (fork / "verl_needs.py").unlink()
+    with verl_names():
+        assert importlib.import_module("verl.tools.base_tool").BaseTool is BaseTool
+        with pytest.raises(ModuleNotFoundError, match="No module named 'verl_needs'"):
+            from verl import DataProto  # type: ignore[import-not-found]  # noqa: F401
+
+
+def test_another_verl_is_read_where_another_one_is_installed(
+    fork: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with verl_names():
+        assert importlib.import_module("verl.utils.own").counted == []
+    (tmp_path / "other" / "verl" / "utils").mkdir(parents=True)
+    (tmp_path / "other" / "verl" / "utils" / "own.py").write_text("counted = 'other'")
+    (tmp_path / "other" / "verl" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    with verl_names():
+        assert importlib.import_module("verl.utils.own").counted == "other"
+
+
+def test_what_replaces_a_lent_function_is_seen_by_the_classes_that_use_it() -> None:
+    with verl_names():
+        from verl.interactions.gsm8k_interaction import Gsm8kInteraction  # type: ignore[import-not-found]
+
+        made = Gsm8kInteraction({})
+        asyncio.run(made.start_interaction("i", ground_truth="7"))
+        with patch("verl.utils.reward_score.gsm8k.compute_score", return_value=0.25) as replaced:
+            assert asyncio.run(made.calculate_score("i")) == 0.25
+        replaced.assert_called_once_with("", "7", method="strict", format_score=0.0, score=1.0)
+        assert asyncio.run(made.calculate_score("i")) == 0.0
+        assert importlib.import_module("verl.utils.reward_score.gsm8k").compute_score is reward_score.compute_score
+
+
+def test_a_name_that_a_lent_module_does_not_have_says_what_it_has() -> None:
+    with verl_names(), pytest.raises(AttributeError) as raised:
+        importlib.import_module("verl.tools.schemas").ToolRespons  # noqa: B018
+    assert "verl.tools.schemas has no 'ToolRespons' here; did you mean 'ToolResponse'?" in str(raised.value)
+
+
+def test_all_names_of_a_module_can_be_imported_at_once() -> None:
+    space: dict[str, object] = {}
+    with verl_names():
+        exec("from verl.tools.schemas import *", space)
+    assert space["ToolResponse"] is ToolResponse

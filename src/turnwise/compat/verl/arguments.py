@@ -15,7 +15,7 @@ from turnwise.compat.converted import Converted
 from turnwise.compat.verl import optimization
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
 from turnwise.compat.verl.ledger import Ledger
-from turnwise.compat.verl.reward import GRADED
+from turnwise.compat.verl.reward_score import GRADED
 from turnwise.compat.yaml_files import MISSING, at, compose, leaves, override, resolved
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest

@@ -1,9 +1,10 @@
-"""Modules by verl's names, for as long as a user's code is loaded or called.
+"""verl's module names, for as long as a user's code is loaded or called.
 
-`with verl_names():` makes `import verl.interactions.base` and the others of `NAMES` give ours, and takes every trace of it
-back: nothing is patched when turnwise is imported, and afterwards `sys.modules` is as it was. The names in `NAMES` are ours
-wherever this runs, so that a recipe does not depend on what else is installed; any other module of verl comes from verl,
-where it is installed.
+Inside `with verl_names():` the modules of `NAMES` are ours, whether verl is installed or not, so that a recipe does not depend
+on what else is installed. Everything else comes from verl where it is installed: its other modules, what its packages define
+themselves (`verl.DataProto`), and names that our version of a module does not have. Such modules are executed once and kept for
+the next time, so that their caches and classes stay the same; a module that was imported outside is the same one inside.
+Outside, `sys.modules` is as it was: nothing is patched when turnwise is imported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +26,19 @@ __all__ = ["NAMES", "ours", "verl_names"]
 
 _HERE = "turnwise.compat.verl"
 
+_BOXED = (f"{_HERE}.boxed:last_boxed_only_string", f"{_HERE}.boxed:remove_boxed")
+
 NAMES: dict[str, tuple[str, ...]] = {
     "verl.interactions.base": (f"{_HERE}.base:BaseInteraction",),
     "verl.interactions.gsm8k_interaction": (f"{_HERE}.shipped:Gsm8kInteraction",),
     "verl.interactions.weather_interaction": (f"{_HERE}.shipped:WeatherInteraction",),
+    "verl.interactions.utils.interaction_registry": (
+        f"{_HERE}.registry:get_interaction_class",
+        f"{_HERE}.registry:initialize_interactions_from_config",
+    ),
     "verl.tools.base_tool": (
         f"{_HERE}.base:BaseTool",
+        f"{_HERE}.registry:initialize_tools_from_config",  # there up to v0.4
         f"{_HERE}.schemas:OpenAIFunctionToolSchema",
         f"{_HERE}.schemas:ToolResponse",
     ),
@@ -48,10 +57,25 @@ NAMES: dict[str, tuple[str, ...]] = {
     "verl.tools.sandbox_fusion_tools": (f"{_HERE}.services:SandboxFusionTool",),
     "verl.tools.mcp_base_tool": (f"{_HERE}.services:MCPBaseTool",),
     "verl.tools.mcp_search_tool": (f"{_HERE}.services:MCPSearchTool",),
+    "verl.tools.utils.tool_registry": (
+        f"{_HERE}.registry:ToolType",
+        f"{_HERE}.registry:get_tool_class",
+        f"{_HERE}.registry:initialize_tools_from_config",
+    ),
+    "verl.utils.hdfs_io": (f"{_HERE}.hdfs_io:copy", f"{_HERE}.hdfs_io:exists", f"{_HERE}.hdfs_io:makedirs"),
+    "verl.utils.fs": (
+        f"{_HERE}.hdfs_io:copy",
+        f"{_HERE}.hdfs_io:copy_to_local",
+        f"{_HERE}.hdfs_io:exists",
+        f"{_HERE}.hdfs_io:makedirs",
+    ),
+    "verl.utils.reward_score": (f"{_HERE}.reward_score:default_compute_score",),
     "verl.utils.reward_score.gsm8k": (
         f"{_HERE}.reward_score:compute_score",
         f"{_HERE}.reward_score:extract_solution",
     ),
+    "verl.utils.reward_score.math": _BOXED,  # up to v0.5
+    "verl.utils.reward_score.math_reward": _BOXED,
     "verl.utils.rollout_trace": (f"{_HERE}.names:rollout_trace_op", f"{_HERE}.names:rollout_trace_attr"),
     "verl.utils.dataset.vision_utils": (f"{_HERE}.vision:process_image", f"{_HERE}.vision:process_video"),
 }
@@ -71,31 +95,86 @@ def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
+def _places(module: str) -> dict[str, tuple[str, str]]:
+    """Where the names of a module are ours: name to (module of ours, name in it)."""
+    split = [place.partition(":") for place in NAMES.get(module, ())]
+    return {name: (home, name) for home, _, name in split}
+
+
 def ours(module: str, name: str) -> Any | None:
     """What we have under a name of verl's, or None."""
-    for place in NAMES.get(module, ()):
-        home, _, attribute = place.partition(":")
-        if attribute == name:
-            return getattr(importlib.import_module(home), name)
-    return None
+    place = _places(module).get(name)
+    return None if place is None else getattr(importlib.import_module(place[0]), place[1])
+
+
+class _LentModule(ModuleType):
+    """A module of verl's: the names of `NAMES` are ours, any other is that of the installed verl.
+
+    Reading and writing our names reaches the module where they live, so that replacing one (`unittest.mock.patch`) is seen by
+    the classes that use it. The installed module is executed when it is first needed, and not before: importing verl takes
+    seconds, and fails where something that it needs is missing.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        own = _places(self.__name__)
+        if name in own:
+            home, attribute = own[name]
+            return getattr(importlib.import_module(home), attribute)
+        if name.startswith("__") and name != "__version__":  # asked by the import system and by inspect
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if "__path__" in vars(self) and _FINDER.find_spec(f"{self.__name__}.{name}", self.__path__, quiet=True):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        real = _FINDER.installed_module(self)
+        if real is not None and name in vars(real):
+            return vars(real)[name]
+        raise AttributeError(f"{self.__name__} has no {name!r} here{nearest(name, own)}; it has: {', '.join(own)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place = _places(self.__name__).get(name)
+        if place is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(importlib.import_module(place[0]), place[1], value)
+
+    def __delattr__(self, name: str) -> None:
+        place = _places(self.__name__).get(name)
+        if place is None:
+            super().__delattr__(name)
+        else:
+            delattr(importlib.import_module(place[0]), place[1])
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_places(self.__name__)]
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of `NAMES`, and the folders above them."""
+    """Finds the modules of `NAMES`, and the packages above them; others where verl is installed."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._modules: dict[str, ModuleType | None] = {}
+        self._lock = threading.RLock()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+        *,
+        quiet: bool = False,
     ) -> ModuleSpec | None:
+        """`quiet`: None, instead of an error that says what there is, where there is no such module."""
         if fullname.partition(".")[0] != "verl":
             return None
-        if fullname in NAMES:
-            return ModuleSpec(fullname, self, origin="turnwise")
-        real = self._installed(fullname, path)
-        if fullname in _FOLDERS:
-            spec = ModuleSpec(fullname, self, origin="turnwise", is_package=True)
-            spec.submodule_search_locations = list(real.submodule_search_locations or ()) if real is not None else []
+        lent, package = fullname in NAMES or fullname in _FOLDERS, fullname in _FOLDERS
+        real = self.installed(fullname, path)
+        if lent:
+            self._specs[fullname] = real
+            spec = ModuleSpec(fullname, self, origin="turnwise", is_package=package)
+            if package:
+                spec.submodule_search_locations = list((real and real.submodule_search_locations) or ())
             return spec
-        if real is None:
+        if real is None and not quiet:
             raise ModuleNotFoundError(
                 f"verl is not installed here, and turnwise has no module of its own for {fullname}"
                 f"{nearest(fullname, NAMES)}; it has: {', '.join(sorted(NAMES))}",
@@ -103,20 +182,44 @@ class _Finder(MetaPathFinder, Loader):
             )
         return real
 
-    def _installed(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    def installed(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
         """What others would find."""
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path)) is not None:
                 return spec
         return None
 
+    def installed_module(self, lent: ModuleType) -> ModuleType | None:
+        """The installed module of a lent one's name, executed; None where there is none, or it is being executed."""
+        name = lent.__name__
+        with self._lock:
+            if name not in self._modules:
+                self._modules[name] = None
+                spec = self._specs.get(name)
+                if spec is not None and spec.loader is not None:
+                    module = module_from_spec(spec)
+                    try:
+                        spec.loader.exec_module(module)
+                    except BaseException:
+                        del self._modules[name]  # the next time says the same again
+                        raise
+                    self._modules[name] = module
+            return self._modules[name]
+
+    def forget(self) -> None:
+        """Forget the installed modules: another verl is installed now."""
+        self._specs.clear()
+        self._modules.clear()
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
+        return _LentModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        for place in NAMES.get(module.__name__, ()):
-            home, _, attribute = place.partition(":")
-            setattr(module, attribute, getattr(importlib.import_module(home), attribute))
+        if module.__name__ in NAMES:
+            vars(module)["__all__"] = list(_places(module.__name__))
+
+
+_FINDER = _Finder()
 
 
 class _Names:
@@ -125,31 +228,41 @@ class _Names:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._inside = 0
-        self._finder = _Finder()
-        self._before: dict[str, ModuleType] = {}
+        self._outside_modules: dict[str, ModuleType] = {}
+        self._kept: dict[str, ModuleType] = {}
+        """The modules that were imported inside, for the next time."""
+        self._kept_of: tuple[str, ...] | None = None
+        """Where the verl is installed that they are of."""
 
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
             if self._inside == 1:
-                self._before = _taken()
-                sys.meta_path.insert(0, self._finder)
+                self._outside_modules = _taken()
+                spec = _FINDER.installed("verl", None)
+                place = None if spec is None else tuple(spec.submodule_search_locations or ())
+                if place != self._kept_of:
+                    self._kept, self._kept_of = {}, place
+                    _FINDER.forget()
+                lent = {*NAMES, *_FOLDERS}
+                sys.modules.update({name: one for name, one in self._outside_modules.items() if name not in lent})
+                sys.modules.update(self._kept)
+                sys.meta_path.insert(0, _FINDER)
 
     def leave(self) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
-                sys.meta_path.remove(self._finder)
-                _taken()
-                sys.modules.update(self._before)
-                self._before = {}
+                sys.meta_path.remove(_FINDER)
+                before = self._outside_modules
+                self._kept = {name: one for name, one in _taken().items() if before.get(name) is not one}
+                sys.modules.update(before)
+                self._outside_modules = {}
 
 
 def _taken() -> dict[str, ModuleType]:
     """Take verl's modules out of `sys.modules`."""
-    if "verl" not in sys.modules:  # a module is never there without those above it
-        return {}
-    names = [name for name in sys.modules if name == "verl" or name.startswith("verl.")]
+    names = [name for name in list(sys.modules) if name == "verl" or name.startswith("verl.")]
     return {name: sys.modules.pop(name) for name in names}
 
 

@@ -11,15 +11,12 @@ from typing import Any
 
 from turnwise.compat.verl.calls import call
 from turnwise.compat.verl.names import verl_names
-from turnwise.compat.verl.reward_score import compute_score
+from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
 from turnwise.references import resolve
 from turnwise.types import Trajectory
 
 __all__ = ["custom_score", "data_source_score"]
-
-GRADED = ("openai/gsm8k",)
-"""Values of `data_source` that `data_source_score` knows a grader for."""
 
 
 def data_source_score(trajectory: Trajectory) -> float:

@@ -7,9 +7,13 @@ that verl would have given.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-__all__ = ["compute_score", "extract_solution"]
+__all__ = ["GRADED", "compute_score", "default_compute_score", "extract_solution"]
+
+GRADED = ("openai/gsm8k",)
+"""Values of `data_source` that there is a grader for."""
 
 _LOOKED_AT = 300  # characters at the end
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
@@ -40,3 +44,14 @@ def compute_score(
     if answer is None:
         return 0.0
     return score if answer == ground_truth else format_score
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
+) -> float:
+    """What the grader of a `data_source` gives. Raises NotImplementedError where there is none."""
+    if data_source not in GRADED:
+        raise NotImplementedError(
+            f"turnwise has no grader of verl's for the data_source {data_source!r} (it has: {', '.join(GRADED)})"
+        )
+    return compute_score(solution_str, ground_truth)

@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from turnwise.answers import final_answer, same_number, truth
+from turnwise.compat.verl import reward_score
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
-from turnwise.compat.verl.reward_score import compute_score
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from turnwise.errors import ConfigError, nearest
 
@@ -34,34 +34,34 @@ class Gsm8kInteraction(BaseInteraction):
         _refuse_unknown("Gsm8kInteraction", config, ("name", "last_user", "grader"))
         if self._grader not in ("strict", "flexible", "robust"):
             raise ConfigError(f"Gsm8kInteraction: grader is {self._grader!r}; there are strict, flexible and robust")
-        self._conversations: dict[str, dict[str, str]] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> str:
         instance_id = instance_id or str(uuid4())
-        self._conversations[instance_id] = {"truth": str(ground_truth), "response": ""}
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         role = "user" if self._last_user else "assistant"
-        response = next((_text(message) for message in reversed(messages) if message.get("role") == role), "")
-        if self._last_user and not response.startswith("#### "):
+        response: str | None = next((_text(one) for one in reversed(messages) if one.get("role") == role), "")
+        if self._last_user and not str(response).startswith("#### "):
             response = f"#### {response}"
-        self._conversations[instance_id]["response"] = response
+        self._instance_dict[instance_id]["response"] = response
         score = await self.calculate_score(instance_id)
         return (True, _RIGHT, 1.0, {}) if score == 1.0 else (False, _WRONG, 0.0, {})
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:  # type: ignore[override]
-        conversation = self._conversations[instance_id]
+        conversation = self._instance_dict[instance_id]
+        response, ground_truth = conversation["response"] or "", str(conversation["ground_truth"])
         if self._grader == "robust":
-            given = final_answer(conversation["response"], "flexible")
-            return float(same_number(given, truth(conversation["truth"])))
+            return float(same_number(final_answer(response, "flexible"), truth(ground_truth)))
         method = "strict" if self._grader == "strict" else "flexible"
-        return compute_score(conversation["response"], conversation["truth"], method)
+        return reward_score.compute_score(response, ground_truth, method=method, format_score=0.0, score=1.0)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:  # type: ignore[override]
-        del self._conversations[instance_id]
+        del self._instance_dict[instance_id]
 
 
 class WeatherInteraction(BaseInteraction):
@@ -81,7 +81,7 @@ class Gsm8kTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
         _refuse_unknown("Gsm8kTool", config, ("type",))
-        self._conversations: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
@@ -89,14 +89,14 @@ class Gsm8kTool(BaseTool):
         if ground_truth is None:
             raise ValueError("Gsm8kTool needs the answer: tools_kwargs.<tool>.create_kwargs.ground_truth")
         instance_id = instance_id or str(uuid4())
-        self._conversations[instance_id] = {"truth": str(ground_truth), "response": "", "reward": 0.0}
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id, ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
         answer = str(parameters.get("answer", ""))
-        conversation = self._conversations[instance_id]
+        conversation = self._instance_dict[instance_id]
         conversation["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
         better = reward > conversation["reward"]
@@ -104,18 +104,22 @@ class Gsm8kTool(BaseTool):
         return ToolResponse(text=f"Current parsed {answer=} {reward=}"), 0.0 if better else -0.05, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        conversation = self._conversations[instance_id]
-        return compute_score(conversation["response"], conversation["truth"], "flexible")
+        conversation = self._instance_dict[instance_id]
+        ground_truth = str(conversation["ground_truth"])
+        return reward_score.compute_score(
+            conversation["response"], ground_truth, method="flexible", format_score=0.0, score=1.0
+        )
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        del self._conversations[instance_id]
+        del self._instance_dict[instance_id]
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, Any]) -> str | None:
+    """The words of a message; None if it has no content."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)
-    return str(content or "")
+    return None if content is None else str(content)
 
 
 def _refuse_unknown(kind: str, config: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -1,0 +1,98 @@
+"""verl's own functions that make interactions and tools of its two files (`verl.interactions.utils`, `verl.tools.utils`).
+
+For code that calls them. A recipe reads the same files by `files`, which is stricter and names the place of a mistake; these
+take what verl takes, and raise what verl raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from turnwise.compat.verl.names import verl_names
+from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
+from turnwise.compat.yaml_files import read_mapping, resolved
+from turnwise.errors import ConfigError
+
+__all__ = [
+    "ToolType",
+    "get_interaction_class",
+    "get_tool_class",
+    "initialize_interactions_from_config",
+    "initialize_tools_from_config",
+]
+
+
+class ToolType(Enum):
+    """Where a tool is run: by its class, or by an MCP server."""
+
+    NATIVE = "native"
+    MCP = "mcp"
+
+
+def get_interaction_class(cls_name: str) -> Any:
+    """The class that `package.module.Class` names. Raises ModuleNotFoundError, AttributeError."""
+    module, _, name = cls_name.rpartition(".")
+    with verl_names():
+        return getattr(importlib.import_module(module), name)
+
+
+def get_tool_class(cls_name: str) -> Any:
+    """The class that `package.module.Class` names. Raises ModuleNotFoundError, AttributeError."""
+    return get_interaction_class(cls_name)
+
+
+def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, Any]:
+    """The interactions of a file by name: that of the entry, or the class's in small letters without `Interaction`.
+
+    Raises ValueError where two have one name.
+    """
+    made: dict[str, Any] = {}
+    for entry in _entries(interaction_config_file, "interaction"):
+        kind = get_interaction_class(entry["class_name"])
+        name = entry.get("name")
+        if name is None:
+            name = entry["class_name"].rpartition(".")[2].removesuffix("Interaction").lower()
+        if name in made:
+            raise ValueError(f"Duplicate interaction name '{name}' found in {interaction_config_file}: rename one")
+        with verl_names():
+            made[name] = kind(config={**(entry.get("config") or {}), "name": name})
+    return made
+
+
+def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
+    """The tools of a file.
+
+    Raises ConfigError for tools of MCP servers, which belong to a run: name the file in a recipe.
+    """
+    made: list[Any] = []
+    for entry in _entries(tools_config_file, "tools"):
+        config = dict(entry.get("config") or {})
+        if ToolType(config.get("type", "native")) is ToolType.MCP:
+            raise ConfigError(
+                f"{tools_config_file}: {entry['class_name']} is of an MCP server, which is connected for a run: name the file in "
+                f"a recipe, environment.arguments.tools"
+            )
+        kind = get_tool_class(entry["class_name"])
+        schema = entry.get("tool_schema")
+        with verl_names():
+            made.append(
+                kind(
+                    config=config,
+                    tool_schema=None if schema is None else OpenAIFunctionToolSchema.model_validate(schema),
+                )
+            )
+    return made
+
+
+def _entries(file: str, key: str) -> list[Mapping[str, Any]]:
+    tree, left = resolved(read_mapping(Path(file), what=f"the {key} file"))
+    if left:
+        raise ConfigError(f"{file}: {left[0]} has an interpolation that cannot be resolved: set the variable it names")
+    entries = tree.get(key)
+    if not isinstance(entries, list):
+        raise ConfigError(f"{file}: `{key}` must be a list of {{class_name: ..., config: ...}}; it is {entries!r:.80}")
+    return entries
