@@ -191,11 +191,43 @@ def test_options_of_the_optimization_run(recipe: Path, tmp_path: Path, options: 
     assert made.step == 3
 
 
+def versions_of_steps(path: Path) -> dict[int, set[int]]:
+    """The versions of the weights that sampled the conversations of each step."""
+    found: dict[int, set[int]] = {}
+    for one in lines(path / "trajectories.jsonl"):
+        for segment in one["segments"]:
+            found.setdefault(one["step"], set()).update(set(segment["version"]) - {-1})
+    return found
+
+
 def test_overlapping_marks_which_weights_sampled_what(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "train.overlap=true", "train.steps=4")
+    run(recipe, "train.overlap=true", "train.steps=5")
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[0]["ratio/max_deviation"] < 1e-4
     assert metrics[2]["ratio/max_deviation"] > 1e-3
+    versions = versions_of_steps(tmp_path / "run")
+    assert versions[1] == {0}
+    for step in (2, 3, 4, 5):  # they begin while the step before is learnt from, and may go on with its result
+        assert step - 2 in versions[step]
+        assert versions[step] <= {step - 2, step - 1}
+    assert [one["version"] for one in metrics] == [0, 0, 1, 2, 3]
+    assert [one["version/newest"] for one in metrics] == [max(versions[step]) for step in (1, 2, 3, 4, 5)]
+
+
+def test_without_overlap_a_step_is_sampled_by_the_weights_that_learn_from_it(recipe: Path, tmp_path: Path) -> None:
+    run(recipe)
+    assert versions_of_steps(tmp_path / "run") == {1: {0}, 2: {1}, 3: {2}}
+    for step, metrics in enumerate(lines(tmp_path / "run" / "metrics.jsonl")):
+        assert (metrics["version"], metrics["version/newest"]) == (step, step)
+
+
+def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_path: Path) -> None:
+    rows: list[list[tuple[int, str]]] = []
+    for name in ("false", "true"):
+        run(recipe, f"train.overlap={name}", "train.steps=5", f"output={tmp_path / name}")
+        rows.append([(one["step"], one["row"]["id"]) for one in lines(tmp_path / name / "trajectories.jsonl")])
+    assert rows[0] == rows[1]
+    assert [step for step, _ in rows[0]] == [step for step in (1, 2, 3, 4, 5) for _ in range(12)]
 
 
 def test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with(recipe: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from turnwise.types import Group, LogprobKind, Stop, Trajectory
+from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
 __all__ = ["conversation_metrics", "drift", "failures"]
 
@@ -15,11 +15,14 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     """What the conversations of a step were like. Broken ones count in `failed` and `stop/*`, and in nothing else.
 
     `entropy` is estimated from the sampled tokens: the mean of -log p under the distribution they were drawn from.
+    `version` is the oldest and `version/newest` the newest version of the weights that sampled a token: two where weights
+    changed while conversations were held.
     """
     every = [one for group in groups for one in group.trajectories]
     whole = [one for one in every if one.reward is not None and not one.failed]
     rewards = [one.reward or 0.0 for one in whole]
     outcomes = [[outcome for turn in one.turns for outcome in turn.outcomes] for one in whole]
+    versions = {version for one in every for segment in one.segments for version in segment.version} - {NOT_SAMPLED}
     metrics: dict[str, float | int | None] = {
         "reward/mean": _mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
@@ -34,6 +37,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "drift": _share(one.drift is not None for one in every),
         "failed": _share(one.failed for one in every),
     }
+    metrics["version"] = min(versions, default=None)
+    metrics["version/newest"] = max(versions, default=None)
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
         # of those that the function applies to
         metrics[f"reward/{name}"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
@@ -69,9 +74,8 @@ def _entropy(whole: Sequence[Trajectory]) -> float | None:
     logprobs = [
         logprob
         for one in whole
-        if one.logprob_kind is not LogprobKind.NONE
         for turn in one.turns
-        if turn.completion is not None
+        if turn.completion is not None and turn.completion.logprob_kind is LogprobKind.SAMPLED
         for logprob in turn.completion.logprobs
     ]
     return -statistics.fmean(logprobs) if logprobs else None

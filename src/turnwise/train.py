@@ -30,11 +30,11 @@ from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.scoring.credit import Credit
 from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
-from turnwise.training.batch import Batch, pack
+from turnwise.training.batch import Batch, pack, stale_without_logprobs
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loading import load_model
 from turnwise.training.policy import Policy, Update
-from turnwise.types import Group, Row
+from turnwise.types import Group, Row, Trajectory
 from turnwise.underway import Underway
 
 __all__ = ["Run", "assemble", "train"]
@@ -80,8 +80,9 @@ async def train(run: Run, show: Report) -> None:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
             await run.scorer.score(rollouts.groups)
             for group in rollouts.groups:
-                for one in group.trajectories:
-                    run.mask(one)  # before credit: what breaks in it is in no statistics
+                for one in group.trajectories:  # before credit: what breaks in it is in no statistics
+                    run.mask(one)
+                    _refuse_stale(run, one)
                 run.credit(group)
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
@@ -117,6 +118,13 @@ async def _hold(run: Run, step: int) -> _Rollouts:
     return _Rollouts(groups, time.perf_counter() - started)
 
 
+def _refuse_stale(run: Run, trajectory: Trajectory) -> None:
+    """Break a trajectory whose importance correction would be made up."""
+    problem = stale_without_logprobs(trajectory, kinds=run.policy.kinds, version=run.step)
+    if problem is not None and not trajectory.failed:
+        trajectory.fail(problem)
+
+
 def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
     """One batch for each optimizer step. All trajectories of a group stay together as far as the numbers allow."""
     options = run.config.train
@@ -135,8 +143,9 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         )
     trajectories = weighed or trajectories
     idle = not any(turn.weight and one.advantages[turn.index] for one in trajectories for turn in one.turns)
-    if idle:
-        # a handful is computed all the same, with a gradient of zero, so that engine and trainer are still compared
+    if idle and not run.policy.keeps_zero:
+        # some are computed all the same, with a gradient of zero, so that engine and trainer are still compared; with a
+        # divergence or an entropy in the loss, all of them have a gradient
         trajectories = trajectories[: options.group]
     size = -(-len(trajectories) // options.minibatches)
     return [
@@ -146,6 +155,7 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
             micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
             share_prompts=run.policy.shares_prompts,
             keep_zero=run.policy.keeps_zero or idle,
+            kinds=run.policy.kinds,
         )
         for start in range(0, len(trajectories), size)
     ]
@@ -167,7 +177,6 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         "ratio/clipped": update.clipped,
         "tokens/trained": update.tokens,
         "lr": lr,
-        "version": run.step - 1,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
     }
     tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5

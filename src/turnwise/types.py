@@ -105,6 +105,16 @@ class Sampling:
         """Whether the distribution sampled from leaves tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
+    @property
+    def exact_kinds(self) -> frozenset[LogprobKind]:
+        """The kinds of log-probability that are, under these options, of the distribution sampled from."""
+        kinds = {LogprobKind.SAMPLED}
+        if not self.filtered:
+            kinds.add(LogprobKind.TEMPERED)
+            if self.temperature == 1.0:
+                kinds.add(LogprobKind.RAW)
+        return frozenset(kinds)
+
 
 class LogprobKind(StrEnum):
     """Of which distribution a reported log-probability is: engines differ (research: vLLM `raw`, SGLang `tempered`)."""

@@ -67,3 +67,10 @@ def scaled(trajectory: Trajectory, by: float = 1.0) -> float:
 def turn_length(trajectory: Trajectory, turn: Turn, by: float = 1.0) -> float:
     """Longer turns, more reward."""
     return by * len(turn.text)
+
+
+@environment
+async def indifferent(row: Row, reward: float = 0.5) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Gives every conversation the same reward."""
+    yield Opening(messages=row.messages)
+    yield Reply(reward=reward, done=True)

@@ -20,6 +20,7 @@ from turnwise.rollout.script import Script
 from turnwise.types import (
     Completion,
     Failure,
+    LogprobKind,
     Message,
     Opening,
     Reply,
@@ -126,7 +127,8 @@ class Session:
             segment.sampled(index, completion)
         turn = self._read(completion, index)
         turn.seconds_engine = time.perf_counter() - started
-        trajectory.logprob_kind = completion.logprob_kind
+        same = index == 0 or trajectory.logprob_kind == completion.logprob_kind
+        trajectory.logprob_kind = completion.logprob_kind if same else LogprobKind.NONE
         return turn
 
     def _response_tokens(self, length: int) -> int:

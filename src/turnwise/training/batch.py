@@ -9,7 +9,7 @@ advantage and which weight. The weights add up to one over the batch, so micro-b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from turnwise.training.tree import Tree, TreeShape
-from turnwise.types import Media, Segment, Trajectory
+from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
 
-__all__ = ["Batch", "MicroBatch", "pack"]
+__all__ = ["Batch", "MicroBatch", "pack", "stale_without_logprobs"]
 
 _PADDED_GLADLY = 32
 """Tokens of padding in a branch that are not worth a second copy of the trunk."""
@@ -48,7 +48,10 @@ class MicroBatch:
     target_N: torch.Tensor
     """The sampled token."""
     old_logprob_N: torch.Tensor
-    """As the engine reported it."""
+    """As the engine reported it; 0 where `known_N` is false."""
+    known_N: torch.Tensor
+    """Whether the engine reported it of the distribution sampled from. Where it did not, the trainer computes it, before the
+    first optimizer step."""
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Share of the token in the batch's average: above 0, for a token of weight 0 is no target."""
@@ -80,6 +83,7 @@ def pack(
     micro_batch_tokens: int = 8192,
     share_prompts: bool = True,
     keep_zero: bool = False,
+    kinds: Collection[LogprobKind] = (LogprobKind.SAMPLED,),
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
@@ -88,6 +92,9 @@ def pack(
     count in the average and are left out of the forward pass, because their gradient is zero; `keep_zero` keeps them in,
     for losses with further terms. Trajectories of a group that say the very same thing for the same advantage are
     computed once, at the weight of all of them.
+
+    `kinds` are the kinds of log-probability that the loss can use (`Sampling.exact_kinds`); those of other kinds are left out,
+    and `MicroBatch.known_N` says so.
 
     What has no weight (`Turn.weight` 0) is in neither the sum nor what it is divided by, unlike an advantage of zero. An
     advantage of zero is a finding about what was said: to leave it out of the average would make the others count more the
@@ -104,9 +111,10 @@ def pack(
         weights = [turn.weight for turn in one.turns]
         if not keep_zero and not any(weight and gain for weight, gain in zip(weights, one.advantages, strict=True)):
             continue
+        known = [_kind(one, turn) in kinds for turn in one.turns]
         share = 1.0 / total if average == "token" else 1.0 / (len(counted) * mass)
         for segment in one.segments:
-            branch = _Branch.of(segment, one.advantages, weights, share)
+            branch = _Branch.of(segment, one.advantages, weights, known, share)
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
                 together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
@@ -140,6 +148,29 @@ def _weighed(trajectory: Trajectory) -> tuple[float, int]:
     return sum(turn.weight * counts[turn.index] for turn in turns), sum(counts[turn.index] for turn in turns)
 
 
+def _kind(trajectory: Trajectory, turn: Turn) -> LogprobKind:
+    return turn.completion.logprob_kind if turn.completion is not None else trajectory.logprob_kind
+
+
+def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobKind], version: int) -> Failure | None:
+    """Why a trajectory cannot be learnt from by weights of this version: its log-probabilities are of a kind that the loss
+    cannot use, and can no longer be computed, because older weights sampled its tokens. None where it can.
+    """
+    unknown = {turn.index: kind for turn in trajectory.turns if (kind := _kind(trajectory, turn)) not in kinds}
+    if not unknown:
+        return None
+    for segment in trajectory.segments:
+        for turn, sampled_by in zip(segment.turn, segment.version, strict=True):
+            if turn in unknown and sampled_by != version:
+                return Failure(
+                    "engine",
+                    f"turn {turn} was sampled by weights of version {sampled_by}, is learnt from by version {version}, and "
+                    f"has log-probabilities of the kind '{unknown[turn]}'; importance correction needs "
+                    f"{' or '.join(sorted(kinds))}. Use an engine that reports them, or train.overlap=false",
+                )
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Branch:
     """One segment up to its last target, as numpy columns."""
@@ -150,18 +181,25 @@ class _Branch:
     """One for each token; 0 where it is no target."""
     weights: np.ndarray
     """Of the turn of each token; 0 where it is no target."""
+    known: np.ndarray
+    """Whether the log-probability of each token can be used."""
     share: float
     """What a token of weight 1 counts in the batch's average."""
     trunk: int
     """Length of the opening: what comes before the first sampled token."""
     identity: bytes
     """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, the
-    version of the model's weights that they are from, and images."""
+    version of the model's weights that they are from, whether their log-probabilities can be used, and images."""
     media: Sequence[Media]
 
     @classmethod
     def of(
-        cls, segment: Segment, advantages: Sequence[float], weights: Sequence[float], share: float
+        cls,
+        segment: Segment,
+        advantages: Sequence[float],
+        weights: Sequence[float],
+        known: Sequence[bool],
+        share: float,
     ) -> _Branch | None:
         turn = np.array(segment.turn, dtype=np.int64)
         weight = np.where(turn >= 0, np.array(weights, dtype=np.float64)[turn], 0.0)
@@ -173,18 +211,20 @@ class _Branch:
         token_ids = np.array(segment.token_ids[:end], dtype=np.int64)
         gains = np.where(weight > 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
         version = np.array(segment.version[:end], dtype=np.int64)
+        usable = np.array(known, dtype=bool)[turn]
         media = [one for one in segment.media if one.start < end]
         # the tensors themselves: a group has those of its prompt in common
         seen = np.array([(id(one.inputs), one.start) for one in media], dtype=np.int64)
         return cls(
             token_ids=token_ids,
-            logprobs=np.array(segment.logprobs[:end], dtype=np.float32),
+            logprobs=np.where(usable, np.array(segment.logprobs[:end], dtype=np.float32), np.float32(0.0)),
             advantages=gains,
             weights=weight,
+            known=usable,
             share=share,
             # also where the first turns have no weight: the opening is what a group has in common
             trunk=int(np.flatnonzero(turn >= 0)[0]),
-            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version, seen)),
+            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version, usable, seen)),
             media=media,
         )
 
@@ -216,6 +256,7 @@ class _Tree:
     column: np.ndarray
     target: np.ndarray
     old_logprob: np.ndarray
+    known: np.ndarray
     advantage: np.ndarray
     weight: np.ndarray
     media: Sequence[Media]
@@ -249,6 +290,7 @@ class _Tree:
             column=np.concatenate(columns),
             target=np.concatenate([branch.token_ids[where] for branch, where in pairs]),
             old_logprob=np.concatenate([branch.logprobs[where] for branch, where in pairs]),
+            known=np.concatenate([branch.known[where] for branch, where in pairs]),
             advantage=np.concatenate([branch.advantages[where] for branch, where in pairs]),
             weight=np.concatenate(
                 [(branch.share * branch.weights[where]).astype(np.float32) for branch, where in pairs]
@@ -309,8 +351,8 @@ def _rows(trees: list[_Tree]) -> MicroBatch:
     return replace(micro, media_B=[tree.media for tree in trees])
 
 
-def _targets(trees: list[_Tree]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _targets(trees: list[_Tree]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     def column(name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(tree, name) for tree in trees]))
 
-    return column("target"), column("old_logprob"), column("advantage"), column("weight")
+    return column("target"), column("old_logprob"), column("known"), column("advantage"), column("weight")

@@ -22,7 +22,7 @@ from turnwise.threads import Threads
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, nll, ppo_clip
-from turnwise.types import Sampling
+from turnwise.types import LogprobKind, Sampling
 
 __all__ = ["Optimization", "Policy", "Update", "rate"]
 
@@ -102,6 +102,7 @@ class Policy:
         self.shares_prompts = able
         self.model = model
         self._options = options
+        self._sampling = sampling
         self._threads = Threads(threads)
         self._forward = Forward(model, sampling)
         self._reference = Forward(_frozen(model), sampling) if options.kl_coef > 0 else None
@@ -111,6 +112,11 @@ class Policy:
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
         )
+
+    @property
+    def kinds(self) -> frozenset[LogprobKind]:
+        """The kinds of log-probability that it can use as the engine reports them."""
+        return self._sampling.exact_kinds
 
     @property
     def keeps_zero(self) -> bool:
@@ -126,6 +132,8 @@ class Policy:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         update = Update()
+        # before the first step: afterwards the weights are no longer those that sampled
+        batches = [self._completed(batch) for batch in batches]
         for _ in range(epochs):
             for batch in batches:
                 if beside:
@@ -139,6 +147,19 @@ class Policy:
         update.loss, update.kl, update.grad_norm = update.loss / steps, update.kl / steps, update.grad_norm / steps
         update.clipped /= max(update.tokens, 1)
         return update
+
+    def _completed(self, batch: Batch) -> Batch:
+        """The batch with log-probabilities of the weights as they are, where the engine reported none that can be used."""
+        if self._options.loss != "policy_gradient" or all(bool(one.known_N.all()) for one in batch.micro_batches):
+            return batch
+        return replace(batch, micro_batches=[self._with_logprobs(micro) for micro in batch.micro_batches])
+
+    def _with_logprobs(self, micro: MicroBatch) -> MicroBatch:
+        if bool(micro.known_N.all()):
+            return micro
+        with torch.no_grad(), self._threads.during("measure", micro.token_ids_BL.numel()):
+            logprob_N = self._forward.logprobs(micro.to(self.model.device))[0].to(micro.old_logprob_N.device)
+        return replace(micro, old_logprob_N=torch.where(micro.known_N, micro.old_logprob_N, logprob_N))
 
     def _accumulate(self, batch: Batch, update: Update) -> tuple[float, float]:
         """Gradients of a batch, from its micro-batches. Returns its loss and its divergence."""
@@ -206,8 +227,12 @@ class Policy:
             ratio_N = (logprob_N - micro.old_logprob_N).exp()
             outside_N = (ratio_N < 1.0 - options.clip_low) | (ratio_N > 1.0 + options.clip_high)
             # `max` of Python passes over a NaN: what is no number is as far from 1 as can be
-            deviation_N = (ratio_N - 1.0).abs().nan_to_num(nan=torch.inf)
-            return replace(part, max_deviation=float(deviation_N.max()), clipped=float(outside_N.sum()))
+            deviation_N = (ratio_N - 1.0).abs().nan_to_num(nan=torch.inf)[micro.known_N]
+            return replace(
+                part,
+                max_deviation=float(deviation_N.max()) if len(deviation_N) else 0.0,
+                clipped=float(outside_N.sum()),
+            )
 
     def measure(self, batch: Batch) -> float:
         """The batch's negative log-likelihood, averaged by its weights; nothing is changed."""

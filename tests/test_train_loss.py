@@ -1,0 +1,179 @@
+"""What a step of training learns from: all that its loss depends on, and nothing that is made up."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from support.tiny import save_model, save_rows
+from turnwise.config import Config
+from turnwise.engines.engine import Engine
+from turnwise.errors import RolloutError
+from turnwise.report import Report
+from turnwise.train import Run, _hold, _pack, assemble, train
+from turnwise.training.policy import Update
+from turnwise.types import Completion, Group, LogprobKind, Request
+
+PLACES = Path(__file__).parent / "support" / "places.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def assembled(model: Path, path: Path, environment: str, **options: Any) -> Run:
+    recipe = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(path / "train.jsonl"))},
+        "environment": f"{PLACES}:{environment}",
+        "limits": {"turns": 2, "tokens_per_turn": 8},
+        "train": {"steps": 2, "rows": 3, "group": 4, "lr": 0.01, **options},
+        "output": str(path / "run"),
+    }
+    return assemble(Config.model_validate(recipe))
+
+
+def learnt(run: Run) -> None:
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(run, Report(Console(file=nowhere))))
+
+
+def held(run: Run) -> list[Group]:
+    """The groups of the first step, scored and with advantages."""
+
+    async def hold() -> list[Group]:
+        rollouts = await _hold(run, 0)
+        await run.scorer.score(rollouts.groups)
+        for group in rollouts.groups:
+            run.credit(group)
+        return list(rollouts.groups)
+
+    return asyncio.run(hold())
+
+
+def moved(run: Run) -> None:
+    """Change the policy, so that it is no longer its reference."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in run.policy.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def reference_gradient(
+    reference: Any, run: Run, groups: list[Group], *, kl_coef: float, entropy_coef: float
+) -> torch.Tensor:
+    """The gradient in float64 of divergence and entropy over all sampled tokens, one sequence after the other."""
+    model = copy.deepcopy(run.policy.model).double()
+    model.set_attn_implementation("eager")
+    terms: list[torch.Tensor] = []
+    for one in (one for group in groups for one in group.trajectories):
+        assert one.advantages == [0.0] * len(one.turns)
+        for segment in one.segments:
+            ids = torch.tensor([list(segment.token_ids)])
+            own_TV = model(ids).logits[0].log_softmax(-1)
+            with torch.no_grad():
+                other_TV = reference(ids).logits[0].log_softmax(-1)
+            for place in (place for place, turn in enumerate(segment.turn) if turn >= 0):
+                token = segment.token_ids[place]
+                difference = other_TV[place - 1, token] - own_TV[place - 1, token]
+                entropy = -(own_TV[place - 1].exp() * own_TV[place - 1]).sum()
+                terms.append(kl_coef * (difference.exp() - difference - 1) - entropy_coef * entropy)
+    (sum(terms, torch.zeros((), dtype=torch.float64)) / len(terms)).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.5, 0.0), (0.0, 0.1), (0.5, 0.1)])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_from(
+    model: Path, tmp_path: Path, kl_coef: float, entropy_coef: float, minibatches: int
+) -> None:
+    run = assembled(model, tmp_path, "indifferent", kl_coef=kl_coef, entropy_coef=entropy_coef, minibatches=minibatches)
+    reference = copy.deepcopy(run.policy.model).double()
+    reference.set_attn_implementation("eager")
+    moved(run)
+    groups = held(run)
+    batches = _pack(run, groups)
+    assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
+    part = 0
+    for batch in batches:
+        run.policy._accumulate(batch, Update())
+        gradients = [parameter.grad for parameter in run.policy._parameters]
+        found = torch.cat([one.flatten() for one in gradients if one is not None])
+        every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]
+        part += batch.trajectories
+        chosen = [Group(id="chosen", row=groups[0].row, trajectories=every)]
+        expected = reference_gradient(reference, run, chosen, kl_coef=kl_coef, entropy_coef=entropy_coef)
+        assert expected.norm() > 1e-3
+        assert (found.double() - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, tmp_path: Path) -> None:
+    run = assembled(model, tmp_path, "indifferent")
+    (batch,) = _pack(run, held(run))
+    assert batch.trajectories == 4
+    update = asyncio.run(run.policy.learn([batch], lr=0.01))
+    assert update.tokens > 0  # trainer and engine are compared all the same
+    assert (update.grad_norm, update.max_deviation < 1e-4) == (0.0, True)
+
+
+class Unknown:
+    """An engine that reports no log-probabilities."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(self, request: Request) -> Completion:
+        completion = await self._engine.generate(request)
+        return replace(completion, logprobs=[0.0] * len(completion.logprobs), logprob_kind=LogprobKind.NONE)
+
+    def release(self, conversation: str) -> None:
+        self._engine.release(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        await self._engine.load_weights(version, weights)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path, tmp_path: Path) -> None:
+    weights = []
+    for name in ("known", "unknown"):
+        (tmp_path / name).mkdir()
+        run = assembled(model, tmp_path / name, "low_bytes", epochs=2)
+        if name == "unknown":
+            run.table = replace(run.table, engine=Unknown(run.table.engine))
+        learnt(run)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in run.policy.model.parameters()]))
+    start = torch.cat([parameter.detach().flatten() for parameter in assembled_model(model).parameters()])
+    assert (weights[0] - start).abs().max() > 1e-3
+    # Adam divides by the gradient's size, so rounding shows most where the gradient is almost nothing
+    torch.testing.assert_close(weights[1], weights[0], atol=5e-3, rtol=0)
+
+
+def assembled_model(path: Path) -> Any:
+    from turnwise.training.loading import load_model
+
+    return load_model(path, dtype="float32", device="cpu")
+
+
+def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:
+    run = assembled(model, tmp_path, "low_bytes", overlap=True)
+    run.table = replace(run.table, engine=Unknown(run.table.engine))
+    with pytest.raises(RolloutError, match=r"of step 2 broke.*\n.*engine.*was sampled by weights of version 0.*'none'"):
+        learnt(run)
+    assert run.step == 1
