@@ -16,13 +16,19 @@ engine or a reward may raise is caught in `boundary`, named after the side that 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import difflib
+import os
+import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from turnwise.types import Failure
 
 __all__ = [
+    "OWN_CODE",
     "ConfigError",
     "DataError",
     "EngineError",
@@ -32,7 +38,9 @@ __all__ = [
     "TemplateError",
     "TurnwiseError",
     "boundary",
+    "failed_by",
     "nearest",
+    "text_of",
 ]
 
 
@@ -72,22 +80,81 @@ class Failed(Exception):
         self.failure = failure
 
 
+OWN_CODE = os.path.dirname(os.path.realpath(__file__)) + os.sep
+"""Where our own code is: its lines are left out of tracebacks."""
+
+_MACHINERY = (
+    os.path.dirname(os.path.realpath(asyncio.__file__)) + os.sep,
+    os.path.realpath(contextlib.__file__),
+    os.path.realpath(threading.__file__),
+    *(os.path.join(OWN_CODE, *path.split("/")) for path in ("errors.py", "user_code.py", "environments/aside.py")),
+)
+_LONGEST_MESSAGE = 4000  # characters of somebody's exception
+_FIRST_FRAMES, _LAST_FRAMES = 5, 15
+
+
 @contextmanager
-def boundary(kind: str) -> Iterator[None]:
-    """Attribute whatever is raised inside to `kind`, once: the innermost boundary wins.
+def boundary(kind: str, *, where: str = "") -> Iterator[None]:
+    """Attribute whatever is raised inside to `kind`, once: the innermost boundary wins. `where` begins the message.
+
+    Only what ends the run passes: a cancellation, Ctrl-C, a generator that is closed.
 
     Raises Failed.
     """
     try:
         yield
-    except Failed:
+    except (Failed, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:  # whatever the other side raises is data here
-        if isinstance(error, SystemExit):  # it ends its own conversation, not the run
-            raise Failed(Failure(kind, f"it tried to exit the process (status {error.code})")) from error
-        text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)  # str() would quote it
-        message = text if isinstance(error, TurnwiseError) else f"{type(error).__name__}: {text}".rstrip(": ")
-        raise Failed(Failure(kind, message)) from error
+    except BaseException as error:  # whatever the other side raises is data here
+        raise failed_by(error, kind, where=where) from error
+
+
+def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:
+    """An exception as the failure of one conversation, with its traceback."""
+    if isinstance(error, SystemExit):  # it ends its own conversation, not the run
+        message = f"it tried to exit the process (status {text_of(error.code)})"
+    else:
+        message = text_of(error)
+        if not isinstance(error, TurnwiseError):
+            message = f"{type(error).__name__}: {message}".rstrip(": ")
+    message = f"{where}: {message}" if where else message
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]} [...]"
+    return Failed(Failure(kind, message, traceback=traceback_of(error)))
+
+
+def text_of(value: object) -> str:
+    """`str(value)`, also of an object whose `__str__` raises; of a KeyError the key's own text."""
+    try:
+        if isinstance(value, KeyError) and value.args:
+            value = value.args[0]  # str() would quote it
+        return str(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"<{type(value).__name__}, whose __str__ raised {type(error).__name__}>"
+
+
+def traceback_of(error: BaseException, *, depth: int = 3) -> str:
+    """The frames of an exception and of `depth` exceptions that caused it, innermost last, as Python prints them.
+
+    Frames of our own code are left out, unless there are no others.
+    """
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if not os.path.realpath(one.filename).startswith(_MACHINERY)
+    ]
+    frames = [one for one in frames if not os.path.realpath(one.filename).startswith(OWN_CODE)] or frames
+    missing = len(frames) - _FIRST_FRAMES - _LAST_FRAMES
+    lines = traceback.format_list(frames if missing <= 0 else frames[:_FIRST_FRAMES])
+    if missing > 0:
+        lines += [f"  [... {missing} frames left out ...]\n", *traceback.format_list(frames[-_LAST_FRAMES:])]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None or cause.__traceback__ is None or not depth:
+        return "".join(lines)
+    before = traceback_of(cause, depth=depth - 1)
+    return f"{before}{type(cause).__name__}: {text_of(cause)[:200]}\n\nThis led to:\n\n{''.join(lines)}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -55,10 +55,13 @@ class Stop(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What broke, as data. `kind` is the side that broke: `row`, `environment`, `engine`, `tokens`, `reward`,
-    `loss_mask` or `deadline`."""
+    `loss_mask` or `deadline`; `internal` is a defect of turnwise itself."""
 
     kind: str
     message: str
+    traceback: str = field(default="", compare=False)
+    """The frames of the exception, innermost last, as Python prints them; those of turnwise are left out. Empty where nothing
+    was raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

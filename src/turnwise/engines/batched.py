@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.engines.engine import Engine
 from turnwise.types import Completion, Request
+from turnwise.user_code import waiting_for_others
 
 __all__ = ["Batched"]
 
@@ -23,7 +24,7 @@ class Batched:
         self._engine = engine
         self._order = {name: place for place, name in enumerate(conversations)}
         self._live = set(self._order)
-        self._waiting: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._waiting: dict[str, _Asked] = {}
         self._batch: asyncio.Task[None] | None = None
 
     @property
@@ -31,13 +32,19 @@ class Batched:
         return self._engine.version
 
     async def generate(self, request: Request) -> Completion:
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request.conversation] = (request, future)
+        asked = _Asked(request)
+        self._waiting[request.conversation] = asked
         self._start_if_complete()
         try:
-            return await future
+            # a deadline of this conversation counts neither until all have asked, nor until all are answered
+            with waiting_for_others():
+                await asked.started.wait()
+            await asked.finished.wait()
+            with waiting_for_others():
+                return await asked.answer
         finally:
             self._waiting.pop(request.conversation, None)
+            asked.answer.cancel()  # where nobody waits for it any more
 
     def release(self, conversation: str) -> None:
         self._engine.release(conversation)
@@ -56,14 +63,28 @@ class Batched:
             self._waiting = {}
             self._batch = asyncio.get_running_loop().create_task(self._answer(batch))
 
-    async def _answer(self, batch: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        answers = await asyncio.gather(
-            *(self._engine.generate(request) for request, _ in batch), return_exceptions=True
-        )
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if future.done():  # cancelled meanwhile
+    async def _answer(self, batch: list[_Asked]) -> None:
+        answers = await asyncio.gather(*(self._ask(asked) for asked in batch), return_exceptions=True)
+        for asked, answer in zip(batch, answers, strict=True):
+            if asked.answer.done():  # cancelled meanwhile
                 continue
             if isinstance(answer, BaseException):
-                future.set_exception(answer)
+                asked.answer.set_exception(answer)
             else:
-                future.set_result(answer)
+                asked.answer.set_result(answer)
+
+    async def _ask(self, asked: _Asked) -> Completion:
+        asked.started.set()
+        try:
+            return await self._engine.generate(asked.request)
+        finally:
+            asked.finished.set()
+
+
+class _Asked:
+    """A request, and how far it is."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.started, self.finished = asyncio.Event(), asyncio.Event()
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.environments.aside import aside
 from turnwise.errors import Failed, boundary
 from turnwise.types import Row
+from turnwise.user_code import forget, spawn
 
 __all__ = ["Foreign", "columns_for"]
 
@@ -65,8 +66,8 @@ class Foreign(Generic[T]):
                     await result
 
     async def _aside(self, function: Callable[[], Any]) -> Any:
-        self._busy = asyncio.ensure_future(aside(function, name=self._name, kind="environment"))
-        self._busy.add_done_callback(_forget)
+        self._busy = spawn(aside(function, name=self._name, kind="environment"))
+        self._busy.add_done_callback(forget)
         return await asyncio.shield(self._busy)  # the conversation may be over before it is
 
     def _make_or_end(self) -> T:
@@ -111,8 +112,3 @@ def columns_for(
                 f"it to the data, or map one to it: data.columns.{one.name}=<column>"
             )
     return given
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # seen, so that asyncio does not complain of it

@@ -15,17 +15,17 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+from turnwise import user_code
 from turnwise.environments.aside import aside
 from turnwise.environments.tool_result import Answer, Result, failed, read_result
 from turnwise.environments.tool_schema import Arguments, FromSchema, WrongArguments, schema_of
 from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
+from turnwise.types import ToolCall, ToolOutcome, ToolSchema
 
 __all__ = ["Tool", "Toolbox", "own_copy"]
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
-_GRACE = 1.0  # seconds for a function to clean up when its time is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,24 +143,13 @@ class Tool:
             await asyncio.sleep(min(_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
-        # in a task of its own, which can be left behind: a function may answer a cancellation with more work
-        task = asyncio.ensure_future(self._call(given))
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self.timeout)
-        finally:
-            if not task.done():
-                task.add_done_callback(_forget)
-                task.cancel()
-                await asyncio.wait({task}, timeout=_GRACE)
-        if not done:
-            raise TimeoutError
-        if task.cancelled():  # by itself, not by us: nobody else may be ended by it
-            raise Failed(Failure("tool", "CancelledError: it cancelled itself"))
-        return task.result()
+        async with user_code.deadline(self.timeout):
+            return await user_code.call(lambda: self._call(given), kind="tool", name=f"the tool {self.name}")
 
     async def _call(self, given: Mapping[str, Any]) -> Result:
         with boundary("tool"):
-            arguments = self.arguments.check(given)
+            # beside the event loop: a schema and what a model gives for it can take any time to be compared
+            arguments = await aside(lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool")
             function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
             if inspect.iscoroutinefunction(self.function):
                 return self._read(await function())
@@ -298,8 +287,3 @@ def _told(failure: Failed) -> str:
         return str(failure.__cause__)
     # a ValueError is how a tool talks to the model; of anything else the type helps
     return failure.failure.message.removeprefix("ValueError: ")
-
-
-def _forget(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # seen, so that asyncio does not complain of it

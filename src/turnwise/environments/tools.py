@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import Context
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.environments.aside import aside
 from turnwise.environments.environment import Environment, Once, Settles
@@ -21,10 +21,13 @@ from turnwise.environments.tool import Tool, Toolbox
 from turnwise.environments.tool_result import Answer, ToolResponse, failed
 from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.types import Message, Opening, Reply, Row, ToolCall, Turn
+from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
+from turnwise.user_code import call, deadline, forget, own_context, spawn
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 
+T = TypeVar("T")
+_CLOSING_SECONDS = 12.0  # for the tools, and for the environment behind them: together within what the loop allows
 _log = logging.getLogger(__name__)
 
 
@@ -63,8 +66,8 @@ class Tools:
             names = [tool.name for tool in every]
             _refuse_twice(next(name for name in names if names.count(name) > 1))
         self._instances = [_Instance(one) for one in ready if isinstance(one, Toolbox)]
-        self._turns: dict[str, asyncio.Lock] = {}
-        """Of tools that share an instance with others: whose turn it is."""
+        self._shared: dict[str, _Instance] = {}
+        """Of tools that share an instance with others: that instance."""
         self._offered_behind: set[str] = set()
         """Names of tools that the environment behind offers, and answers, itself."""
 
@@ -77,7 +80,7 @@ class Tools:
         for instance in self._instances:
             for tool in await instance.make():
                 self._tools[tool.name] = tool
-                self._turns[tool.name] = instance.turn
+                self._shared[tool.name] = instance
         return Opening(
             messages=opening.messages, tools=(*opening.tools, *(tool.schema for tool in self._tools.values()))
         )
@@ -90,7 +93,8 @@ class Tools:
         if not behind:
             answers = await self._answer(ours)
             return _reply(answers)
-        answering = asyncio.create_task(self._answer(ours))
+        answering = spawn(self._answer(ours), context=own_context())
+        answering.add_done_callback(forget)
         try:
             reply = await self._then.step(replace(turn, calls=tuple(behind)))
             return _joined(turn, _reply(await answering), reply)
@@ -101,11 +105,16 @@ class Tools:
         return await self._then.settle() if isinstance(self._then, Settles) else 0.0
 
     async def close(self) -> None:
+        """Close the tools, then the environment behind, each within its own time.
+
+        Raises Failed with what could not be closed.
+        """
         instances, self._instances = self._instances, []
-        try:
-            await asyncio.gather(*(instance.close() for instance in instances))
-        finally:
-            await self._then.close()
+        closing = [(instance.close, f"the tools {instance.name}") for instance in instances]
+        problems = await asyncio.gather(*(_closed(*one) for one in closing))
+        problems.append(await _closed(self._then.close, f"the environment {type(self._then).__name__}"))
+        if told := [problem for problem in problems if problem is not None]:
+            raise Failed(Failure("environment", "; ".join(told)))
 
     async def _answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
         """Run calls together; those that are too many are told so, and those that cannot be run do not count."""
@@ -121,7 +130,15 @@ class Tools:
                 return failed(call, "parallel", text)
             return await self._run(call)
 
-        return list(await asyncio.gather(*(one(call) for call in calls)))
+        if len(calls) == 1:
+            return [await one(calls[0])]
+        tasks = [spawn(one(call), context=own_context()) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # those that are left when somebody is cancelled
+                task.add_done_callback(forget)
 
     async def _run(self, call: ToolCall) -> Answer:
         if call.error is not None:
@@ -135,8 +152,8 @@ class Tools:
                 "unknown_tool",
                 f"there is no tool {call.name!r}{nearest(call.name, names)} (the tools are: {have})",
             )
-        async with self._turns.get(call.name) or nullcontext():
-            return await tool.answer(call)
+        instance = self._shared.get(call.name)
+        return await (tool.answer(call) if instance is None else instance.answer(tool, call))
 
 
 class _Instance:
@@ -145,13 +162,26 @@ class _Instance:
     def __init__(self, box: Toolbox) -> None:
         self._box = box
         self._making: asyncio.Task[Any] | None = None
-        self.turn = asyncio.Lock()
+        self._turn = asyncio.Lock()
+        self._context: Context | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self._box.name
 
     async def make(self) -> list[Tool]:
         """Make it, beside the event loop, and return its tools."""
-        self._making = asyncio.create_task(aside(self._box.make, name=self._box.name, kind="environment"))
+        self._context = own_context()
+        self._making = self._spawn(aside(self._box.make, name=self._box.name, kind="environment"))
+        self._making.add_done_callback(forget)
         made = await asyncio.shield(self._making)  # a conversation may end meanwhile; what is made must still be closed
         return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
+
+    async def answer(self, tool: Tool, call: ToolCall) -> Answer:
+        """Run a call of one of its tools, when it is its turn."""
+        async with self._turn:
+            return await self._spawn(tool.answer(call))
 
     async def close(self) -> None:
         """Close it, if there is one."""
@@ -161,7 +191,11 @@ class _Instance:
         if not making.done():
             making.add_done_callback(self._close_late)
         elif not making.cancelled() and making.exception() is None:
-            await self._close(making.result())
+            await self._spawn(self._close(making.result()))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """In the context of this instance: what one call of it sets is there in the next one."""
+        return spawn(coroutine, context=self._context)
 
     async def _close(self, made: Any) -> None:
         if not self._box.closes:
@@ -176,7 +210,7 @@ class _Instance:
 
     def _close_late(self, making: asyncio.Future[Any]) -> None:
         if not making.cancelled() and making.exception() is None:
-            _late.add(task := asyncio.ensure_future(self._close(making.result())))
+            _late.add(task := self._spawn(self._close(making.result())))
             task.add_done_callback(self._closed_late)
 
     def _closed_late(self, task: asyncio.Future[None]) -> None:
@@ -187,6 +221,18 @@ class _Instance:
 
 _late: set[asyncio.Future[None]] = set()
 """Instances that are being closed after their conversation was over: the event loop itself remembers tasks weakly only."""
+
+
+async def _closed(close: Callable[[], Awaitable[None]], name: str) -> str | None:
+    """Why something could not be closed in time, or None."""
+    try:
+        async with deadline(_CLOSING_SECONDS):
+            await call(close, kind="environment", name=f"{name}.close")
+    except Failed as failed:
+        return failed.failure.message
+    except TimeoutError:
+        return f"{name} did not close in {_CLOSING_SECONDS:g} s"
+    return None
 
 
 def _ready(tool: Tool | Toolbox | Callable[..., Any], truncation: Truncation | None) -> Tool | Toolbox:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any, TypeVar
 
 from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
@@ -20,10 +21,12 @@ from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.session import Session
-from turnwise.types import Failure, Group, Row, Sampling, Stop, Trajectory
+from turnwise.types import Failure, Group, Opening, Reply, Row, Sampling, Stop, Trajectory, Turn
+from turnwise.user_code import call, call_blocking, conversation, deadline, forget
 
 __all__ = ["Table", "new_group", "rollout", "rollout_group", "rollout_groups"]
 
+T = TypeVar("T")
 _CLOSING_SECONDS = 30.0  # an environment that hangs in `close` must not hold up the run
 _log = logging.getLogger(__name__)
 
@@ -45,23 +48,48 @@ class Table:
     """Whether the engine answers all of them together, in an order that depends on no timing."""
 
 
-async def converse(session: Session, environment: Environment, table: Table) -> Stop:
+class _UserEnvironment:
+    """A user's environment: each of its methods runs in a task of its own, in the context of the conversation.
+
+    All methods raise Failed, of the kind `environment`.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._name = f"the environment {type(environment).__name__}"
+
+    async def begin(self, row: Row) -> Opening:
+        return await self._call(lambda: self._environment.begin(row), "begin")
+
+    async def step(self, turn: Turn) -> Reply:
+        return await self._call(lambda: self._environment.step(turn), "step")
+
+    async def settle(self) -> float:
+        """What it adds to the last turn's reward, when a limit has ended the conversation; 0 where it does not say."""
+        if not isinstance(self._environment, Settles):
+            return 0.0
+        return await self._call(self._environment.settle, "settle")
+
+    async def close(self) -> None:
+        await self._call(self._environment.close, "close")
+
+    async def _call(self, method: Callable[[], Awaitable[Any]], what: str) -> Any:
+        return await call(method, kind="environment", name=f"{self._name}.{what}")
+
+
+async def converse(session: Session, environment: _UserEnvironment, table: Table) -> Stop:
     """The model speaks, the environment answers, until one of them or a limit says stop."""
     seconds = table.limits.seconds_per_turn
-    async with asyncio.timeout(seconds):
-        with boundary("environment"):
-            opening = await environment.begin(session.trajectory.row)
+    async with deadline(seconds):
+        opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     while (stop := session.reached()) is None:
-        async with asyncio.timeout(None if table.lockstep else seconds) as deadline:
+        async with deadline(seconds):
             turn = await session.generate()
-            if table.lockstep and seconds is not None:  # until now it was the others that were waited for
-                deadline.reschedule(asyncio.get_running_loop().time() + seconds)
             if turn.finish_reason == "length":
                 return session.cut
             started = time.perf_counter()
-            with boundary("environment"):
-                reply = await environment.step(turn)
+            reply = await environment.step(turn)
             turn.seconds_environment = time.perf_counter() - started
         session.hear(turn, reply)
         if reply.done:
@@ -81,25 +109,43 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
         limits=limits,
         thinking=table.thinking,
     )
-    environment: Environment | None = None
-    try:
-        with boundary("environment"):
-            environment = table.make_environment()
-        async with asyncio.timeout(limits.seconds):
-            stop = await converse(session, environment, table)
-            if stop is not Stop.DONE and trajectory.turns and isinstance(environment, Settles):
-                await _settle(environment, trajectory, limits)
-            session.finish(stop)
-    except Failed as failed:
-        trajectory.fail(failed.failure)
-    except TimeoutError:
-        trajectory.fail(Failure("deadline", _overdue(session.answered, limits, time.perf_counter() - started)))
-    finally:
-        table.engine.release(trajectory.id)
-        trajectory.seconds = time.perf_counter() - started
-        if environment is not None:
-            await _close(environment, trajectory.id)
+    environment: _UserEnvironment | None = None
+    with conversation(trajectory.id):
+        try:
+            made = call_blocking(table.make_environment, kind="environment", name="making an environment", shared=True)
+            environment = _UserEnvironment(made)
+            with boundary("internal"):
+                await _converse_in_time(session, environment, table)
+        except Failed as failed:
+            trajectory.fail(failed.failure)
+        finally:
+            table.engine.release(trajectory.id)
+            trajectory.seconds = time.perf_counter() - started
+            if environment is not None:
+                await _close(environment, trajectory.id)
     return trajectory
+
+
+async def _converse_in_time(session: Session, environment: _UserEnvironment, table: Table) -> None:
+    """Raises Failed, of the kind `deadline` where the conversation took too long."""
+    limits, trajectory = table.limits, session.trajectory
+    whole = deadline(limits.seconds)
+    try:
+        async with whole:
+            stop = await converse(session, environment, table)
+            if stop is not Stop.DONE and trajectory.turns:
+                async with deadline(limits.seconds_per_turn):
+                    settled = await environment.settle()
+                with boundary("environment"):
+                    trajectory.turns[-1].reward += settled
+            session.finish(stop)
+    except TimeoutError:
+        turn = session.answered
+        if whole.expired:
+            message = f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
+        else:
+            message = f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
+        raise Failed(Failure("deadline", message)) from None
 
 
 async def rollout_group(group: Group, table: Table) -> Group:
@@ -117,7 +163,7 @@ async def rollout_groups(
         for start in range(0, len(trajectories), table.concurrent):
             part = trajectories[start : start + table.concurrent]
             together = replace(table, engine=Batched(table.engine, [one.id for one in part]))
-            for one in await asyncio.gather(*(rollout(one, together) for one in part)):
+            for one in await _all(rollout(one, together) for one in part):
                 if done is not None:
                     await done(one)
         return groups
@@ -130,8 +176,23 @@ async def rollout_groups(
         if done is not None:
             await done(trajectory)
 
-    await asyncio.gather(*(hold(trajectory) for trajectory in trajectories))
+    await _all(hold(trajectory) for trajectory in trajectories)
     return groups
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them return. Where one raises, the others are cancelled, and waited for."""
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        left = [task for task in tasks if not task.done()]
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left)
+        for task in tasks:
+            forget(task)
 
 
 def new_group(row: Row, *, size: int, seed: int, prefix: str = "") -> Group:
@@ -150,24 +211,10 @@ def _seed(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _overdue(turn: int, limits: Limits, seconds: float) -> str:
-    if limits.seconds is not None and seconds >= limits.seconds:
-        return f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
-    return f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
-
-
-async def _settle(environment: Settles, trajectory: Trajectory, limits: Limits) -> None:
-    """Ask for what the whole conversation has earned, which a limit ended."""
-    async with asyncio.timeout(limits.seconds_per_turn):
-        with boundary("environment"):
-            trajectory.turns[-1].reward += await environment.settle()
-
-
-async def _close(environment: Environment, name: str) -> None:
+async def _close(environment: _UserEnvironment, name: str) -> None:
     try:
-        async with asyncio.timeout(_CLOSING_SECONDS):
-            with boundary("environment"):
-                await environment.close()
+        async with deadline(_CLOSING_SECONDS):
+            await environment.close()
     except (Failed, TimeoutError) as error:
         # the conversation is whole: it is told, and kept
         _log.warning(

@@ -23,7 +23,9 @@ from turnwise.compat.swift.protocol import (
     response_of,
 )
 from turnwise.compat.swift.scheduler import answer, call
+from turnwise.errors import boundary
 from turnwise.types import Message, Opening, Reply, Row, Turn
+from turnwise.user_code import forget, own_context, spawn
 
 __all__ = ["Run", "Steps"]
 
@@ -121,7 +123,8 @@ class Run:
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
         self._asked = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._start(request))
+        self._task = spawn(self._start(request), context=own_context())
+        self._task.add_done_callback(forget)
         asked = await self._next()
         if asked is None:
             self._task.result()  # raises what it raised
@@ -179,7 +182,8 @@ class Run:
 
     async def _start(self, request: RolloutInferRequest) -> Any:
         asking.set(self)
-        return await self._scheduler.run(request, RequestConfig(logprobs=True, return_details=True))
+        with boundary("environment"):  # an exit out of a task would end the event loop
+            return await self._scheduler.run(request, RequestConfig(logprobs=True, return_details=True))
 
     async def _next(self) -> RolloutInferRequest | None:
         """What the scheduler asks for, or None when it has returned."""

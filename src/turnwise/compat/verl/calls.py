@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.compat.verl.names import verl_names
 from turnwise.environments.aside import aside
 from turnwise.errors import Failed, boundary
+from turnwise.user_code import forget, spawn
 
 __all__ = ["Lease", "call", "defines", "takes"]
 
@@ -66,7 +67,8 @@ class Lease(Generic[T]):
         self._given = False
 
     async def take(self) -> T:
-        self._taking = asyncio.ensure_future(self._take())
+        self._taking = spawn(_awaited(self._take()))
+        self._taking.add_done_callback(forget)
         return await asyncio.shield(self._taking)
 
     async def give(self) -> None:
@@ -81,7 +83,7 @@ class Lease(Generic[T]):
 
     def _give_late(self, taking: asyncio.Future[T]) -> None:
         if (taken := _result(taking)) is not None:
-            _late.add(task := asyncio.ensure_future(self._give(taken)))
+            _late.add(task := spawn(_awaited(self._give(taken))))
             task.add_done_callback(self._was_given)
 
     def _was_given(self, task: asyncio.Future[Any]) -> None:
@@ -92,6 +94,10 @@ class Lease(Generic[T]):
 
 _late: set[asyncio.Future[Any]] = set()
 """The event loop itself remembers tasks weakly only."""
+
+
+async def _awaited(awaitable: Awaitable[T]) -> T:
+    return await awaitable
 
 
 def _result(taking: asyncio.Future[T]) -> T | None:
