@@ -221,6 +221,43 @@ def reads(format: str, text: str) -> list[Any]:
         ("llama3", '{"name": "Bob", "age": 3}', []),
         ("llama3", '<|python_tag|>{"type": "function", "name": "f", "parameters": {"n": 1}}', [("f", {"n": 1})]),
         ("llama3", '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": }]', [("f", {}), "Expecting value at '}]'"]),
+        # words and thoughts after a call may hold whatever closes one
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\nIt ends with "
+            "</parameter></function></tool_call>, <think>and with </function>.</think>",
+            [("f", {"x": "1"})],
+        ),
+        (
+            "glm",
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>It ends with </tool_call>. <think>Or "
+            "</arg_value></tool_call></think>",
+            [("f", {"x": "1"})],
+        ),
+        ("glm", "<tool_call>f\n</tool_call> It ends with </arg_value></tool_call>.", [("f", {})]),
+        (
+            "muse_glimmer",
+            '<atem:invoke name="f"><atem:parameter name="x">1</atem:parameter></atem:invoke> with </atem:invoke>.',
+            [("f", {"x": "1"})],
+        ),
+        # what Python reads means what it means there
+        ("pythonic", "[f(x='''1''')]", [("f", {"x": "1"})]),
+        ("pythonic", '[f(x="""it\'s\r\n"so" """), g()]', [("f", {"x": "it\'s\r\n\"so\" "}), ("g", {})]),
+        ("pythonic", "[f(x='a' 'b'\n\"c\")]", [("f", {"x": "abc"})]),
+        ("pythonic", "[f(x=''), f(x='it's', n=1)]", [("f", {"x": ""}), ("f", {"x": "it's", "n": 1})]),
+        ("lfm2", "<|tool_call_start|>[f(x='''a, b)]''')]<|tool_call_end|>", [("f", {"x": "a, b)]"})]),
+        ("lfm2", "<|tool_call_start|>[f(x='say 'so' or 'no'')]<|tool_call_end|>", [("f", {"x": "say 'so' or 'no'"})]),
+        # OpenAI's shape, and keys that a call does not have
+        ("llama3", '{"type": "function", "function": {"name": "f", "parameters": {"n": 1}}}', [("f", {"n": 1})]),
+        (
+            "llama3",
+            '[{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"n\\": 1}"}}, {"name": "g"}]',
+            [("f", {"n": 1}), ("g", {})],
+        ),
+        ("llama3", '{"name": "f", "parameters": {"n": 1}, "reason": "why not"}', [("f", {"n": 1})]),
+        ("llama3", '{"name": "f", "n": 1}', ["its \"parameters\" are missing, and 'n' stands beside its name"]),
+        ("llama3", '{"name": "Bob", "parameters": {}, "age": 3}', []),
+        ("llama3", '{"type": "function", "function": {"name": "f", "parameters": }}', ["Expecting value at '}}'"]),
     ],
 )  # fmt: skip
 def test_what_is_read_and_what_is_told(format: str, text: str, calls: list[Any]) -> None:

@@ -94,18 +94,63 @@ def test_whatever_is_sampled_can_be_read(format: ToolFormat, data: st.DataObject
     assert len(reading.content) + len(reading.reasoning) <= len(text) + len(reading.calls)
 
 
+HOSTILE = [
+    *(
+        "[",
+        "{",
+        "[{",
+        "{[",
+        '{"',
+        "['",
+        "[{'",
+        '{"a":',
+        '[{"a":1},',
+        '{"name":',
+        '[{"name":"f"},',
+        '{"name": "f"} {',
+        "; {",
+    ),
+    *(
+        '{"type": "function", "function": {',
+        '{"n":1e',
+        "<|python_tag|>{",
+        "'",
+        "'''",
+        "\n[f(",
+        "\n[f(a='",
+        "[f(a='',",
+        "[f(a='b'c",
+    ),
+    *(
+        "<tool_call>",
+        "<tool_call>f",
+        "<function=f><parameter=x>",
+        "</parameter>",
+        "<think>",
+        "</think>",
+        "\n",
+        "<|channel|>",
+    ),
+]
+
+
+def _seconds(format: ToolFormat, text: str) -> float:
+    begin = time.process_time()
+    format.parse(text, tools=TOOLS)
+    return time.process_time() - begin
+
+
 @every_format
 def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
     of_format = [family for family in FAMILIES if family.format == format.name]
     good = [family.write([("f", {"x": "1"})]) for family in of_format]
-    units = ["[", "['", "\n[f(", "<tool_call>"]
-    units += [one[: len(one) // 2] for one in good]
+    units = [*HOSTILE, *(one[: len(one) // 2] for one in good)]
     units += [family.around[0] + family.call("f", family.broken) for family in of_format]
     for unit in units:
-        text = (unit * (200_000 // len(unit) + 1))[:200_000]
-        begin = time.process_time()
-        format.parse(of_format[0].around[0] + text, tools=TOOLS)
-        assert time.process_time() - begin < 6, unit  # what is quadratic takes minutes
+        begin = of_format[0].around[0]
+        small, large = (begin + unit * (length // len(unit)) for length in (20_000, 160_000))
+        # eight times the text: eight times the time where it is linear, 64 times where it is quadratic
+        assert _seconds(format, large) < 0.5 + 16 * _seconds(format, small), unit
 
 
 @every_format

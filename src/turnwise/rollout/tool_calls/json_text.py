@@ -16,6 +16,8 @@ from turnwise.rollout.tool_calls.reading import Problem, skip_space
 __all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_unwritable"]
 
 _SHOWN = 20  # characters of what is wrong
+_PIECE = 512  # characters that are decoded at first
+_TAIL = 16  # characters at the end of a piece in which an error or an end may be due to the cut
 _FIRST = frozenset(
     '{["-0123456789tfnNI'
 )  # what a value begins with, NaN and Infinity included, which are refused by name
@@ -26,14 +28,10 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
 
     Raises Problem.
     """
-    if text[begin : begin + 1] not in _FIRST:  # the decoder says so too, but counts the lines of the whole text first
+    if text[begin : begin + 1] not in _FIRST:
         raise Problem(f"Expecting value at {text[begin : begin + _SHOWN]!r}", begin)
     try:
-        value, end = _DECODER.raw_decode(text, begin)
-    except json.JSONDecodeError as error:
-        rest = text[error.pos : error.pos + _SHOWN]
-        where = f"at {rest!r}" if rest else "at the end"
-        raise Problem(f"{error.msg} {where}", error.pos) from None
+        value, end = _decode_in_pieces(text, begin)
     except RecursionError:
         raise Problem("it is nested too deep", begin, hopeless=True) from None
     except ValueError as error:  # NaN, an infinite number, one of too many digits
@@ -41,6 +39,33 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
     if "\\u" in text[begin:end]:
         refuse_unwritable(value, begin)
     return value, end
+
+
+def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
+    """The value at `begin` and where it ends, at a cost that depends on the value and not on the text around it.
+
+    The decoder counts the lines in front of an error from the beginning of what it was given. So it is given a piece, which
+    grows while the error may come from its end.
+
+    Raises Problem, RecursionError and ValueError.
+    """
+    size = _PIECE
+    while True:
+        piece = text[begin : begin + size]
+        whole = begin + size >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(piece)
+        except json.JSONDecodeError as error:
+            if not whole and (error.pos > size - _TAIL or error.msg.startswith("Unterminated string")):
+                size *= 4
+                continue
+            at = begin + error.pos
+            rest = text[at : at + _SHOWN]
+            where = f"at {rest!r}" if rest else "at the end"
+            raise Problem(f"{error.msg} {where}", at) from None
+        if whole or end < size - _TAIL:  # a number might go on behind the end
+            return value, begin + end
+        size *= 4
 
 
 def decode_all(text: str) -> Any:

@@ -1,28 +1,31 @@
 """Llama 3's format: a bare JSON object with name and parameters.
 
-There is no mark to go by, so every JSON object in the text is looked at, from its first brace to its last, and is a call if it
-has a name and nothing else than a call has. An object inside another value is none. What cannot be read is a bad call only
-where it begins like one; else it is content.
+There is no mark to go by, so every JSON object in the text is looked at, from its first brace to its last. It is a call if it
+has a name and nothing else than a call has; or, with other keys too, if its name is that of a tool on offer. OpenAI's shape,
+`{"type": "function", "function": {...}}`, is taken for the object inside. An object inside another value is no call. What
+cannot be read is a bad call only where it begins like one; else it is content.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from turnwise.rollout.tool_calls.json_text import decode, named
-from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
+from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Llama3"]
 
-_BEGINS = r"\{\s*[\"'](?:name|type)[\"']\s*:"
+_BEGINS = r"\{\s*[\"'](?:name|type|function)[\"']\s*:"
 _CALL = re.compile(_BEGINS)
 # white space is looked at from where it begins only, or much of it would be looked at from everywhere in it
 _NEXT = re.compile(rf"(?:(?<!\s)[^\S\n]*+\n|;|<\|python_tag\|>)\s*+(?={_BEGINS})")
 _SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
-_OF_A_CALL = {"name", "type", "id", "parameters", "arguments"}
+_ARGUMENTS = ("parameters", "arguments")
+_OF_A_CALL = {"name", "type", "id", "index", *_ARGUMENTS}
+_AROUND_A_CALL = {"type", "id", "index", "function"}
 _NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open
 
 
@@ -40,13 +43,17 @@ class Llama3(Tagged):
         except Problem as problem:
             return self._lost(text, begin, problem)
         items = value if isinstance(value, list) else [value]
-        if not items or not all(_is_call(item) for item in items):
+        known = names_of(tools)
+        items = [_inner(item) for item in items]
+        if not items or not all(_is_call(item, known) for item in items):
             return [], end  # JSON, and said: what is inside it is not looked at
         return [self._call(item, text[begin:end]) for item in items], self._separated(text, end)
 
     def _call(self, value: Any, written: str) -> ToolCall:
         try:
-            return well_formed(*named(value, keys=("parameters", "arguments")), written)
+            if (key := next((key for key in value if key not in _OF_A_CALL), None)) and not _has_arguments(value):
+                raise Problem(f'its "parameters" are missing, and {key!r} stands beside its name', 0)
+            return well_formed(*named(value, keys=_ARGUMENTS), written)
         except Problem as problem:
             return self.bad(problem, written)
 
@@ -67,5 +74,21 @@ class Llama3(Tagged):
         return separator.end() if separator else end
 
 
-def _is_call(value: Any) -> bool:
-    return isinstance(value, dict) and "name" in value and value.keys() <= _OF_A_CALL
+def _inner(value: Any) -> Any:
+    """The object inside OpenAI's shape; any other value as it is."""
+    if isinstance(value, dict) and value.keys() <= _AROUND_A_CALL and isinstance(value.get("function"), dict):
+        return value["function"]
+    return value
+
+
+def _is_call(value: Any, known: Collection[str]) -> bool:
+    if not isinstance(value, dict) or "name" not in value:
+        return False
+    if value.keys() <= _OF_A_CALL:
+        return True
+    name = value["name"]
+    return name in known if known and isinstance(name, str) else _has_arguments(value)
+
+
+def _has_arguments(value: Mapping[str, Any]) -> bool:
+    return any(key in value for key in _ARGUMENTS)

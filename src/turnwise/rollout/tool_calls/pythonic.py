@@ -1,9 +1,10 @@
 """Calls as Python writes them, `[f(a=1), g()]`: bare (Llama 4), and between marks (LFM2).
 
 A list is taken apart at its commas first, so that one bad call leaves the others alone; then Python's own parser reads each
-value, and its literals are read off the tree: nothing is evaluated. Three things are understood that Python refuses, because
-templates write them: JSON's `true`, `false` and `null`, line breaks in a string, and a quote in a string that was not escaped
-(one that no comma, colon or closing bracket follows closes nothing). A value may not hold the mark that opens a list.
+value, and its literals are read off the tree: nothing is evaluated. What Python reads means what it means in Python (triple
+quotes, strings side by side). Three things are understood that Python refuses, because templates write them: JSON's `true`,
+`false` and `null`, line breaks in a string, and a quote in a string that was not escaped: where a call is no Python, a quote
+that no comma, colon or closing bracket follows closes nothing. A value may not hold the mark that opens a list.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.rollout.tool_calls.json_text import refuse_unwritable
-from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
+from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Lfm2", "Pythonic"]
@@ -26,11 +27,20 @@ _NAME = r"[^\W\d][\w.\-]*"
 _HEAD = re.compile(rf"(?P<name>{_NAME})\s*\(")
 _ARGUMENT = re.compile(r"\s*(?P<key>[^\W\d][\w.\-]*)\s*=(?!=)")
 _CLOSES = r"\s*(?:[,)\]}:]|\Z)"
-_TOKEN = re.compile(
-    rf"""(?P<string>'(?:[^'\\]|\\.|'(?!{_CLOSES}))*+'|"(?:[^"\\]|\\.|"(?!{_CLOSES}))*+")|(?P<mark>[\[\](){{}},'"])""",
+_MARK = r"""(?P<mark>[\[\](){},'"])"""
+_PYTHONS = re.compile(
+    rf"""(?P<string>\'\'\'(?:[^'\\]|\\.|'(?!''))*+\'\'\'|\"\"\"(?:[^"\\]|\\.|"(?!""))*+\"\"\""""
+    rf"""|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|{_MARK}""",
     re.DOTALL,
 )
+"""Strings and marks as Python has them."""
+_LENIENT = re.compile(
+    rf"""(?P<string>'(?:[^'\\]|\\.|'(?!{_CLOSES}))*+'|"(?:[^"\\]|\\.|"(?!{_CLOSES}))*+")|{_MARK}""",
+    re.DOTALL,
+)
+"""The same where quotes in strings are not escaped."""
 _TO_ESCAPE = re.compile(r"""\\.|["'\n\r\0]""", re.DOTALL)
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\0"}
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"true": True, "false": False, "null": None}
 _DEEPEST = 50  # brackets inside each other
@@ -63,27 +73,28 @@ class _Pythonic(Tagged):
     def _items(self, text: str, at: int, limit: int) -> tuple[list[ToolCall], int]:
         """The calls of a list, and where it ends."""
         calls: list[ToolCall] = []
-        start, read = at, 0  # characters of calls that could not be read
+        read, most = 0, _READ_AGAIN * (limit - at)  # characters of calls that could not be read, and how many may be
         while (at := skip_space(text, at)) < limit:
             if text.startswith("]", at):
                 return calls, at + 1
             if self._closing.match(text, at):
                 return calls, at
             try:
-                name, written, end = _one(text, at, limit)
+                name, arguments, end, wasted = _read(text, at, limit, strict=read <= most)
+                read += wasted
             except Problem as problem:
                 read += problem.at - at
-                hopeless = problem.hopeless or read > _READ_AGAIN * (limit - start)
+                hopeless = problem.hopeless or read > most
                 following = None if hopeless else self._beyond.search(text, at, limit)
                 first, end = following.span() if following else (limit, limit)
                 head = _HEAD.match(text, at, limit)
                 calls.append(self.bad(problem, text[at:first], head["name"] if head else ""))
                 at = end
                 continue
-            try:
-                calls.append(well_formed(name, _arguments(written, end), text[at:end]))
-            except Problem as problem:
-                calls.append(self.bad(problem, text[at:end], name))
+            if isinstance(arguments, Problem):
+                calls.append(self.bad(arguments, text[at:end], name))
+            else:
+                calls.append(well_formed(name, arguments, text[at:end]))
             at = skip_space(text, end)
             if text.startswith(",", at):
                 at += 1
@@ -115,11 +126,34 @@ class _Pythonic(Tagged):
 
 def _meant(calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> bool:
     """Whether what looks like calls is any: one can be read, or bears the name of a tool (of any, if none are known)."""
-    known = {tool.get("function", tool).get("name") for tool in tools}
+    known = names_of(tools)
     return any(call.error is None or not known or call.name in known for call in calls)
 
 
-def _one(text: str, at: int, limit: int) -> tuple[str, list[str], int]:
+def _read(text: str, at: int, limit: int, *, strict: bool) -> tuple[str, dict[str, Any] | Problem, int, int]:
+    """The call at `at`: its name, its arguments or why they cannot be read, where it ends, and how many characters were read
+    in vain. With `strict` it is read as Python first.
+
+    Raises Problem if it has no end.
+    """
+    wasted = at
+    if strict:
+        try:
+            name, written, wasted = _one(text, at, limit, _PYTHONS)
+            return name, _arguments(written, wasted), wasted, 0
+        except Problem as problem:
+            wasted = max(wasted, limit if problem.hopeless else problem.at)
+    try:
+        name, written, end = _one(text, at, limit, _LENIENT)
+    except Problem as problem:
+        raise Problem(str(problem), max(wasted, problem.at), hopeless=problem.hopeless) from None
+    try:
+        return name, _arguments(written, end), end, wasted - at
+    except Problem as problem:
+        return name, problem, end, wasted - at
+
+
+def _one(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, list[str], int]:
     """The call at `at`: its name, its arguments as Python source, and where it ends.
 
     Raises Problem.
@@ -131,8 +165,8 @@ def _one(text: str, at: int, limit: int) -> tuple[str, list[str], int]:
     pieces: list[str] = []
     open_brackets = [")"]
     begin = head.end()
-    for token in _TOKEN.finditer(text, head.end(), limit):
-        pieces.append(text[begin : token.start()])
+    for token in tokens.finditer(text, head.end(), limit):
+        pieces.append(text[begin : token.start()].replace("\n", " "))  # between brackets a line may end anywhere
         begin = token.end()
         mark = token[0]
         if token["string"] is not None:
@@ -157,13 +191,13 @@ def _one(text: str, at: int, limit: int) -> tuple[str, list[str], int]:
 
 
 def _escaped(literal: str) -> str:
-    """A string literal as Python wants it: one line, its own quotes escaped."""
+    """A string literal as Python wants it: one line, its own quotes escaped; between triple quotes both may stay."""
+    if literal[:3] in ("'''", '"""') and len(literal) > 5:
+        return re.sub(r"\\.|[\r\0]", lambda found: _ESCAPES.get(found[0], found[0]), literal, flags=re.DOTALL)
 
     def escape(found: re.Match[str]) -> str:
         character = found[0]
-        return {"\n": r"\n", "\r": r"\r", "\0": r"\0"}.get(character) or (
-            "\\" + character if character == literal[0] else character
-        )
+        return _ESCAPES.get(character) or ("\\" + character if character == literal[0] else character)
 
     return literal[0] + _TO_ESCAPE.sub(escape, literal[1:-1]) + literal[0]
 

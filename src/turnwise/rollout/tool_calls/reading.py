@@ -17,7 +17,18 @@ from typing import Any, Protocol
 from turnwise.rollout.tool_calls.reasoning import OPENING, SCAFFOLD, joined, opened_thought, thought_at
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["Found", "Problem", "Reading", "Tagged", "ToolFormat", "malformed", "numbered", "skip_space", "well_formed"]
+__all__ = [
+    "Found",
+    "Problem",
+    "Reading",
+    "Tagged",
+    "ToolFormat",
+    "malformed",
+    "names_of",
+    "numbered",
+    "skip_space",
+    "well_formed",
+]
 
 Found = tuple[Sequence[ToolCall], int]
 """The calls that begin at a mark, and where the text goes on after them; none, where it was no call after all."""
@@ -133,6 +144,12 @@ def malformed(problem: Problem | str, text: str, *, how: str, name: str = "") ->
 def numbered(calls: Iterable[ToolCall], first_id: int) -> tuple[ToolCall, ...]:
     """The calls with their ids."""
     return tuple(replace(call, id=f"call_{first_id + n}") for n, call in enumerate(calls))
+
+
+def names_of(tools: Sequence[ToolSchema]) -> frozenset[str]:
+    """The names of the tools on offer."""
+    found = (tool.get("function", tool) for tool in tools)
+    return frozenset(str(one["name"]) for one in found if isinstance(one, dict) and "name" in one)
 
 
 _NO_SPACE: Callable[[str, int], re.Match[str] | None] = re.compile(r"\s*").match

@@ -1,8 +1,9 @@
 """Formats whose arguments are written one by one between marks, and untyped: Qwen3-Coder, GLM, Muse Glimmer.
 
-Such a format has no way to write its own marks inside a value, so a rule has to decide. A call reaches to the last of its
-closing marks before the next call begins; a value, to the first of its closing marks that another argument follows, or the
-end of the call. So a value may hold the marks that close it, and those that open an argument, but not those that open a call.
+Such a format has no way to write its own marks inside a value, so a rule has to decide: a value reaches to the first of its
+closing marks that is followed by another argument or by the closing mark of the call, and the call ends there. So a value may
+hold the closing marks of values and of calls, and the opening mark of an argument, but no closing mark of a value directly
+before one of those, and no opening of another call. Words and thoughts after a call may hold anything.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, well_formed
+from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
 from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.rollout.tool_calls.untyped import properties, typed
 from turnwise.types import ToolSchema
@@ -27,11 +28,11 @@ class _Xml(Tagged):
     begins: re.Pattern[str]
     """A call that is certainly one, from its opening mark on; the group `name` is the tool's."""
     ends: re.Pattern[str]
-    """What closes a call."""
+    """What closes a call, with the white space in front."""
     argument: re.Pattern[str]
     """What opens an argument; the group `key` is its name."""
     value_ends: re.Pattern[str]
-    """What closes an argument, given that the text ends where the call is closed."""
+    """What closes an argument: its closing mark, where another argument, the end of the call or the end of the text follows."""
     gives_up: re.Pattern[str]
     """Where a call that cannot be read ends: at its closing mark, or before the next one opens."""
     says = ""
@@ -46,22 +47,18 @@ class _Xml(Tagged):
         name = begins["name"].strip()
         following = self.begins.search(text, begins.end())
         limit = following.start() if following else len(text)
-        closing: re.Match[str] | None = None
-        for closing in self.ends.finditer(text, begins.end(), limit):  # noqa: B007, the last one counts
-            pass
         try:
-            if closing is None:
-                raise Problem(f"{self.says} is missing", limit)
-            arguments = self._arguments(text, begins.end(), closing.start(), properties(tools, name))
+            arguments, end = self._arguments(text, begins.end(), limit, properties(tools, name))
         except Problem as problem:
             return self._lost(text, mark.start(), problem.at, problem, name, limit)
-        return [well_formed(name, arguments, text[mark.start() : closing.end()])], closing.end()
+        return [well_formed(name, arguments, text[mark.start() : end])], end
 
-    def _arguments(self, text: str, at: int, end: int, schemas: Any) -> dict[str, Any]:
+    def _arguments(self, text: str, at: int, limit: int, schemas: Any) -> tuple[dict[str, Any], int]:
+        """The arguments that begin at `at`, and where the call ends. Raises Problem."""
         arguments: dict[str, Any] = {}
-        while argument := self.argument.match(text, at, end):
+        while argument := self.argument.match(text, at, limit):
             key = argument["key"].strip()
-            value_ends = self.value_ends.search(text, argument.end(), end)
+            value_ends = self.value_ends.search(text, argument.end(), limit)
             if value_ends is None:
                 raise Problem(f"the value of {key!r} is not closed", argument.end())
             value = text[argument.end() : value_ends.start()]
@@ -69,9 +66,16 @@ class _Xml(Tagged):
                 value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = typed(value, schemas.get(key))
             at = value_ends.end()
-        if text[at:end].strip():
-            raise Problem(f"{text[at:end].strip()[:_SHOWN]!r} stands where an argument or {self.says} should", at)
-        return arguments
+        closing = self.ends.match(text, at, limit)
+        if closing is None:
+            begin = skip_space(text, at)
+            if begin >= limit:
+                raise Problem(f"{self.says} is missing", limit)
+            shown = min(begin + _SHOWN, limit)
+            closing = self.ends.search(text, begin, shown + len(self.says))
+            stands = text[begin : closing.start() if closing and closing.start() > begin else shown].rstrip()
+            raise Problem(f"{stands!r} stands where an argument or {self.says} should", at)
+        return arguments, closing.end()
 
     def _lost(
         self, text: str, start: int, at: int, problem: Problem, name: str = "", limit: int | None = None
@@ -92,9 +96,9 @@ class Qwen3Coder(_Xml):
     how = "<tool_call>\n<function=<tool>>\n<parameter=<name>>\n<value>\n</parameter>\n</function>\n</tool_call>"
     opening = r"<tool_call>|<function=[^<>\n]+>"
     begins = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^<>\n]+)>")
-    ends = re.compile(r"</function>(?:\s*</tool_call>)?")
+    ends = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
     argument = re.compile(r"\s*<parameter=(?P<key>[^<>\n]+)>")
-    value_ends = re.compile(r"</parameter>(?=\s*(?:<parameter=[^<>\n]+>|\Z))")
+    value_ends = re.compile(r"</parameter>(?=\s*(?:<parameter=[^<>\n]+>|</function>|\Z))")
     gives_up = re.compile(r"</tool_call>|(?=<tool_call>|<function=)|\Z")
     says = "</function>"
     a_line = True
@@ -107,9 +111,9 @@ class Glm(_Xml):
     how = "<tool_call><tool>\n<arg_key><name></arg_key>\n<arg_value><value></arg_value>\n</tool_call>"
     opening = "<tool_call>"
     begins = re.compile(r"<tool_call>\s*(?P<name>[^\s<>{}\[\]\"']+)(?=\s*(?:<arg_key>|</tool_call>|\Z))")
-    ends = re.compile("</tool_call>")
+    ends = re.compile(r"\s*</tool_call>")
     argument = re.compile(r"\s*<arg_key>(?P<key>[^<>]+)</arg_key>\s*<arg_value>")
-    value_ends = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
+    value_ends = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))")
     gives_up = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
     says = "</tool_call>"
 
@@ -125,8 +129,8 @@ class MuseGlimmer(_Xml):
     opening = "<atem:invoke\\b"
     scaffold = rf"{SCAFFOLD}|</?atem:function_calls>| to=[^\s<]+<\|message\|>|<\|eom\|>"
     begins = re.compile(r'<atem:invoke\s+name="(?P<name>[^"<>\n]+)">')
-    ends = re.compile("</atem:invoke>")
+    ends = re.compile(r"\s*</atem:invoke>")
     argument = re.compile(r'\s*<atem:parameter\s+name="(?P<key>[^"<>\n]+)">')
-    value_ends = re.compile(r"</atem:parameter>(?=\s*(?:<atem:parameter\s|\Z))")
+    value_ends = re.compile(r"</atem:parameter>(?=\s*(?:<atem:parameter\s|</atem:invoke>|\Z))")
     gives_up = re.compile(r"</atem:invoke>|(?=<atem:invoke\b)|\Z")
     says = "</atem:invoke>"
