@@ -30,6 +30,8 @@ from turnwise.rollout.renderer import Renderer
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 OF_A_MODEL = [
     "template",
+    "headers",
+    "contents",
     "tool turns",
     "user turns",
     "system turns",
@@ -81,7 +83,7 @@ def only_failure(checks: dict[str, Check]) -> str:
 def test_a_good_model_is_told_so_on_a_page(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 25
+    assert len(lines) <= 27
     told = [line for line in lines if not line.startswith(" ")]
     assert [line[6:20].strip() for line in told[:-1]] == OF_A_MODEL
     assert told[-1].endswith(" to know, 0 wrong")

@@ -102,7 +102,7 @@ def test_stop_tokens_that_agree_are_named() -> None:
 
 def test_a_generation_config_that_would_run_on_is_told_with_the_fix() -> None:
     found = stops(renderer(), Directory(eos=2, generation=[0], rows=259, context=None))
-    assert found.status == "note"
+    assert found.status == "fail"
     assert "would run on after '<|im_end|>' (2); add it to eos_token_id in generation_config.json" in found.text
 
 
@@ -122,6 +122,39 @@ def test_a_template_that_ends_turns_with_none_of_the_stop_tokens_is_wrong() -> N
     found = stops(Renderer(tokenizer), GOOD)
     assert found.status == "fail"
     assert "the template closes a turn with ' END\\n', which is none of them, so a turn would never end" in found.text
+
+
+def test_an_eos_token_that_ends_no_turn_is_wrong() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    found = stops(Renderer(tokenizer), Directory(eos=0, generation=[], rows=259, context=None))
+    assert found.status == "fail"
+    assert "tokenizer '<|endoftext|>' (0), generation config none: an engine that goes by eos_token_id" in found.text
+    assert (
+        stops(
+            Renderer(tokenizer, generation_stop_ids=[0, 2]), Directory(eos=0, generation=[0, 2], rows=259, context=1)
+        ).status
+        == "ok"
+    )
+
+
+def test_a_stop_token_that_stands_inside_a_turn_is_wrong() -> None:
+    found = stops(renderer(generation_stop_ids=[2, 201]), Directory(eos=2, generation=[2, 201], rows=259, context=None))
+    assert found.status == "fail"
+    assert (
+        "names '\\n' (201), which stands in an answer of several lines too. turnwise does not stop there; a server would "
+        "cut turns in the middle. Remove it from both"
+    ) in found.text
+
+
+def test_an_id_in_the_generation_config_that_is_no_token_is_wrong_and_named() -> None:
+    found = stops(
+        renderer(generation_stop_ids=[2, 99_999]), Directory(eos=2, generation=[2, 99_999], rows=259, context=None)
+    )
+    assert found.status == "fail"
+    assert "template '<|im_end|>' (2), tokenizer" in found.text
+    assert "generation config '<|im_end|>' (2), no token (99999): the tokenizer has no 99999" in found.text
+    assert "(its ids are 0 to 258), so this generation config is another model's" in found.text
 
 
 # vocabulary and calls

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import byte_tokenizer
+from support import CHATML, byte_tokenizer
 from support.conversations import hold, spoken
 from support.families import family_renderer, template_files
 from turnwise.engines.scripted import ScriptedEngine
@@ -48,7 +48,7 @@ def renderer_of(template: str) -> Renderer:
     tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(list(MARKS), special_tokens=True)
     tokenizer.eos_token = "</turn>"
-    return Renderer(tokenizer, tool_format="pythonic", generation_stop_ids=tokenizer.convert_tokens_to_ids(["<done>"]))
+    return Renderer(tokenizer, tool_format="pythonic", generation_stop_ids=tokenizer.encode("<done>"))
 
 
 def context_behind(renderer: Renderer, end: str) -> str:
@@ -112,3 +112,68 @@ def test_no_family_writes_pieces_of_a_call_behind_a_turn(file: Path) -> None:
     piece = renderer.encode(whole.partition(PLACEHOLDER)[2].strip())[0]  # what closes the argument
     for stop in (*renderer.stop_token_ids, renderer.encode("x")[0]):
         assert renderer.bridge(stop, plan.apply([answer])).token_ids[0] != piece
+
+
+# a stop token that also stands inside a turn
+
+THINKS_APART = (
+    "{%- for message in messages %}<turn>{{ message.role }}\n"
+    "{%- if message.thinking %}thinks:{{ message.thinking }}<done>{% endif %}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<call>{{ call.function.name }}{{ call.function.arguments | tojson }}</call>"
+    "{%- endfor %}{{ '<done>' if message.role == 'assistant' else '</turn>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+"""Closes a thought with the token that also ends a turn, as gpt-oss does with `<|end|>` in turns that are not the last."""
+
+
+def stops_of(template: str, *named: str, eos: str | None = None) -> tuple[list[str], dict[str, str]]:
+    """The stop tokens, and those that stand inside a turn with the part of a turn in which they do."""
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens(list(MARKS), special_tokens=True)
+    tokenizer.eos_token = eos
+    ids = [token for text in named for token in tokenizer.encode(text, add_special_tokens=False)]
+    renderer = Renderer(tokenizer, generation_stop_ids=ids)
+    inside = {renderer.decode([token]): part for token, part in renderer.stops.inside.items()}
+    return [renderer.decode([token]) for token in renderer.stop_token_ids], inside
+
+
+@pytest.mark.parametrize(
+    ("template", "named", "stops", "inside"),
+    [
+        (CHATML, ["\n", "<|im_end|>"], ["<|im_end|>"], {"\n": "an answer of several lines"}),
+        (CHATML, ["{", "<|im_end|>"], ["<|im_end|>"], {"{": "a call"}),
+        (THINKS_APART, ["</turn>"], ["</turn>"], {"<done>": "a thought"}),
+        (THINKS_APART, ["<call>", "</turn>"], ["</turn>"], {"<done>": "a thought", "<call>": "a call"}),
+        (ENDS_CALLS, ["</call>", "<done>"], ["</turn>", "<done>"], {"</call>": "a turn of two calls"}),
+    ],
+)
+def test_a_token_that_stands_inside_a_turn_does_not_end_it(
+    template: str, named: list[str], stops: list[str], inside: dict[str, str]
+) -> None:
+    assert stops_of(template, *named) == (stops, inside)
+
+
+def test_a_token_that_closes_thoughts_between_marks_does_not_end_a_turn() -> None:
+    template = "{# <think></think> #}" + CHATML
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.eos_token = "</think>"
+    renderer = Renderer(tokenizer)
+    assert [renderer.decode([token]) for token in renderer.stop_token_ids] == ["<|im_end|>"]
+    assert list(renderer.stops.inside.values()) == ["a thought"]
+
+
+def test_a_turn_that_only_such_a_token_would_end_is_refused_with_the_token_and_the_part() -> None:
+    with pytest.raises(TemplateError, match=r"'<done>' \(\d+\) stands in a thought\. Name the token .* eos_token_id"):
+        stops_of(THINKS_APART)
+
+
+def test_an_id_that_the_tokenizer_does_not_have_ends_nothing_and_is_remembered() -> None:
+    renderer = Renderer(byte_tokenizer(), generation_stop_ids=[2, 99_999, -1])
+    assert renderer.stop_token_ids == (2,)
+    assert renderer.stops.unknown == (99_999, -1)
+
+
+@pytest.mark.parametrize("file", template_files(), ids=lambda file: file.stem)
+def test_no_stop_token_of_a_family_stands_inside_its_turns(file: Path) -> None:
+    assert family_renderer(file).stops.inside == {}

@@ -39,8 +39,10 @@ def save_model(path: Path, *, seed: int = 0) -> Path:
     """A model directory: random weights, byte-level tokenizer, ChatML template."""
     tokenizer = byte_tokenizer()
     model = tiny_model(seed, vocabulary=len(tokenizer))
-    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end
-    model.generation_config.eos_token_id = [2, *range(190, len(tokenizer))]
+    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end; not with a blank or
+    # a line end, which stand inside turns
+    inside = tokenizer.encode(" \n", add_special_tokens=False)
+    model.generation_config.eos_token_id = [2, *(one for one in range(190, len(tokenizer)) if one not in inside)]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

@@ -90,8 +90,10 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 def save_vision_model(path: Path, *, seed: int = 0) -> Path:
     """A whole model directory: weights, tokenizer, template, image processor."""
     tokenizer, model = vision_tokenizer(), vision_model(seed)
-    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end
-    model.generation_config.eos_token_id = [2, *range(190, 259)]
+    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end; not with a blank or
+    # a line end, which stand inside turns
+    inside = tokenizer.encode(" \n", add_special_tokens=False)
+    model.generation_config.eos_token_id = [2, *(one for one in range(190, 259) if one not in inside)]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     image_processor().save_pretrained(path)

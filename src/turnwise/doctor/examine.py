@@ -13,6 +13,7 @@ from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
+from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, openings, rewards
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
@@ -72,6 +73,8 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
     policy = config.thinking if config is not None else None
     tools = config is not None and (bool(config.tools) or config.mcp.servers is not None)
     yield _tried("template", lambda: template.features(renderer))
+    yield _tried("headers", lambda: headers(renderer))
+    yield _tried("contents", lambda: contents(renderer))
     for kind in ("tool turns", "user turns", "system turns"):
         yield _tried(kind, lambda kind=kind: template.continuing(renderer, [kind])[0])
     yield _tried("thinking", lambda: template.thinking(renderer, policy))

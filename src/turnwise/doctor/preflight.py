@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from turnwise.config import Config
-from turnwise.doctor.template import continuing, thinking
+from turnwise.doctor.messages import contents, headers
+from turnwise.doctor.template import continuing, stops_note, thinking
 from turnwise.errors import TemplateError
 from turnwise.rollout.renderer import Renderer
 
@@ -22,8 +23,10 @@ def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> lis
     policy = thinking(renderer, config.thinking)
     if policy.status == "fail":
         raise TemplateError(policy.text)
+    notes = [f"{one.name}: {one.text}" for one in (headers(renderer), contents(renderer)) if one.status == "fail"]
+    notes += [f"stop tokens: {told}"] if (told := stops_note(renderer)) else []
     if config.limits.turns == 1:
-        return []  # nothing goes on: how it would is of no interest
+        return notes  # nothing goes on: how it would is of no interest
     kinds = ["tool turns", "user turns"] if tools else ["user turns"]
     findings = [policy, *continuing(renderer, kinds)]
-    return [f"{one.name}: {one.text}" for one in findings if one.status != "ok"]
+    return notes + [f"{one.name}: {one.text}" for one in findings if one.status != "ok"]

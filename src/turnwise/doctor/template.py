@@ -12,7 +12,7 @@ from turnwise.rollout.conformance import SCENARIOS, Finding, Scenario, examine
 from turnwise.rollout.probes import TOOL, probe_call
 from turnwise.rollout.renderer import Renderer, Thinking
 
-__all__ = ["Directory", "continuing", "features", "stops", "thinking", "tool_calls", "vocabulary"]
+__all__ = ["Directory", "continuing", "features", "stops", "stops_note", "thinking", "tool_calls", "vocabulary"]
 
 _BY_NAME = {one.name: one for one in SCENARIOS}
 _TURNS: Mapping[str, Sequence[Scenario]] = {
@@ -136,35 +136,68 @@ def thinking_problem(renderer: Renderer, policy: Thinking) -> str | None:
 
 def stops(renderer: Renderer, directory: Directory) -> Check:
     """Whether template, tokenizer and generation config agree on what ends a turn."""
-    template = renderer.template
-    written = [template.closing, template.call_ends[0]]
-    if not template.closing.strip():
-        written += [_head(renderer, role) for role in ("user", "tool")]
-    own = [token for token in renderer.stop_token_ids if any(renderer.decode([token]) in text for text in written)]
+    name, own = "stop tokens", _own_ends(renderer)
     text = (
         f"template {_named(renderer, own)}, tokenizer {_named(renderer, _known(directory.eos))}, generation config "
         f"{_named(renderer, directory.generation)}"
     )
+    if inside := stops_note(renderer):
+        return Check(name, "fail", f"{text}: {inside}")
+    if unknown := renderer.stops.unknown:
+        return Check(
+            name,
+            "fail",
+            f"{text}: the tokenizer has no {' and no '.join(map(str, unknown))} (its ids are 0 to "
+            f"{_highest(renderer)}), so this generation config is another model's. Correct eos_token_id in "
+            f"generation_config.json",
+        )
     if not own:
         return Check(
-            "stop tokens",
+            name,
             "fail",
-            f"{text}: the template closes a turn with {template.closing[:20]!r}, which is none of them, so a turn would "
-            f"never end. Make it a special token of the tokenizer, or let the template write eos_token",
+            f"{text}: the template closes a turn with {renderer.template.closing[:20]!r}, which is none of them, so a turn "
+            f"would never end. Make it a special token of the tokenizer, or let the template write eos_token",
         )
     lacks = [token for token in own if token not in directory.generation]
-    if directory.eos is None:
+    if directory.eos is None and lacks:
         return Check(
-            "stop tokens", "note", f"{text}: set eos_token to {_named(renderer, own)}, other engines look there"
+            name,
+            "note" if not directory.generation else "fail",
+            f"{text}: set eos_token to {_named(renderer, own)}, other engines look there",
         )
     if lacks and (directory.generation or directory.eos not in own):
         return Check(
-            "stop tokens",
-            "note",
+            name,
+            "fail",
             f"{text}: an engine that goes by eos_token_id would run on after {_named(renderer, lacks)}; add it to "
             f"eos_token_id in generation_config.json",
         )
-    return Check("stop tokens", "ok", text)
+    return Check(name, "ok", text)
+
+
+def _own_ends(renderer: Renderer) -> list[int]:
+    """The stop tokens with which the template itself ends turns."""
+    template = renderer.template
+    written = [template.closing, template.call_ends[0]]
+    if not template.closing.strip():
+        written += [_head(renderer, role) for role in ("user", "tool")]
+    ids = {token for text in written for token in renderer.encode(text)}
+    return [token for token in renderer.stop_token_ids if token in ids]
+
+
+def stops_note(renderer: Renderer) -> str:
+    """What is wrong with stop tokens that stand inside a turn; empty where there are none."""
+    inside = renderer.stops.inside
+    told = " and ".join(f"{_named(renderer, [token])}, which stands in {part} too" for token, part in inside.items())
+    return told and (
+        f"eos_token of the tokenizer or eos_token_id in generation_config.json names {told}. turnwise does not stop there; a "
+        f"server would cut turns in the middle. Remove it from both"
+    )
+
+
+def _highest(renderer: Renderer) -> int:
+    tokenizer: Any = renderer.tokenizer
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _known(token: int | None) -> list[int]:
@@ -172,7 +205,11 @@ def _known(token: int | None) -> list[int]:
 
 
 def _named(renderer: Renderer, token_ids: Sequence[int]) -> str:
-    shown = ", ".join(f"{renderer.decode([token])!r} ({token})" for token in token_ids[:4])
+    unknown = renderer.stops.unknown
+    shown = ", ".join(
+        f"no token ({token})" if token in unknown else f"{renderer.decode([token])!r} ({token})"
+        for token in token_ids[:4]
+    )
     return (shown + (f" and {len(token_ids) - 4} more" if len(token_ids) > 4 else "")) or "none"
 
 
@@ -186,7 +223,7 @@ def _head(renderer: Renderer, role: str) -> str:
 def vocabulary(renderer: Renderer, directory: Directory) -> Check:
     """Whether the model can read all that the tokenizer writes; padding and context, for information."""
     tokenizer: Any = renderer.tokenizer
-    size, highest = len(tokenizer), max(tokenizer.get_vocab().values(), default=-1)
+    size, highest = len(tokenizer), _highest(renderer)
     pad = _named(renderer, _known(tokenizer.pad_token_id))
     context = "unknown" if directory.context is None else f"{directory.context:,} tokens"
     about = f"padding {pad}, context {context}"

@@ -86,7 +86,8 @@ class Renderer:
         self._named_format = None if tool_format == "auto" else self._format_named(tool_format)
         self._special = special_tokens(tokenizer)
         self._encode = functools.lru_cache(maxsize=512)(self._encode_text)
-        self.stop_token_ids = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
+        self.stops = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
+        self.stop_token_ids = self.stops.token_ids
         self._end = TurnEnd(
             self.template, encode=self.encode, decode=self.decode, special=self._special, stops=self.stop_token_ids
         )

@@ -1,15 +1,37 @@
-"""The tokens that end a turn: what the template says of them, what the tokenizer does, and the model's generation config."""
+"""The tokens that end a turn: what the template says of them, what the tokenizer does, and the model's generation config.
+
+Each is held against what the template writes for a thought, for calls and for an answer of several lines: a token that stands
+inside a turn does not end it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import TemplateError
+from turnwise.rollout.probes import PLACEHOLDER, probe, probe_call, words
 from turnwise.rollout.template import Template
+from turnwise.rollout.tool_calls.reasoning import MARKS
+from turnwise.types import Message
 
-__all__ = ["find_stops", "generation_stops", "special_tokens"]
+__all__ = ["Stops", "find_stops", "generation_stops", "special_tokens"]
+
+_LINES = "First, a line: 1 + 1 = 2.\nThen another one,\n\n1. a list,\n   * of two (or so).\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """The tokens that end a turn, and those that were named as such and do not."""
+
+    token_ids: tuple[int, ...]
+    """The template's own first: it is the one that a scripted turn ends with."""
+    inside: Mapping[int, str] = field(default_factory=dict)
+    """Tokens that stand inside a turn, and in which part of one: `{7: "a thought"}`."""
+    unknown: tuple[int, ...] = ()
+    """Ids in the generation config that the tokenizer does not have."""
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -17,8 +39,8 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
 
-def find_stops(tokenizer: Any, template: Template, generation: Sequence[int], *, where: str) -> tuple[int, ...]:
-    """The tokens that end a turn, the template's own first: it is the one that a scripted turn ends with.
+def find_stops(tokenizer: Any, template: Template, generation: Sequence[int], *, where: str) -> Stops:
+    """The tokens that end a turn.
 
     Raises TemplateError if there is none.
     """
@@ -27,26 +49,83 @@ def find_stops(tokenizer: Any, template: Template, generation: Sequence[int], *,
     def marks(text: str) -> list[int]:
         return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in special]
 
-    known = [*generation]
+    unknown = tuple(token for token in dict.fromkeys(generation) if not _is_token(tokenizer, token))
+    known = [token for token in generation if token not in unknown]
     if tokenizer.eos_token_id is not None:
         known.insert(0, tokenizer.eos_token_id)
     closing = _leading(tokenizer, template.closing, special)
     if closing:
-        stops = [next((token for token in closing if token in known), closing[0])]
+        own = [next((token for token in closing if token in known), closing[0])]
     else:  # nothing ends a turn but the header of the next one
         heads = (_head(template, role) for role in ("user", "tool"))
-        stops = [token for head in heads for token in _leading(tokenizer, head, special)[:1]]
+        own = [token for head in heads for token in _leading(tokenizer, head, special)[:1]]
     alone, between = map(marks, template.call_ends)
     if alone and alone[-1] not in between:  # what ends a turn of calls, where it is not what ends a single call
-        stops.append(alone[-1])
-    stops = list(dict.fromkeys([*stops, *known]))
-    if not stops:
+        own.append(alone[-1])
+    named = tuple(dict.fromkeys([*own, *known]))
+    inside = _inside(tokenizer, template, named, own)
+    if stops := tuple(token for token in named if token not in inside):
+        return Stops(stops, inside, unknown)
+    if inside:
+        told = "; ".join(f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items())
         raise TemplateError(
-            f"{where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
-            f"{template.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
-            f"in tokenizer_config.json"
+            f"{where} has no stop token, since all that are named stand inside a turn too: {told}. Name the token that the "
+            f"model ends its turns with: eos_token_id in generation_config.json"
         )
-    return tuple(stops)
+    raise TemplateError(
+        f"{where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
+        f"{template.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
+        f"in tokenizer_config.json"
+    )
+
+
+def _is_token(tokenizer: Any, token: int) -> bool:
+    try:
+        return token >= 0 and tokenizer.convert_ids_to_tokens(token) is not None
+    except (IndexError, OverflowError, ValueError):  # tokenizers in Python look it up
+        return False
+
+
+def _inside(tokenizer: Any, template: Template, stops: Sequence[int], own: Sequence[int]) -> dict[int, str]:
+    """Those of the tokens that stand inside a turn, before its end, and in which part of a turn.
+
+    `own` are the template's. They may stand between two calls, since some templates write each call as a turn.
+    """
+    found: dict[int, str] = {}
+    for part, text in _parts(template):
+        ids = frozenset(tokenizer.encode(text, add_special_tokens=False))
+        for token in stops:
+            if token in ids and not (part == "a turn of two calls" and token in own):
+                found.setdefault(token, part)
+    return found
+
+
+def _parts(template: Template) -> Iterator[tuple[str, str]]:
+    """What the model says in turns of several kinds, up to their last word; and what is special about the kind."""
+    for thought in _marked_thoughts(template):
+        yield "a thought", thought
+    thought: Message = {} if template.reasoning_key is None else {template.reasoning_key: _LINES + probe(0)}
+    kinds: list[tuple[str, Message]] = [("an answer of several lines", words(_LINES + PLACEHOLDER))]
+    if thought:
+        kinds.append(("a thought", {**words(PLACEHOLDER), **thought}))
+    if template.call_shape is not None:
+        call, calls = probe_call({"text": PLACEHOLDER}), probe_call({"text": probe(0)}, {"text": PLACEHOLDER})
+        kinds += [("a call", call), ("a turn of words and a call", {**call, "content": probe(1)})]
+        kinds += [("a thought before a call", {**call, **thought}), ("a turn of two calls", calls)]
+    for part, message in kinds:
+        try:
+            before, found, _ = template.said(message).rpartition(PLACEHOLDER)
+        except TemplateError:
+            continue  # it takes no such turn
+        if found:
+            yield part, before
+
+
+def _marked_thoughts(template: Template) -> Iterator[str]:
+    """Thoughts between the marks that the template looks for in the model's own text."""
+    for opening, closing in MARKS:
+        if opening in template.source or (closing in template.source and not template.closing.startswith(closing)):
+            yield f"{opening}\n{_LINES}\n{closing}\n\n"
 
 
 def _leading(tokenizer: Any, text: str, special: frozenset[int]) -> list[int]:
