@@ -77,6 +77,17 @@ def test_an_image_may_stand_in_its_message(tmp_path: Path) -> None:
     ]
 
 
+def test_images_without_any_place_stand_at_the_start_of_the_first_user_message(tmp_path: Path) -> None:
+    told = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Which?"}]
+    (row,) = read(tmp_path, {"prompt": told, "images": ["0.png", "1.png"]})
+    assert row.messages[0]["content"] == "Look."
+    assert row.messages[1]["content"] == [
+        {"type": "image", "image": str(tmp_path / "0.png")},
+        {"type": "image", "image": str(tmp_path / "1.png")},
+        {"type": "text", "text": "Which?"},
+    ]
+
+
 def test_without_images_a_text_is_a_text(tmp_path: Path) -> None:
     rows = read(tmp_path, {"prompt": "What does <image> mean in HTML?"}, {"prompt": "And?", "images": None})
     assert [row.messages[0]["content"] for row in rows] == ["What does <image> mean in HTML?", "And?"]
@@ -87,8 +98,8 @@ def test_without_images_a_text_is_a_text(tmp_path: Path) -> None:
     [
         ({"prompt": "<image> and <image>", "images": ["0.png"]}, "'images' holds 1 and the prompt has places for 2"),
         (
-            {"prompt": "none", "images": ["0.png", "1.png"]},
-            "holds 2 and the prompt has places for 0.*Write <image> into",
+            {"prompt": "<image>", "images": ["0.png", "1.png"]},
+            "holds 2 and the prompt has places for 1.*Write <image> into",
         ),
         ({"prompt": "<image>", "images": []}, "holds 0 and the prompt has places for 1"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 0 and the prompt has places for 1"),

@@ -1,7 +1,8 @@
 """The images and videos of a row: its columns `images` and `videos`, put where its messages say.
 
-A text says where with `<image>` and `<video>`; a message of parts with `{"type": "image"}` that holds nothing yet. It knows
-where files lie and that an image begins like one; nothing is decoded here, and nothing is kept but where to find it.
+A text says where with `<image>` and `<video>`; a message of parts with `{"type": "image"}` that holds nothing yet. Where no
+message says so, they stand at the start of the first user message, as in ms-swift and TRL. It knows where files lie and that
+an image begins like one; nothing is decoded here, and nothing is kept but where to find it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def with_media(
         for kind, column in COLUMNS.items()
         if fields.get(column) is not None
     }
+    messages = _marked(messages, {kind: len(values) for kind, values in given.items()})
     taken = {kind: iter(values) for kind, values in given.items()}
     places = dict.fromkeys(given, 0)
     found: list[Message] = []
@@ -68,6 +70,21 @@ def with_media(
                 f"equal. Write <{kind}> into the prompt where each belongs, or give the part {{'type': {kind!r}}}"
             )
     return found, {**fields, **{COLUMNS[kind]: values for kind, values in given.items()}}
+
+
+def _marked(messages: Sequence[Message], counts: Mapping[str, int]) -> Sequence[Message]:
+    """The messages with places in the first user message for each kind that has no place anywhere."""
+    contents = [one for message in messages if isinstance(one := message.get("content"), str | list)]
+    every = [part for content in contents for part in _parts(content, split=True)]
+    empty = [kind for part in every if (kind := media_kind(part)) is not None and media_value(part) is None]
+    places = [{"type": kind} for kind, count in counts.items() if kind not in empty for _ in range(count)]
+    user = (
+        n for n, one in enumerate(messages) if one.get("role") == "user" and isinstance(one.get("content"), str | list)
+    )
+    if not places or (first := next(user, None)) is None:
+        return messages
+    parts = [*places, *_parts(messages[first]["content"], split=False)]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
 
 
 def _parts(content: Any, *, split: bool) -> Iterator[Mapping[str, Any]]:

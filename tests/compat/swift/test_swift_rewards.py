@@ -99,6 +99,36 @@ def test_rollout_infos_and_all_records_of_a_trajectory_are_handed_over(plugin: s
     ]
 
 
+def test_a_reward_sees_the_images_of_a_conversation_and_where_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from support.conversations import scripted
+    from support.vision import picture, save_vision_model
+    from turnwise.rollout.renderer import Renderer
+    from turnwise.types import Row
+
+    class Crops(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.images.append(infer_request.images[0].crop((0, 0, 16, 16)))
+            infer_request.messages.append({"role": "user", "content": "<tool><image></tool>"})
+            return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images}}
+
+    renderer = Renderer.from_pretrained(save_vision_model(tmp_path / "sees"))
+    asked = [{"type": "image", "image": picture(32, 16, seed=1)}, {"type": "text", "text": "?"}]
+    row = Row(id="1", messages=[{"role": "user", "content": asked}], fields={"images": ["a.png"]})
+    engine = scripted(["Let me look.", "A dog."], renderer=renderer)
+    trajectory = whole(play(Crops, engine, row=row, max_turns=2, table={"renderer": renderer}))
+    completions, columns = arguments_of(trajectory)
+    assert completions == ["A dog."]
+    assert [message["content"] for message in columns["messages"][0]] == [
+        "<image>?",
+        "Let me look.",
+        "<tool><image></tool>",
+        "A dog.",
+    ]
+    assert [image.size for image in columns["images"][0]] == [(32, 16), (16, 16)]
+    assert columns["videos"] == [None]
+
+
 def test_an_answer_that_was_cut_while_it_went_on_is_read_whole() -> None:
     class GoesOn(MultiTurnScheduler):
         def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:

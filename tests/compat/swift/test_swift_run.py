@@ -279,13 +279,26 @@ def test_images_that_rollout_infos_names_stand_where_the_messages_say(tmp_path: 
     assert segment.media[0].length == 2 * segment.media[1].length
     assert trajectory.turns[0].info == {"n": 1}
 
-    # places and images must be as many as each other
+    # an image without a place stands at the start of the newest message that is not the model's
     class Forgets(MultiTurnScheduler):
         def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
             infer_request.messages.append({"role": "user", "content": "Nearer."})
             return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images * 2}}
 
-    engine = scripted(["Let me look.", "A dog."], renderer=renderer)
-    error = play(Forgets, engine, row=row, max_turns=2, table={"renderer": renderer}).error
+    engine = scripted(["Is <image> an image?", "A dog."], renderer=renderer)
+    trajectory = whole(play(Forgets, engine, row=row, max_turns=2, table={"renderer": renderer}))
+    assert [one.source.size for one in trajectory.segments[0].media] == [(32, 16), (32, 16)]
+    assert [part["type"] for part in trajectory.messages[2]["content"]] == ["image", "text"]
+    assert trajectory.messages[1]["content"] == "Is <image> an image?"  # the model's words are words
+
+    # there must be an image for each place
+    class Invents(MultiTurnScheduler):
+        def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+            infer_request.messages.append({"role": "user", "content": "<image>Nearer."})
+            return {"infer_request": infer_request}
+
+    error = play(
+        Invents, scripted(["Let me look.", "A dog."], renderer=renderer), row=row, table={"renderer": renderer}
+    ).error
     assert error is not None
-    assert "the request has 2 images and its messages have places for 1" in error.message
+    assert "the request has 1 images and its messages have places for 2" in error.message

@@ -74,7 +74,7 @@ class Steps:
         for name in MEDIA:
             if name in infos:
                 setattr(request, name, list(infos.pop(name)))
-        after = told(request)
+        after = told(request, since=len(before))
         if request.tools != self._tools:
             raise ValueError(
                 "the scheduler changed the tools of a conversation that goes on; they are those of its row"
@@ -153,7 +153,7 @@ class Run:
         asked = await self._next()
         if asked is None:
             return self._finished(before, infos)
-        self._request, self._history = asked, told(asked)
+        self._request, self._history = asked, told(asked, since=len(before))
         if asked.tools != self._tools:
             raise ValueError(
                 "the scheduler changed the tools of a conversation that goes on; they are those of its row"

@@ -20,6 +20,7 @@ __all__ = [
     "MEDIA",
     "WHOLE",
     "final_reply",
+    "flattened",
     "remove_response",
     "reply_to",
     "request_of",
@@ -38,13 +39,7 @@ _TAG = re.compile(r"(<image>|<video>)")
 
 def request_of(row: Row, uuid: str) -> RolloutInferRequest:
     """A row as ms-swift hands it to a scheduler: a reference answer at its end left out, images apart from the messages."""
-    messages: list[Message] = []
-    media: dict[str, list[Any]] = {"image": [], "video": []}
-    for message in row.messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "".join(_tagged(content, media))
-        messages.append({**message, "content": content})
+    messages, media = flattened(row.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
@@ -60,6 +55,17 @@ def request_of(row: Row, uuid: str) -> RolloutInferRequest:
         },
         uuid=uuid,
     )
+
+
+def flattened(messages: Sequence[Message]) -> tuple[list[Message], dict[str, list[Any]]]:
+    """Messages whose contents are texts with `<image>` and `<video>` in them, and the images and videos by these names."""
+    media: dict[str, list[Any]] = {"image": [], "video": []}
+    found: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        text = "".join(_tagged(content, media)) if isinstance(content, list) else content
+        found.append({**message, "content": text})
+    return found, media
 
 
 def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
@@ -102,12 +108,16 @@ def without_answer(messages: Sequence[Message]) -> list[Message]:
     return list(messages[:end])
 
 
-def told(request: RolloutInferRequest) -> list[Message]:
+def told(request: RolloutInferRequest, *, since: int = 0) -> list[Message]:
     """The request's messages in our form, copied: images where the texts say `<image>`, roles as templates know them.
 
-    Raises ValueError if there are not as many places as images, or for what cannot be told to a model here.
+    `since` is the first message that is new. Images that have no place are put at the start of the first new message that is
+    not the model's; the request is changed accordingly.
+
+    Raises ValueError if there are more places than images, or for what cannot be told to a model here.
     """
     _refuse_unknown(request)
+    _place_media(request, since)
     left = {"image": iter(request.images), "video": iter(request.videos)}
     places = {"image": 0, "video": 0}
     given = {"image": len(request.images), "video": len(request.videos)}
@@ -118,7 +128,7 @@ def told(request: RolloutInferRequest) -> list[Message]:
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
             )
         content = message.get("content")
-        if isinstance(content, list) or (isinstance(content, str) and any(given.values()) and _TAG.search(content)):
+        if isinstance(content, list) or (_has_tags(message) and any(given.values())):
             content = list(_parts(content, left, places))
         role = {"tool_response": "tool"}.get(message["role"], message["role"])
         if role == "tool_call":
@@ -131,6 +141,40 @@ def told(request: RolloutInferRequest) -> list[Message]:
                 f"each belongs"
             )
     return found
+
+
+def _has_tags(message: Message) -> bool:
+    """Whether a text says where images are; the model's own words do not."""
+    content = message.get("content")
+    return isinstance(content, str) and message.get("role") != "assistant" and _TAG.search(content) is not None
+
+
+def _place_media(request: RolloutInferRequest, since: int) -> None:
+    for kind, count in (("image", len(request.images)), ("video", len(request.videos))):
+        tags = 0
+        for message in request.messages if count else ():
+            parts = message.get("content") if isinstance(message, dict) else None
+            if isinstance(parts, list):
+                empty = [one for one in parts if isinstance(one, Mapping) and media_kind(one) == kind]
+                tags += sum(media_value(one) is None for one in empty)
+                tags += sum(str(one.get("text", "")).count(f"<{kind}>") for one in parts if isinstance(one, Mapping))
+            elif isinstance(parts, str) and message.get("role") != "assistant":
+                tags += parts.count(f"<{kind}>")
+        if tags < count and (place := _first_told(request.messages, since)) is not None:
+            place["content"] = f"<{kind}>" * (count - tags) + place["content"]
+
+
+def _first_told(messages: Sequence[Any], since: int) -> Message | None:
+    """The first message from `since` on that is a text and neither the model's nor the system's, else the last such one."""
+    texts = [
+        (number, one)
+        for number, one in enumerate(messages)
+        if isinstance(one, dict)
+        and isinstance(one.get("content"), str)
+        and one.get("role") not in ("assistant", "system")
+    ]
+    new = [one for number, one in texts if number >= since]
+    return new[0] if new else texts[-1][1] if texts else None
 
 
 def reply_to(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:

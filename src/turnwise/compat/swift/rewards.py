@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.answers import final_answer, same_number
-from turnwise.compat.swift.messages import MEDIA, WHOLE
+from turnwise.compat.swift.messages import MEDIA, WHOLE, flattened
 from turnwise.environments.aside import aside
 from turnwise.types import Message, Trajectory
 
@@ -117,10 +117,12 @@ def histories(trajectory: Trajectory) -> list[list[Message]]:
 def _record(trajectory: Trajectory, messages: Sequence[Message], infos: Mapping[str, Any]) -> dict[str, Any]:
     last = trajectory.turns[-1] if trajectory.turns else None
     ids = [list(turn.completion.token_ids) for turn in trajectory.turns if turn.completion is not None]
+    texts, media = flattened(messages)
     return {
         **dict.fromkeys(MEDIA),
         **trajectory.row.fields,
-        "messages": list(messages),
+        **{f"{kind}s": values for kind, values in media.items() if values},
+        "messages": texts,
         "prompt_id": trajectory.group,
         "request_id": trajectory.id,
         "finish_reason": last.finish_reason if last is not None else None,
