@@ -226,6 +226,8 @@ class Turn:
     """What of it was thought and not said to anybody; empty where the model does not think in marks of its own."""
     weight: float = 1.0
     """Of its tokens in the loss: 0 leaves the turn out. Set by `loss_mask`."""
+    learn_from: bool = False
+    """The environment has declared the turn to be learnt from (`Reply.learn_from`)."""
     cut: int | None = None
     """How many of its sampled tokens stayed, where the environment cut the answer and continued it (`Reply.resume`)."""
     calls: tuple[ToolCall, ...] = ()
@@ -423,3 +425,6 @@ class Reply:
     masked: Mapping[int, Collection[int]] = field(default_factory=dict)
     """What is not to be learnt from: index of a turn to places among the tokens that it sampled. They stay where they are,
     and are context in the finished record: `{0: [3, 4]}` leaves out the fourth and fifth token of the first turn."""
+    learn_from: Collection[int] = ()
+    """Indexes of turns that are to be learnt from even where they are not in the last round: `loss_mask` `last_round` and
+    `after_last_user` give them weight 1. `{0}` where a first answer is a training record of its own."""

@@ -93,6 +93,14 @@ def test_turns_that_a_rewritten_history_left_out_are_before_it() -> None:
     assert kept(RULES["after_last_user"], one) == [0, 0, 0, 1, 1]
 
 
+def test_turns_that_the_environment_declares_to_be_learnt_from_are_in_every_round() -> None:
+    one = said(*TWO_QUESTIONS)
+    one.turns[1].learn_from = True
+    assert kept(RULES["last_round"], one) == [0, 1, 0, 1]
+    assert kept(RULES["after_last_user"], one) == [0, 1, 1, 1]
+    assert kept(RULES["last_turn"], one) == [0, 0, 0, 1]
+
+
 def test_an_answer_that_was_cut_and_continued_is_one() -> None:
     # turns 2, 3 and 4 are a single message
     one = said("user", "assistant", "user", "assistant", "tool", "assistant", turns=5, cut=(2, 3))

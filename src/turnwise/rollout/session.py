@@ -176,6 +176,9 @@ class Session:
             for index, places in reply.masked.items():
                 _check_masked(index, places, trajectory.turns)
                 self._masked.setdefault(index, set()).update(places)
+            for index in reply.learn_from:
+                _check_learn_from(index, trajectory.turns)
+                trajectory.turns[index].learn_from = True
             turn.reward += reply.reward
             turn.info.update(reply.info)
             turn.outcomes = reply.outcomes
@@ -304,6 +307,11 @@ def _check_masked(index: int, places: Collection[int], turns: Sequence[Turn]) ->
         raise ValueError(
             f"Reply(masked={{{index}: {wrong[:3]}}}): turn {index} sampled {count} tokens, 0 to {count - 1}"
         )
+
+
+def _check_learn_from(index: int, turns: Sequence[Turn]) -> None:
+    if index not in range(len(turns)):
+        raise ValueError(f"Reply(learn_from=[{index}]): there is no turn {index}; the turns are 0 to {len(turns) - 1}")
 
 
 def _refuse_no_messages(messages: Sequence[Message]) -> None:

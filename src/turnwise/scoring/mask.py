@@ -33,18 +33,19 @@ def last_turn(trajectory: Trajectory) -> None:
 def after_last_user(trajectory: Trajectory) -> None:
     """Weight 1 for what the model said after the last user message that it answered, 0 for the rest.
 
-    Tool messages do not count: all tool rounds of the last question are learnt from.
+    Tool messages do not count: all tool rounds of the last question are learnt from. So are turns that the environment
+    declares to be (`Reply.learn_from`).
     """
-    _keep_last(trajectory, _answers_since(trajectory, ("user",)))
+    _keep_round(trajectory, ("user",))
 
 
 def last_round(trajectory: Trajectory) -> None:
     """Weight 1 for what the model said after the last message of a user or a tool that it answered, 0 for the rest.
 
     This is `loss_scale last_round` of ms-swift as it is since its pull request 9923 (August 2026). Before that, only a
-    user began a round: `after_last_user`.
+    user began a round: `after_last_user`. As there, turns that the environment declares to be learnt from keep their weight.
     """
-    _keep_last(trajectory, _answers_since(trajectory, ("user", "tool")))
+    _keep_round(trajectory, ("user", "tool"))
 
 
 RULES: Mapping[str, Rule] = {
@@ -108,6 +109,14 @@ def _keep_last(trajectory: Trajectory, answers: int) -> None:
     for number, answer in enumerate(reversed(_answers(trajectory))):
         for turn in answer:
             turn.weight = 1.0 if number < answers else 0.0
+
+
+def _keep_round(trajectory: Trajectory, roles: tuple[str, ...]) -> None:
+    """Weight 1 for the answers after the last message of one of these roles, and for what the environment has declared."""
+    _keep_last(trajectory, _answers_since(trajectory, roles))
+    for turn in trajectory.turns:
+        if turn.learn_from:
+            turn.weight = 1.0
 
 
 def _answers(trajectory: Trajectory) -> list[list[Turn]]:

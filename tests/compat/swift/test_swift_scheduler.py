@@ -306,14 +306,35 @@ def outputs(*ids: list[list[int]], masks: Any = None) -> list[RolloutOutput]:
 
 def test_outputs_of_run_are_found_in_the_turns_and_turns_in_none_are_left_out() -> None:
     turns = [Sampled(0, [5, 6, 2]), Sampled(1, [7, 2]), Sampled(2, [8, 9, 2])]
-    assert masked_outputs(outputs([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]), turns) == {}
-    assert masked_outputs(outputs([[5, 6, 2], [7, 2], [8, 9, 2]]), turns) == {}
-    assert masked_outputs(outputs([[8, 9, 2]]), turns) == {0: [0, 1, 2], 1: [0, 1]}
-    assert masked_outputs(outputs([[5, 6, 2]], [[7]], masks=[[[1, 0, 0]], [[1]]]), turns) == {0: [1, 2], 2: [0, 1, 2]}
+    assert masked_outputs(outputs([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]), turns).masked == {}
+    assert masked_outputs(outputs([[5, 6, 2], [7, 2], [8, 9, 2]]), turns).masked == {}
+    assert masked_outputs(outputs([[8, 9, 2]]), turns).masked == {0: [0, 1, 2], 1: [0, 1]}
+    assert masked_outputs(outputs([[5, 6, 2]], [[7]], masks=[[[1, 0, 0]], [[1]]]), turns).masked == {
+        0: [1, 2],
+        2: [0, 1, 2],
+    }
     # between them there may be what the scheduler put there, masked
     together = [5, 6, 2, 40, 41, 7, 2]
-    assert masked_outputs(outputs([together], masks=[[[1, 1, 1, 0, 0, 1, 1]]]), turns) == {2: [0, 1, 2]}
-    assert masked_outputs([RolloutOutput()], turns) == {}
+    assert masked_outputs(outputs([together], masks=[[[1, 1, 1, 0, 0, 1, 1]]]), turns).masked == {2: [0, 1, 2]}
+    assert masked_outputs([RolloutOutput()], turns).masked == {}
+
+
+def test_each_output_of_run_is_a_record_whose_last_round_is_learnt_from_or_what_its_mask_says() -> None:
+    turns = [Sampled(0, [5, 6, 2]), Sampled(1, [7, 2]), Sampled(2, [8, 9, 2])]
+
+    def of(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        found = masked_outputs(outputs(*args, **kwargs), turns)
+        return found.learn_from, found.ends
+
+    assert of([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]) == ([0, 1, 2], [0, 1, 2])
+    assert of([[5, 6, 2], [7, 2], [8, 9, 2]]) == ([2], [2])
+    assert of([[5, 6, 2], [7, 2]], [[8, 9, 2]]) == ([1, 2], [1, 2])
+    assert of([[5, 6, 2], [7, 2]], masks=[[[1, 1, 0], [1, 1]]]) == ([0, 1], [1])
+    answers = [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "assistant", "assistant")]
+    whole_round = RolloutOutput(messages=answers, response_token_ids=[[5, 6, 2], [7, 2], [8, 9, 2]])
+    assert masked_outputs([whole_round], turns).learn_from == [1, 2]
+    assert masked_outputs([RolloutOutput()] * 3, turns).learn_from == [0, 1, 2]
+    assert masked_outputs([RolloutOutput()] * 2, turns).learn_from == []
 
 
 def test_outputs_of_run_that_fit_no_turn_are_refused() -> None:

@@ -13,7 +13,17 @@ from typing import Any
 
 from turnwise.compat.swift.engine import asking
 from turnwise.compat.swift.masks import Sampled, masked_outputs, masked_turn
-from turnwise.compat.swift.messages import MEDIA, WHOLE, final_reply, reply_to, request_of, said, told, without_answer
+from turnwise.compat.swift.messages import (
+    MEDIA,
+    RECORDS,
+    WHOLE,
+    final_reply,
+    reply_to,
+    request_of,
+    said,
+    told,
+    without_answer,
+)
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponse,
     RequestConfig,
@@ -87,7 +97,11 @@ class Steps:
         if isinstance(whole := before[-1]["content"], str) and whole != turn.text:
             infos[WHOLE] = whole
         return replace(
-            reply, info=infos, reward=self._earned(infos), masked={turn.index: masked.places} if masked.places else {}
+            reply,
+            info=infos,
+            reward=self._earned(infos),
+            masked={turn.index: masked.places} if masked.places else {},
+            learn_from=[turn.index] if masked.declared else [],
         )
 
     async def close(self) -> None:
@@ -119,6 +133,7 @@ class Run:
         self._history: list[Message] = []
         self._turns: list[Sampled] = []
         self._tools: Any = None
+        self._rewrites = 0
 
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
@@ -161,6 +176,7 @@ class Run:
         reply = reply_to(before, self._history, turn.text)
         if reply.resume is not None:
             self._turns[-1] = replace(self._turns[-1], edited=True)
+        self._rewrites += reply.rewrite is not None
         return replace(reply, info=infos)
 
     async def close(self) -> None:
@@ -210,7 +226,10 @@ class Run:
         last = outputs[-1].messages
         reply = Reply(done=True) if last is None else final_reply(before, told(replace(request, messages=last)))
         reward = 0.0 if self._gym is None else self._gym * self._earned(infos)
-        return replace(reply, info=infos, reward=reward, masked=masked_outputs(outputs, self._turns))
+        found = masked_outputs(outputs, self._turns)
+        if len(found.ends) > 1 + self._rewrites:  # else each record is a history of the conversation
+            infos[RECORDS] = found.ends
+        return replace(reply, info=infos, reward=reward, masked=found.masked, learn_from=found.learn_from)
 
     def _earned(self, infos: Mapping[str, Any]) -> float:
         if "total_reward" not in infos:

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.compat.swift.protocol import RolloutOutput
 
-__all__ = ["Masked", "Returned", "Sampled", "common", "masked_outputs", "masked_turn"]
+__all__ = ["Masked", "OfOutputs", "Returned", "Sampled", "common", "masked_outputs", "masked_turn"]
 
 _NEAR = 1e-3
 """Of a log-probability; what was computed elsewhere from the same numbers is as near as this."""
@@ -37,12 +37,19 @@ class Returned:
         """Whether nothing was said."""
         return all(one is None or len(one) == 0 for one in (self.ids, self.mask, self.logprobs))
 
+    @property
+    def without_mask(self) -> bool:
+        """Whether no loss mask was returned."""
+        return self.mask is None or len(self.mask) == 0
+
 
 @dataclass(frozen=True)
 class Masked:
     """What of a turn is not learnt from."""
 
     places: list[int] = field(default_factory=list)
+    declared: bool = False
+    """Whether there was a mask: `loss_scale` is ignored then."""
     foreign: int = 0
     """Tokens that the scheduler wanted learnt from and the model did not sample: they are context all the same."""
 
@@ -71,7 +78,7 @@ def masked_turn(
         _check_logprobs([float(one) for one in returned.logprobs], mask, logprobs[:same], f"turn {turn}")
     end = len(sampled) if edited else same  # a stop token that was left away stays as it is
     places = [place for place in range(end) if place >= same or not mask[place]]
-    return Masked(places, sum(mask[same:]))
+    return Masked(places, declared=not returned.without_mask, foreign=sum(mask[same:]))
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,20 @@ class Sampled:
     """Whether the end of it was cut off, so that only a beginning of its tokens may be returned."""
 
 
-def masked_outputs(outputs: Sequence[RolloutOutput], turns: Sequence[Sampled]) -> dict[int, list[int]]:
-    """What is not learnt from, by index of the turn, where `run` returned these outputs and the model took these turns.
+@dataclass(frozen=True)
+class OfOutputs:
+    """What the outputs of a `run` say about the turns of the conversation."""
+
+    masked: dict[int, list[int]] = field(default_factory=dict)
+    """What is not learnt from: index of a turn to places among its tokens."""
+    learn_from: list[int] = field(default_factory=list)
+    """Turns with a loss mask of their own, and those in the last round of an output: `loss_scale last_round` keeps them."""
+    ends: list[int] = field(default_factory=list)
+    """The last turn of each output: an output is a training record of its own."""
+
+
+def masked_outputs(outputs: Sequence[RolloutOutput], turns: Sequence[Sampled]) -> OfOutputs:
+    """Compare what `run` returned with the turns that the model took.
 
     An output may hold one turn or several; tokens between them are what the scheduler put there. A turn in no output is
     left out whole, unless no output has ids at all.
@@ -99,8 +118,12 @@ def masked_outputs(outputs: Sequence[RolloutOutput], turns: Sequence[Sampled]) -
                     f"output {number} of run has a response_loss_mask or rollout_logprobs without response_token_ids; "
                     f"return response_choice.token_ids beside it"
                 )
-        return {}
+        apart = len(outputs) > 1 and len(outputs) == len(turns)
+        every = [turn.index for turn in turns] if apart else []
+        return OfOutputs(learn_from=every, ends=every)
     learnt: dict[int, set[int]] = {}
+    kept: set[int] = set()
+    ends: list[int] = []
     for number, output in enumerate(outputs, 1):
         where = f"output {number} of run"
         masks = output.response_loss_mask or [[1] * len(ids) for ids in output.response_token_ids]
@@ -110,17 +133,32 @@ def masked_outputs(outputs: Sequence[RolloutOutput], turns: Sequence[Sampled]) -
                 f"response_token_ids"
             )
         at = 0
+        rounds: list[list[int]] = []
         for ids, given in zip(output.response_token_ids, masks, strict=True):
-            at = _align(ids, _mask(given, len(ids), where, have_ids=True), turns, at, learnt, where)
+            rounds.append([])
+            at = _align(ids, _mask(given, len(ids), where, have_ids=True), turns, at, learnt, rounds[-1], where)
         flat = [float(one) for logprobs in output.rollout_logprobs for one in logprobs]
         ones = sum(int(one) for mask in masks for one in mask)
         if flat and len(flat) != ones:
             raise ValueError(f"{where}: rollout_logprobs has {len(flat)} values for {ones} tokens whose mask is 1")
+        last = rounds if output.response_loss_mask else rounds[-_last_round(output) :]
+        kept.update(index for one in last for index in one)
+        ends += [one[-1] for one in rounds[-1:] if one]
     left = {
         turn.index: [place for place in range(len(turn.token_ids)) if place not in learnt.get(turn.index, ())]
         for turn in turns
     }
-    return {index: places for index, places in left.items() if places}
+    return OfOutputs({index: places for index, places in left.items() if places}, sorted(kept), ends)
+
+
+def _last_round(output: RolloutOutput) -> int:
+    """How many answers stand behind the last message of a user or a tool, at least one."""
+    count = 0
+    for message in reversed(output.messages or ()):
+        if message.get("role") != "assistant":
+            break
+        count += 1
+    return max(count, 1)
 
 
 def _align(
@@ -129,15 +167,17 @@ def _align(
     turns: Sequence[Sampled],
     at: int,
     learnt: dict[int, set[int]],
+    found: list[int],
     where: str,
 ) -> int:
-    """Find turns in one list of ids, from the `at`-th on; returns how far they were found."""
+    """Find turns in one list of ids, from the `at`-th on; returns how far they were found. Adds to `learnt` and `found`."""
     place = 0
     while place < len(ids):
         for number in range(at, len(turns)):
             turn, length = turns[number], len(turns[number].token_ids)
             same = common(ids[place:], turn.token_ids)
             if same and (turn.edited or same >= length - 1):  # the stop token may have been left away
+                found.append(turn.index)
                 mine = learnt.setdefault(turn.index, set())
                 mine.update(n for n in range(same) if mask[place + n])
                 if not turn.edited and same == length - 1 and mask[place + same - 1]:

@@ -18,6 +18,7 @@ from turnwise.types import Message, Reply, Resume, Row, ToolSchema
 
 __all__ = [
     "MEDIA",
+    "RECORDS",
     "WHOLE",
     "final_reply",
     "flattened",
@@ -33,6 +34,8 @@ __all__ = [
 MEDIA = ("images", "videos", "audios")
 WHOLE = "completion"
 """In `Turn.info` of a turn that went on with an answer: the whole answer, thoughts and calls in it."""
+RECORDS = "records"
+"""In `Turn.info` of the last turn, where `run` returned several outputs: the last turn of each."""
 
 _TAG = re.compile(r"(<image>|<video>)")
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.answers import final_answer, same_number
-from turnwise.compat.swift.messages import MEDIA, WHOLE, flattened
+from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
 from turnwise.environments.aside import aside
 from turnwise.types import Message, Trajectory
 
@@ -96,22 +96,40 @@ def infos_of(trajectory: Trajectory) -> dict[str, Any]:
     infos: dict[str, Any] = {}
     for turn in trajectory.turns:
         infos.update(turn.info)
-    infos.pop(WHOLE, None)
+    for ours in (WHOLE, RECORDS):
+        infos.pop(ours, None)
     return {**infos, "num_turns": len(trajectory.turns)}
 
 
 def histories(trajectory: Trajectory) -> list[list[Message]]:
-    """Every history that the model has spoken in, the answers in its own words: thoughts and calls as they were said."""
+    """The messages of each record of a trajectory, the answers in the model's own words: thoughts and calls as they were said.
+
+    A record is what `run` returned as an output; without such, a history that the model has spoken in.
+    """
     words: dict[int, str] = {}
     goes_on = False
     for turn in trajectory.turns:
         # an answer that went on and was cut by a limit: nobody was asked about it, so it is as the renderer has read it
         words[id(turn.message)] = turn.info.get(WHOLE, turn.message.get("content") if goes_on else turn.text)
         goes_on = turn.cut is not None
+    every = [*trajectory.former, trajectory.messages]
+    ends = trajectory.turns[-1].info.get(RECORDS) if trajectory.turns else None
+    if ends:
+        parts = [_until(every, trajectory.turns[end].message) for end in ends[:-1]]
+        every = [*(part for part in parts if part), trajectory.messages]
     return [
         [{**message, "content": words.get(id(message), message.get("content"))} for message in messages]
-        for messages in (*trajectory.former, trajectory.messages)
+        for messages in every
     ]
+
+
+def _until(histories: Sequence[Sequence[Message]], last: Message) -> list[Message]:
+    """The history up to a message, or nothing."""
+    for messages in histories:
+        for number, message in enumerate(messages, 1):
+            if message is last:
+                return list(messages[:number])
+    return []
 
 
 def _record(trajectory: Trajectory, messages: Sequence[Message], infos: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ class MultiTurnScheduler(RolloutScheduler):
         infos: dict[str, Any] = {}
         ids: list[list[int]] = []
         mask: list[list[int]] = []
+        masked = False
         turn = 1
         while True:
             goes_on = bool(infer_request.messages) and infer_request.messages[-1]["role"] == "assistant"
@@ -131,6 +132,7 @@ class MultiTurnScheduler(RolloutScheduler):
             infos.update(told.infos)
             these = list(choice.token_ids if told.returned.ids is None else told.returned.ids)
             those = [1] * len(these) if told.returned.mask is None else list(told.returned.mask)
+            masked = masked or not told.returned.without_mask
             if goes_on and ids:
                 ids[-1] += these
                 mask[-1] += those
@@ -138,7 +140,8 @@ class MultiTurnScheduler(RolloutScheduler):
                 ids.append(these)
                 mask.append(those)
             if told.done:
-                return RolloutOutput(response, infer_request.messages, ids, mask, {**infos, "num_turns": turn})
+                infos["num_turns"] = turn
+                return RolloutOutput(response, infer_request.messages, ids, mask if masked else [], infos)
             infer_request = told.request
             turn += 1
 
