@@ -29,10 +29,19 @@ __all__ = [
     "Use",
     "file_problems",
     "refuse_without_effect",
+    "refuse_without_reward",
 ]
 
 LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 """The rules of `scoring.mask`, by name."""
+
+
+WITHOUT_REWARD = (
+    "turnwise.environments.environment:Once",
+    "turnwise.environments.users:ScriptedUser",
+    "turnwise.environments.modelled:ModelledUser",
+)
+"""Environments that give no reward of their own."""
 
 
 def _short(value: Any) -> Any:
@@ -381,6 +390,22 @@ def refuse_without_effect(config: Config) -> None:
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
+
+
+def refuse_without_reward(config: Config) -> None:
+    """Refuse a training run in which nothing can give a reward, as far as that is known before it begins.
+
+    Raises ConfigError.
+    """
+    reward = config.reward
+    if reward.trajectory or reward.turns or reward.group or config.tools or config.mcp.servers is not None:
+        return  # a tool may score a call
+    if config.environment.use in WITHOUT_REWARD:
+        raise ConfigError(
+            f"nothing gives a reward: environment={config.environment.use} gives none, and the recipe names no reward function "
+            f"and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or an environment that gives "
+            f"rewards"
+        )
 
 
 def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:

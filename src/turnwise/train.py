@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.config import Config, refuse_without_effect
+from turnwise.config import Config, refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import RolloutError, RunError
 from turnwise.evaluate import evaluate
+from turnwise.learning_watch import LearningWatch
 from turnwise.metrics import conversation_metrics, failures
 from turnwise.record import RunDirectory
 from turnwise.report import Report
@@ -55,6 +56,7 @@ class Run(Underway):
     scorer: Scorer
     mask: Rule
     credit: Credit
+    watch: LearningWatch
     position: int = 0
     """Rows that those steps have used."""
 
@@ -135,12 +137,6 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
             f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
         )
     weighed = [one for one in trajectories if any(turn.weight for turn in one.turns)]
-    if not weighed:
-        _log.warning(
-            "step %d: loss_mask=%s gives all turns the weight 0, so there is nothing to learn from",
-            run.step + 1,
-            run.config.loss_mask.use,
-        )
     trajectories = weighed or trajectories
     idle = not any(turn.weight and one.advantages[turn.index] for one in trajectories for turn in one.turns)
     if idle and not run.policy.keeps_zero:
@@ -190,6 +186,8 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         )
     every = [one for group in groups for one in group.trajectories]
     run.tell_drift(every)
+    for problem in run.watch.problems(metrics, groups):
+        _log.warning("step %d: %s", run.step, problem)
     run.directory.write_step(metrics, every)
     show.step(metrics, failures(groups))
     if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
@@ -214,6 +212,7 @@ def assemble(config: Config) -> Run:
     Raises TurnwiseError with what is wrong before anything is computed.
     """
     refuse_without_effect(config)
+    refuse_without_reward(config)
     directory = RunDirectory(config.output)
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
     rows = build.rows(config)
@@ -273,6 +272,7 @@ def assemble(config: Config) -> Run:
         scorer=scorer,
         mask=mask,
         credit=credit,
+        watch=LearningWatch(config),
         policy=policy,
         checkpoints=checkpoints,
         step=step,

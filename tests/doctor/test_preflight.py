@@ -21,6 +21,7 @@ from turnwise.recipe import load
 from turnwise.rollout.renderer import Renderer
 from turnwise.train import assemble
 
+PLACES = Path(__file__).parent.parent / "support" / "places.py"
 CALCULATOR = "tools=[turnwise.environments.calculator:calculator]"
 
 
@@ -38,6 +39,7 @@ def recipe(path: Path, model: Path, *overrides: str) -> Config:
     options: dict[str, Any] = {
         "model": {"path": str(model)},
         "data": {"train": str(save_rows(path / "rows.jsonl", 2))},
+        "reward": {"trajectory": [f"{PLACES}:length"]},
         "train": {"rows": 1, "group": 2, "steps": 1},
         "output": str(path / "run"),
     }

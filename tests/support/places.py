@@ -74,3 +74,14 @@ async def indifferent(row: Row, reward: float = 0.5) -> AsyncGenerator[Opening |
     """Gives every conversation the same reward."""
     yield Opening(messages=row.messages)
     yield Reply(reward=reward, done=True)
+
+
+def first_byte(trajectory: Trajectory) -> float:
+    """Something that differs between conversations."""
+    assert trajectory.turns[0].completion is not None
+    return float(trajectory.turns[0].completion.token_ids[0])
+
+
+def weighs_nothing(turn: Turn) -> float:
+    """A loss mask that leaves out everything."""
+    return 0.0

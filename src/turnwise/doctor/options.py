@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from turnwise import build
-from turnwise.config import Config, ScriptedEngine, Use, refuse_without_effect
+from turnwise.config import Config, ScriptedEngine, Use, refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
@@ -286,6 +286,7 @@ def take_effect(config: Config) -> Check:
             refuse_sft_without_effect(config)
         elif not isinstance(config.engine, ScriptedEngine):
             refuse_without_effect(config)
+            refuse_without_reward(config)
     except ConfigError as error:
         return wrong(name, error)
     kinds: dict[type[Any], list[str]] = {Shown: [], Proven: [], Named: []}
