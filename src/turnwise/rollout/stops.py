@@ -102,8 +102,8 @@ def _inside(tokenizer: Any, template: Template, stops: Sequence[int], own: Seque
 
 def _parts(template: Template) -> Iterator[tuple[str, str]]:
     """What the model says in turns of several kinds, up to their last word; and what is special about the kind."""
-    for thought in _marked_thoughts(template):
-        yield "a thought", thought
+    for marked in _marked_thoughts(template):
+        yield "a thought", marked
     thought: Message = {} if template.reasoning_key is None else {template.reasoning_key: _LINES + probe(0)}
     kinds: list[tuple[str, Message]] = [("an answer of several lines", words(_LINES + PLACEHOLDER))]
     if thought:
