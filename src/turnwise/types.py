@@ -188,10 +188,13 @@ class ToolCall:
     """A call as the model wrote it. A call that could not be read has `error` and goes back to the model as one."""
 
     id: str
+    """`written_id` where that can be used; otherwise `call_<n>`, counted over the conversation. Unique within a turn."""
     name: str
     arguments: Mapping[str, Any]
     text: str
     """The model's own words."""
+    written_id: str = ""
+    """The id that the model wrote for the call; empty where its format has none. Example: Kimi's `functions.lookup:0`."""
     error: str | None = None
 
 

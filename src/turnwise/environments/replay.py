@@ -5,7 +5,7 @@ It is how fine-tuning gets its tokens: the model's part is said by a scripted en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from turnwise.types import Message, Opening, Reply, Row, ToolSchema, Turn
 
@@ -31,11 +31,21 @@ class Replay:
         return Opening(messages=opening, tools=row.fields.get("tools", self._tools))
 
     async def step(self, turn: Turn) -> Reply:
-        _, answers = self._rounds.pop(0) if self._rounds else ({}, [])
-        return Reply(messages=answers, done=not self._rounds)
+        said, answers = self._rounds.pop(0) if self._rounds else ({}, [])
+        ids = {
+            str(written.get("id")): call.id
+            for written, call in zip(said.get("tool_calls") or (), turn.calls, strict=False)
+        }
+        return Reply(messages=[_answering(one, ids) for one in answers], done=not self._rounds)
 
     async def close(self) -> None:
         pass
+
+
+def _answering(message: Message, ids: Mapping[str, str]) -> Message:
+    """A tool's answer with the id that its call has in this conversation: templates that print no ids lose the data's."""
+    id = str(message.get("tool_call_id"))
+    return {**message, "tool_call_id": ids[id]} if message["role"] == "tool" and id in ids else message
 
 
 def rounds(messages: Sequence[Message]) -> tuple[list[Message], list[Round]]:

@@ -24,6 +24,7 @@ __all__ = [
     "probe_words",
     "roles_of",
     "with_calls",
+    "with_named_ids",
     "with_short_ids",
     "words",
 ]
@@ -114,6 +115,25 @@ def _short(id: str) -> str:
     if number.isascii() and number.isdigit() and len(number) <= 5:
         return f"call{number:0>5}"
     return hashlib.blake2b(id.encode(), digest_size=5).hexdigest()[:9]
+
+
+def with_named_ids(message: Message) -> Message:
+    """A message whose ids of calls hold the tool's name as Kimi has it: `call_3` of `lookup` is `functions.lookup:3`."""
+    calls = [
+        {**call, "id": _named(str(call.get("id") or ""), str(call["function"]["name"]))}
+        for call in message.get("tool_calls") or ()
+    ]
+    named = {**message, "tool_calls": calls} if calls else dict(message)
+    if message.get("role") == "tool" and message.get("name"):
+        named["tool_call_id"] = _named(str(message.get("tool_call_id") or ""), str(message["name"]))
+    return named
+
+
+def _named(id: str, name: str) -> str:
+    if name in id:
+        return id
+    digits = id[len(id.rstrip("0123456789")) :]
+    return f"functions.{name}:{int(digits[-9:] or 0)}"
 
 
 def plans(roles: Sequence[str]) -> Iterator[Plan]:

@@ -9,6 +9,7 @@ question is asked once. This module knows texts and messages, and no token.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from turnwise.rollout.probes import (
     probe_words,
     roles_of,
     with_calls,
+    with_named_ids,
     with_short_ids,
     words,
 )
@@ -177,15 +179,19 @@ class Template:
 
         None where the template writes no calls.
         """
-        for as_text in (False, True):
-            for empty in ("", None):
-                turn = probe_call({"text": PLACEHOLDER})
-                try:
-                    whole = self._render_as(turn, as_text=as_text, empty=empty)
-                except TemplateError:
-                    continue
-                if PLACEHOLDER in whole and turn["tool_calls"][0]["function"]["name"] in whole:
-                    return as_text, empty
+        return None if self._call_form is None else self._call_form[:2]
+
+    @functools.cached_property
+    def _call_form(self) -> tuple[bool, str | None, bool] | None:
+        """`call_shape`, and whether the template writes the tool's name only as a part of the call's id (Kimi's)."""
+        turn = probe_call({"text": PLACEHOLDER})
+        for named_ids, as_text, empty in itertools.product((False, True), (False, True), ("", None)):
+            try:
+                whole = self._render_as(with_named_ids(turn) if named_ids else turn, as_text=as_text, empty=empty)
+            except TemplateError:
+                continue
+            if PLACEHOLDER in whole and turn["tool_calls"][0]["function"]["name"] in whole:
+                return as_text, empty, named_ids
         return None
 
     @functools.cached_property
@@ -347,8 +353,11 @@ class Template:
         if message.get("tool_calls") and self.call_shape is not None:
             as_text, empty = self.call_shape
             message = with_calls(message, as_text=as_text, empty=empty)
-        if (message.get("tool_calls") or message.get("role") == "tool") and not self._takes_any_id:
-            message = with_short_ids(message)
+        if message.get("tool_calls") or message.get("role") == "tool":
+            if self._call_form is not None and self._call_form[2]:
+                return with_named_ids(message)
+            if not self._takes_any_id:
+                return with_short_ids(message)
         return message
 
     @functools.cached_property

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.rollout.tool_calls.json_text import arguments_of, decode, named
-from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
+from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed, with_written_id
 from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.types import ToolCall, ToolSchema
 
@@ -28,6 +28,8 @@ class JsonTagged(Tagged):
     name_key = "name"
     argument_keys: Sequence[str] = ("arguments",)
     refused_key = "parameters"
+    id_key = ""
+    """Where a call has its id; empty where it has none."""
 
     def read_json(self, text: str, begin: int) -> Found:
         """An object, or a list of objects, with name and arguments."""
@@ -40,7 +42,11 @@ class JsonTagged(Tagged):
             after = self._after_json(text, end)
         except Problem as problem:
             return self._lost(text, begin, problem)
-        return [well_formed(name, arguments, text[begin:end])], after
+        return [well_formed(name, arguments, text[begin:end], self._id(value))], after
+
+    def _id(self, value: Mapping[str, Any]) -> str:
+        id = value.get(self.id_key) if self.id_key else None
+        return str(id) if isinstance(id, str | int) else ""
 
     def read_arguments(self, text: str, begin: int, name: str) -> Found:
         """The arguments of a call whose name was said before."""
@@ -119,7 +125,8 @@ class JsonTagged(Tagged):
                     return calls, at
                 continue
             try:
-                calls.append(well_formed(*self.named(value), text[at:end]))
+                name, arguments = self.named(value)
+                calls.append(well_formed(name, arguments, text[at:end], self._id(value)))
             except Problem as problem:
                 calls.append(self.bad(problem, text[at:end]))
             at = after + 1 if text.startswith(",", after) else after
@@ -143,6 +150,7 @@ class Cohere2(JsonTagged):
     how = '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "<tool>", "parameters": {...}}]<|END_ACTION|>'
     opening, close, closing = r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", "<|END_ACTION|>"
     name_key, argument_keys, refused_key = "tool_name", ("parameters",), "arguments"
+    id_key = "tool_call_id"
 
     @functools.cached_property
     def _next_item(self) -> re.Pattern[str]:
@@ -158,7 +166,8 @@ class Mistral(JsonTagged):
     name = "mistral"
     how = '[TOOL_CALLS][{"name": "<tool>", "arguments": {...}}] or [TOOL_CALLS]<tool>[ARGS]{...}'
     opening, close = r"\[TOOL_CALLS\]", r"(?!)"
-    _HEAD = re.compile(r"(?P<name>[^\s\[\]{}\"']+)\s*(?:\[CALL_ID\][^\[{\s]*)?\s*(?:\[ARGS\])?")
+    id_key = "id"
+    _HEAD = re.compile(r"(?P<name>[^\s\[\]{}\"']+)\s*(?:\[CALL_ID\](?P<id>[^\[{\s]*))?\s*(?:\[ARGS\])?")
 
     def _after_json(self, text: str, end: int) -> int:
         return end  # there is no closing mark: whatever follows is said
@@ -166,7 +175,9 @@ class Mistral(JsonTagged):
     def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
         begin = skip_space(text, mark.end())
         head = self._HEAD.match(text, begin)
-        return self.read_arguments(text, head.end(), head["name"]) if head else self.read_json(text, begin)
+        if head is None:
+            return self.read_json(text, begin)
+        return with_written_id(self.read_arguments(text, head.end(), head["name"]), head["id"])
 
 
 class _NameFirst(JsonTagged):
@@ -178,7 +189,7 @@ class _NameFirst(JsonTagged):
         head = self.head.match(text, mark.end())
         if head is None:
             return self._lost(text, mark.end(), Problem("its name is missing", mark.end()))
-        return self.read_arguments(text, head.end(), head["name"])
+        return with_written_id(self.read_arguments(text, head.end(), head["name"]), head.groupdict().get("id"))
 
 
 class DeepSeek(_NameFirst):
@@ -211,5 +222,6 @@ class Kimi(_NameFirst):
     close, closing = r"(?:<\|tool_call_end\|>|(?=<\|tool_calls_section_end\|>))", "<|tool_call_end|>"
     scaffold = rf"{SCAFFOLD}|<\|tool_calls_section_(?:begin|end)\|>"
     head = re.compile(
-        r"\s*(?:functions\.)?(?P<name>[^\s<{}:\"']+)(?::\d+)?\s*(?:<\|tool_call_argument_begin\|>|(?=<\|tool_call_end\|>))"
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{}:\"']+)(?::\d+)?)"
+        r"\s*(?:<\|tool_call_argument_begin\|>|(?=<\|tool_call_end\|>))"
     )

@@ -28,6 +28,7 @@ __all__ = [
     "numbered",
     "skip_space",
     "well_formed",
+    "with_written_id",
 ]
 
 Found = tuple[Sequence[ToolCall], int]
@@ -130,9 +131,9 @@ class Tagged(abc.ABC):
         return malformed(problem, text, how=self.how, name=name)
 
 
-def well_formed(name: str, arguments: dict[str, Any], text: str) -> ToolCall:
+def well_formed(name: str, arguments: dict[str, Any], text: str, written_id: str = "") -> ToolCall:
     """A call without its id, which `numbered` gives."""
-    return ToolCall(id="", name=name, arguments=arguments, text=text.strip())
+    return ToolCall(id="", name=name, arguments=arguments, text=text.strip(), written_id=written_id)
 
 
 def malformed(problem: Problem | str, text: str, *, how: str, name: str = "") -> ToolCall:
@@ -142,8 +143,28 @@ def malformed(problem: Problem | str, text: str, *, how: str, name: str = "") ->
 
 
 def numbered(calls: Iterable[ToolCall], first_id: int) -> tuple[ToolCall, ...]:
-    """The calls with their ids."""
-    return tuple(replace(call, id=f"call_{first_id + n}") for n, call in enumerate(calls))
+    """The calls with their ids: those that the model wrote, as far as they are short, plain and unique in the turn."""
+    found: list[ToolCall] = []
+    taken: set[str] = set()
+    for number, call in enumerate(calls, first_id):
+        id = call.written_id
+        if not _USABLE_ID.fullmatch(id) or id in taken:
+            id = f"call_{number}"
+        while id in taken:  # the model wrote that for an earlier call
+            id += "x"
+        taken.add(id)
+        found.append(replace(call, id=id))
+    return tuple(found)
+
+
+# templates print ids in front of a tool's answer: the model must not be able to write anything else there
+_USABLE_ID = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
+
+
+def with_written_id(found: Found, id: str | None) -> Found:
+    """The first call of those that were found, with the id that the model wrote for it."""
+    calls, end = found
+    return ([replace(calls[0], written_id=id), *calls[1:]], end) if calls and id else found
 
 
 def names_of(tools: Sequence[ToolSchema]) -> frozenset[str]:

@@ -71,6 +71,7 @@ class FromResponseTemplate:
                 raise Problem('its "name" is missing', 0)
             arguments = arguments_of({} if arguments is None else arguments)
             refuse_unwritable(arguments, 0)  # the library lets NaN pass
-            return well_formed(name, arguments, written)
+            id = found.get("id") if isinstance(found, dict) else None
+            return well_formed(name, arguments, written, id if isinstance(id, str) else "")
         except Problem as problem:
             return malformed(problem, written, how=self.how)
