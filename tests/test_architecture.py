@@ -18,6 +18,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "errors": {"types"},
     "answers": set(),
     "references": {"errors"},
+    "terminal": set(),
     "user_code": {"types", "errors"},
     "distribution": set(),
     "images": {"errors"},

@@ -179,8 +179,12 @@ def test_conversations_are_written_in_the_order_of_the_rows(place: Path, determi
 
 
 def test_broken_conversations_are_told_and_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert roll(place, f"environment={place / 'user.py'}:broken", "tools=[]") == 0
-    assert "environment (3 times): RuntimeError: no luck [today]" in capsys.readouterr().out
+    assert roll(place, f"environment={place / 'user.py'}:broken", "tools=[]") == 1
+    told = capsys.readouterr()
+    assert "environment (3 times): RuntimeError: no luck [today]" in told.out
+    assert told.out.count(f'  File "{place / "user.py"}", line ') == 1  # once for all of a kind
+    assert 'raise RuntimeError("no luck [today]")' in told.out
+    assert "all 3 conversations broke; they are in" in told.err
     records = read(place / "out" / "trajectories.jsonl")
     assert [(record["stop"], record["reward"], record["error"]["kind"]) for record in records] == [
         ("error", None, "environment")

@@ -12,12 +12,13 @@ import yaml
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
 from turnwise.config import Config
-from turnwise.environments.environment import environment
+from turnwise.data.rows import read_rows
+from turnwise.environments.environment import Once, environment
 from turnwise.environments.tools import Tools
 from turnwise.errors import RunError
 from turnwise.record import RunDirectory, trajectory_record, write_trajectories, writing
 from turnwise.rollout.limits import Limits
-from turnwise.types import Opening, Reply, Trajectory
+from turnwise.types import Opening, Reply, Trajectory, Turn
 
 
 async def add(a: int, b: int) -> int:
@@ -127,7 +128,9 @@ def test_a_broken_conversation_holds_what_there_was() -> None:
     one = hold(Says(call("add", '{"a": 1, "b": 2}'), RuntimeError("dead")), lambda: Tools([add]))
     record = trajectory_record(one)
     assert (record["stop"], record["reward"], record["rewards"]) == ("error", None, {})
+    traceback = record["error"].pop("traceback")
     assert record["error"] == {"kind": "engine", "message": "RuntimeError: dead"}
+    assert traceback.splitlines()[-1] == "    raise said"
     assert [turn["advantage"] for turn in record["turns"]] == [None]
     assert record["turns"][0]["tool_calls"][0]["content"] == "3"
     assert record["messages"][-1]["role"] == "tool"
@@ -247,3 +250,62 @@ def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file" / "run").prepare(a_config(), resuming=False)
     with pytest.raises(RunError, match="x cannot be written: No space left"), writing(Path("x")):
         raise OSError(28, "No space left")
+
+
+class Unspeakable:
+    """Cannot be told."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Torn(dict[str, Any]):
+    """Cannot be read."""
+
+    def items(self) -> Any:
+        raise LookupError("torn")
+
+
+class Replies(Once):
+    """Answers with a reply."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+
+    async def step(self, turn: Turn) -> Reply:
+        return self.reply
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("info", "part"),
+    [
+        ({"deep": nested(5000)}, "[[[["),
+        ({"odd": Unspeakable()}, "<Unspeakable, whose __str__ raised RuntimeError>"),
+        ({Unspeakable(): 1}, "<Unspeakable, whose __str__ raised RuntimeError>"),
+        (Torn(a=1), "cannot be written: LookupError: torn"),
+    ],
+)
+def test_info_that_cannot_be_written_ends_nothing(info: Any, part: str, tmp_path: Path) -> None:
+    one = hold(["a"], lambda: Replies(Reply(done=True, info={"kept": 1, "it": info})))
+    write_trajectories(tmp_path / "t.jsonl", [one])
+    (line,) = (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()
+    assert one.stop == "done"
+    assert part in json.dumps(json.loads(line)["turns"][0]["info"])
+
+
+def test_a_deeply_nested_row_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "Hi", "odd": nested(900)}) + "\n" + json.dumps({"prompt": "Ho"}) + "\n"
+    )
+    rows = read_rows(str(tmp_path / "rows.jsonl"))
+    held = [hold(["a"], row=row) for row in rows]
+    write_trajectories(tmp_path / "t.jsonl", held)
+    records = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [record["stop"] for record in records] == ["done", "done"]

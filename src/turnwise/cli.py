@@ -18,6 +18,7 @@ from rich.logging import RichHandler
 
 from turnwise.convert import SYSTEMS
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.terminal import Terminal
 
 if TYPE_CHECKING:
     from turnwise.config import Config
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # before torch is loaded: threads that wait by spinning bring a machine that does anything else to a standstill
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _options(arguments)
-    console, errors = Console(), Console(stderr=True)
+    console, errors = Terminal(), Terminal(stderr=True)
     level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
     if level not in levels:
         errors.print(f"turnwise: TURNWISE_LOG={level} is no level; the levels are: {', '.join(levels)}", style="red")

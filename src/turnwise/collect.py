@@ -17,7 +17,7 @@ from turnwise.config import Config, ScriptedEngine
 from turnwise.doctor.preflight import preflight
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
-from turnwise.errors import DataError
+from turnwise.errors import DataError, RolloutError
 from turnwise.metrics import conversation_metrics, drift, failures
 from turnwise.record import write_config, write_trajectories, writing
 from turnwise.rollout.media import ready_media
@@ -31,7 +31,8 @@ __all__ = ["collect"]
 async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
     """Hold conversations on the recipe's rows, score them, and write them to `out` in the order of the rows.
 
-    Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError.
+    Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError: a RolloutError, when all is
+    written, if all conversations broke.
     """
     renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
     for note in preflight(config, renderer):
@@ -97,6 +98,8 @@ async def _collect(
         "seconds/rollout": round(time.perf_counter() - started, 4),
     }
     writer.finish(config, summary)
+    if summary["failed"] == 1.0:
+        raise RolloutError(f"all {writer.total} conversations broke; they are in {out}, with their errors")
     return summary
 
 

@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from turnwise.types import Failure
 
@@ -103,7 +104,11 @@ def boundary(kind: str, *, where: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except (Failed, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+    except Failed as failed:
+        if where and failed.failure.kind == kind and where not in failed.failure.message:
+            raise Failed(replace(failed.failure, message=f"{where}: {failed.failure.message}")) from failed.__cause__
+        raise
+    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # whatever the other side raises is data here
         raise failed_by(error, kind, where=where) from error

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import DataError
+from turnwise.errors import DataError, text_of
 from turnwise.images import digest, is_image, load_image, media_kind, media_value
 from turnwise.types import Media
 
 __all__ = ["Gallery"]
+
+_DEEPEST, _LONGEST = 60, 1000  # containers inside each other, and characters of what is inside the last one
 
 
 class Gallery:
@@ -31,6 +33,8 @@ class Gallery:
         """
         if id(value) in inside:
             return value  # a circle: whoever writes it down must cope
+        if len(inside) >= _DEEPEST:
+            return text_of(value)[:_LONGEST]
         inside = (*inside, id(value))
         if isinstance(value, Mapping):
             kind = media_kind(value)

@@ -60,12 +60,21 @@ def drift(every: Sequence[Trajectory]) -> str | None:
 
 
 def failures(groups: Sequence[Group]) -> list[str]:
-    """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`."""
+    """The errors of broken conversations, the frequent ones first: `environment (12 times): KeyError: ...`.
+
+    The lines of the user's code on which the first of its kind was raised stand below it.
+    """
     errors = Counter(
         (one.error.kind, one.error.message) for group in groups for one in group.trajectories if one.error is not None
     )
+    places = {
+        (one.error.kind, one.error.message): one.error.traceback
+        for group in reversed(groups)
+        for one in reversed(group.trajectories)
+        if one.error is not None
+    }
     return [
-        f"{kind}{f' ({count} times)' if count > 1 else ''}: {message}"
+        f"{kind}{f' ({count} times)' if count > 1 else ''}: {message}\n{places[kind, message]}".rstrip()
         for (kind, message), count in errors.most_common()
     ]
 

@@ -28,7 +28,13 @@ NotNegative = Annotated[float, Field(ge=0)]
 class Part(BaseModel):
     """A part of the recipe: frozen, and strict about its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
 
 
 def changed(part: Part) -> set[str]:

@@ -8,6 +8,7 @@ is documented in docs/record.md and is stable.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import yaml
 
 from turnwise.config import Config
-from turnwise.errors import RunError
+from turnwise.errors import Failed, RunError, boundary, text_of
 from turnwise.gallery import Gallery
 from turnwise.types import Trajectory, Turn
 
@@ -35,15 +36,13 @@ def trajectory_record(trajectory: Trajectory, *, gallery: Gallery | None = None,
         **extra,
         "id": trajectory.id,
         "group": trajectory.group,
-        "row": {**shown.plain(fields), "id": trajectory.row.id},
+        "row": {**_written(shown, fields), "id": trajectory.row.id},
         "stop": trajectory.stop,
-        "error": None
-        if trajectory.error is None
-        else {"kind": trajectory.error.kind, "message": trajectory.error.message},
+        "error": None if trajectory.error is None else dataclasses.asdict(trajectory.error),
         "reward": trajectory.reward,
         "rewards": trajectory.rewards,
         "tools": list(trajectory.tools),
-        "messages": shown.plain(trajectory.messages),
+        "messages": _written(shown, trajectory.messages),
         "turns": [_turn(turn, trajectory, shown) for turn in trajectory.turns],
         "segments": [
             {
@@ -70,7 +69,7 @@ def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
             {
                 "id": call.id,
                 "name": call.name,
-                "arguments": call.arguments,
+                "arguments": _written(shown, call.arguments),
                 "text": call.text,
                 "content": outcome.content if outcome else None,
                 "error": outcome.error if outcome else None,
@@ -85,27 +84,39 @@ def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
         "reward": turn.reward if math.isfinite(turn.reward) else None,
         "advantage": trajectory.advantages[turn.index] if trajectory.advantages else None,
         "weight": turn.weight,
-        "info": shown.plain(turn.info),
+        "info": _written(shown, turn.info),
         "tool_calls": calls,
         "finish_reason": turn.finish_reason,
         "seconds": {"engine": round(turn.seconds_engine, 4), "environment": round(turn.seconds_environment, 4)},
     }
 
 
+def _written(shown: Gallery, value: Any) -> Any:
+    """Something of a user's as plain data; what cannot be read is named instead."""
+    try:
+        with boundary("record"):
+            return shown.plain(value)
+    except Failed as failed:
+        if isinstance(failed.__cause__, OSError):
+            raise failed.__cause__ from None  # an image that cannot be written is ours to tell
+        told = f"cannot be written: {failed.failure.message}"
+        return {"unwritable": told} if isinstance(value, Mapping) else told
+
+
 def _line(value: Mapping[str, Any]) -> str:
     # what a user puts into `info` or a row need not be JSON; it must not end a run either
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-    except (TypeError, ValueError):
-        return json.dumps(_plain(value), ensure_ascii=False, default=str) + "\n"
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=text_of) + "\n"
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_plain(value), ensure_ascii=False, default=text_of) + "\n"
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """The same with what JSON has no words for: keys that are no texts, nan, a circle."""
-    if depth > 50:
-        return str(value)
+    if depth > 80:
+        return text_of(value)[:1000]
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        return {text_of(key): _plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

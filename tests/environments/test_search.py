@@ -142,7 +142,7 @@ def test_tools_that_are_made_at_once_in_many_threads_share_one_service() -> None
 def test_a_model_searches_in_our_own_service() -> None:
     index = Index([Document("1", "Paris\nThe capital of France."), Document("2", "Rome\nThe capital of Italy.")])
     with RetrievalServer(index, token="swordfish") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         arguments = {"retrieval_service_url": f"http://127.0.0.1:{server.server_port}/retrieve", "token": "swordfish"}
         toolbox = Toolbox.of(Search, arguments={**arguments, "topk": 1})
         engine = Says(call("search", '{"query_list": ["France capital", "zebra"]}'), "Paris")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, say
+from turnwise.errors import ConfigError
 from turnwise.scoring.credit import grpo
 from turnwise.scoring.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
@@ -105,12 +107,15 @@ async def raises_later(trajectory: Trajectory) -> float:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "KeyError: answer"),
-        (raises_later, "RuntimeError: the judge is gone"),
+        (raises, "the reward function 'f': KeyError: answer"),
+        (raises_later, "the reward function 'f': RuntimeError: the judge is gone"),
         (lambda _: math.nan, "the reward function 'f' gave nan; a reward must be a finite number"),
         (lambda _: -math.inf, "the reward function 'f' gave -inf; a reward must be a finite number"),
-        (lambda _: None, "TypeError: float() argument must be a string or a real number, not 'NoneType'"),
-        (lambda _: "good", "ValueError: could not convert string to float: 'good'"),
+        (
+            lambda _: None,
+            "the reward function 'f': TypeError: float() argument must be a string or a real number, not 'NoneType'",
+        ),
+        (lambda _: "good", "the reward function 'f': ValueError: could not convert string to float: 'good'"),
     ],
 )
 def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, message: str) -> None:
@@ -266,3 +271,71 @@ def test_a_wrong_number_of_a_function_of_the_group_breaks_its_own_trajectory() -
     assert trajectories[2].error == Failure(
         "reward", "the reward function 'together' gave nan; a reward must be a finite number"
     )
+
+
+@pytest.mark.parametrize("value", [1e200, -1e16])
+def test_a_reward_that_no_gradient_could_hold_breaks_its_trajectory_and_no_other(value: float) -> None:
+    trajectories = hold_all(Says("a"), lambda: pays(1.0), size=3)
+    score(Scorer(trajectory=[TrajectoryReward("f", lambda one: value if one.id == "1/1" else 1.0)]), *trajectories)
+    assert trajectories[1].error == Failure(
+        "reward", f"the reward function 'f' gave {value:g}; a reward must lie between -1e+15 and 1e+15"
+    )
+    grpo(Group(id="1", row=trajectories[0].row, trajectories=trajectories))
+    assert [one.reward for one in trajectories] == [2.0, None, 2.0]
+
+
+def test_rewards_whose_sum_is_no_number_break_their_trajectory() -> None:
+    one = a_trajectory(1.2e308, 1.2e308)
+    score(Scorer(), one)
+    assert one.error == Failure("reward", "the environment gave 1.2e+308; a reward must lie between -1e+15 and 1e+15")
+    several = a_trajectory(9e14, 9e14)
+    score(Scorer(), several)
+    assert several.error == Failure(
+        "reward", "all reward functions together gave 1.8e+15; a reward must lie between -1e+15 and 1e+15"
+    )
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
+    for kind in (TrajectoryReward, TurnReward, GroupReward):
+        with pytest.raises(ConfigError, match="has the weight"):
+            kind("f", two_turns, weight)  # type: ignore[arg-type]
+
+
+def test_a_reward_function_may_set_an_alarm() -> None:
+    def alarmed(trajectory: Trajectory) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(5)
+        signal.alarm(0)
+        return 1.0
+
+    before = signal.getsignal(signal.SIGALRM)
+    trajectories = hold_all(Says("a"), lambda: pays(0.0), size=3)
+    try:
+        score(Scorer(trajectory=[TrajectoryReward("alarmed", alarmed)]), *trajectories)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [one.reward for one in trajectories] == [1.0] * 3
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), BaseException("no Exception")])
+def test_whatever_a_reward_function_raises_breaks_its_trajectory_only(error: BaseException) -> None:
+    async def raises_it(trajectory: Trajectory) -> float:
+        await asyncio.sleep(0)
+        if trajectory.id == "1/1":
+            raise error
+        return 1.0
+
+    def at_once(trajectory: Trajectory) -> float:
+        if trajectory.id == "1/2":
+            raise error
+        return 1.0
+
+    trajectories = hold_all(Says("a"), lambda: pays(0.0), size=4)
+    score(Scorer(trajectory=[TrajectoryReward("a", raises_it), TrajectoryReward("b", at_once)]), *trajectories)
+    assert [one.reward for one in trajectories] == [2.0, None, None, 2.0]
+    assert [one.error.message.partition(":")[0] for one in trajectories if one.error] == [
+        "the reward function 'a'",
+        "the reward function 'b'",
+    ]
+    assert "at_once" in (trajectories[2].error or Failure("", "")).traceback

@@ -29,7 +29,7 @@ CORPUS = [
 @pytest.fixture
 def server() -> Iterator[RetrievalServer]:
     with RetrievalServer(Index(CORPUS)) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
 
@@ -108,7 +108,7 @@ def test_other_paths_are_not_found(server: RetrievalServer) -> None:
 
 def test_with_a_token_it_answers_only_those_who_have_it() -> None:
     with RetrievalServer(Index(CORPUS), token="swordfish") as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         assert post(server, {"queries": []})[0] == 401
         assert post(server, {"queries": []}, Authorization="Bearer swordfisch")[0] == 401
         assert post(server, {"queries": []}, Authorization="Bearer swordfish") == (200, {"result": []})
@@ -145,6 +145,21 @@ def test_a_corpus_that_is_none_is_told_with_its_line(tmp_path: Path, line: str, 
         read_corpus(path)
     with pytest.raises(DataError, match="could not be read: No such file"):
         read_corpus(tmp_path / "none.jsonl")
+
+
+def test_many_clients_at_once_are_all_answered(server: RetrievalServer) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        for _ in range(3):
+            statuses.append(post(server, {"queries": ["cat"]})[0])
+
+    clients = [threading.Thread(target=ask) for _ in range(200)]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join(60)
+    assert statuses == [200] * 600
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ conversation, and never reaches its siblings.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -118,6 +119,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
                 await _converse_in_time(session, environment, table)
         except Failed as failed:
             trajectory.fail(failed.failure)
+            _log.info("%s broke: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))
         finally:
             table.engine.release(trajectory.id)
             trajectory.seconds = time.perf_counter() - started

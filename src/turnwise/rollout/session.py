@@ -8,7 +8,7 @@ piece: so two messages in a row, or an opening without a question, never leave a
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from turnwise.engines.engine import Engine
@@ -29,6 +29,7 @@ from turnwise.types import (
     Sampling,
     Segment,
     Stop,
+    ToolOutcome,
     Trajectory,
     Turn,
 )
@@ -179,9 +180,9 @@ class Session:
             for index in reply.learn_from:
                 _check_learn_from(index, trajectory.turns)
                 trajectory.turns[index].learn_from = True
-            turn.reward += reply.reward
+            turn.reward += float(reply.reward)
             turn.info.update(reply.info)
-            turn.outcomes = reply.outcomes
+            turn.outcomes = tuple(reply.outcomes)
         self.answered += 1
         if reply.resume is not None:
             with boundary("tokens"):
@@ -278,7 +279,9 @@ class Session:
 def _check_reply(reply: Reply, turn: Turn) -> None:
     if not isinstance(reply, Reply):
         raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
-    _refuse_no_messages([*(reply.rewrite or ()), *reply.messages])
+    for messages in (reply.rewrite or (), reply.messages):
+        _refuse_no_messages(messages)
+    _check_parts(reply)
     if reply.prefill and reply.done:
         raise ValueError(
             f"Reply(prefill={reply.prefill!r:.80}, done=True): nobody speaks any more; leave one of them out"
@@ -294,6 +297,23 @@ def _check_reply(reply: Reply, turn: Turn) -> None:
         raise ValueError(
             f"Resume(keep={keep}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
         )
+
+
+def _check_parts(reply: Reply) -> None:
+    """What is not messages: of the types that are said."""
+    if isinstance(reply.reward, str):
+        raise TypeError(f"Reply(reward={reply.reward!r:.80}): the reward is a text; give a number, such as reward=1.0")
+    if not isinstance(reply.info, Mapping):
+        raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
+    if not isinstance(reply.prefill, str):
+        raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
+    if not isinstance(reply.masked, Mapping):
+        raise TypeError(f"Reply(masked={reply.masked!r:.80}): masked must be a dictionary of places by turn")
+    for outcome in reply.outcomes:
+        if not isinstance(outcome, ToolOutcome):
+            raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
+    if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
+        raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
 
 
 def _check_masked(index: int, places: Collection[int], turns: Sequence[Turn]) -> None:
@@ -315,6 +335,8 @@ def _check_learn_from(index: int, turns: Sequence[Turn]) -> None:
 
 
 def _refuse_no_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, Iterator):  # it could be read once only
+        raise TypeError(f"messages must be a list; got a {type(messages).__name__}: put list(...) around it")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(

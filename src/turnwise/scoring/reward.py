@@ -21,10 +21,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.errors import Failed, boundary
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Failure, Group, Trajectory, Turn
+from turnwise.user_code import call, call_blocking, conversation, deadline
 
 __all__ = ["GroupReward", "Scorer", "TrajectoryReward", "TurnReward"]
+
+LARGEST = 1e15
+"""The largest reward, and the smallest below zero: advantages of larger ones do not fit into float32 gradients."""
 
 Number = float | Awaitable[float]
 Numbers = Sequence[float | None] | Awaitable[Sequence[float | None]]
@@ -38,6 +42,9 @@ class TrajectoryReward:
     function: Callable[[Trajectory], Number]
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        _refuse_weight(self.name, self.weight)
+
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
@@ -46,6 +53,9 @@ class TurnReward:
     name: str
     function: Callable[[Trajectory, Turn], Number]
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse_weight(self.name, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,9 @@ class GroupReward:
     name: str
     function: Callable[[Sequence[Trajectory]], Numbers]
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse_weight(self.name, self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +107,13 @@ class Scorer:
     async def _score_apart(self, scores: _Scores) -> None:
         """Ask the functions of a trajectory and those of its turns."""
         trajectory = scores.trajectory
+        with conversation(trajectory.id):
+            await self._ask_each(scores, trajectory)
+
+    async def _ask_each(self, scores: _Scores, trajectory: Trajectory) -> None:
         try:
-            async with asyncio.timeout(self.seconds):
-                scores.add("turns", sum(_finite("the environment", turn.reward) for turn in trajectory.turns))
+            async with deadline(self.seconds):
+                scores.add("turns", sum(_number("the environment", turn.reward) for turn in trajectory.turns))
                 for reward in self.turns:
                     values = [
                         reward.weight * await _ask(reward.name, reward.function, trajectory, turn)
@@ -117,8 +134,9 @@ class Scorer:
         who = f"the reward function {reward.name!r}"
         values: list[Any] | Failure
         try:
-            async with asyncio.timeout(self.seconds):
-                given = await _call(reward.function, [one.trajectory for one in pending])
+            with conversation(who):
+                async with deadline(self.seconds):
+                    given = await _call(who, reward.function, [one.trajectory for one in pending])
             values = _listed(who, given, len(pending))
         except Failed as failed:
             values = failed.failure
@@ -131,7 +149,7 @@ class Scorer:
         for one, value in zip(pending, values, strict=True):
             try:
                 if value is not None:
-                    one.add(reward.name, reward.weight * _finite(who, value))
+                    one.add(reward.name, reward.weight * _number(who, value))
             except Failed as failed:
                 one.trajectory.fail(failed.failure)
 
@@ -154,10 +172,15 @@ class _Scores:
     def write(self) -> None:
         if self.trajectory.failed:
             return
+        try:
+            total = _number("all reward functions together", sum(self.parts.values()))
+        except Failed as failed:
+            self.trajectory.fail(failed.failure)
+            return
         for turn, value in zip(self.trajectory.turns, self.earned, strict=True):
             turn.reward += value
         self.trajectory.rewards = self.parts
-        self.trajectory.reward = sum(self.parts.values())
+        self.trajectory.reward = total
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -168,14 +191,18 @@ async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _ask(name: str, function: Callable[..., Number], *arguments: Any) -> float:
-    return _finite(f"the reward function {name!r}", await _call(function, *arguments))
+    who = f"the reward function {name!r}"
+    return _number(who, await _call(who, function, *arguments))
 
 
-async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The one place where a reward function is called, of whichever kind. Raises Failed."""
-    with boundary("reward"):
-        value = function(*arguments)
-        return await value if inspect.isawaitable(value) else value
+async def _call(who: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The one place where a reward function is called, of whichever kind. Raises Failed.
+
+    A sync function runs in the event loop's thread, which is the main thread: it may set alarms, and it blocks everything else.
+    """
+    with boundary("reward", where=who):
+        value = call_blocking(lambda: function(*arguments), kind="reward", name=who)
+        return await call(lambda: value, kind="reward", name=who) if inspect.isawaitable(value) else value
 
 
 def _listed(who: str, values: Any, count: int) -> list[Any]:
@@ -197,10 +224,19 @@ def _listed(who: str, values: Any, count: int) -> list[Any]:
     )
 
 
-def _finite(who: str, value: Any) -> float:
-    """A reward as a float; tensors and numpy numbers of one element are numbers too."""
-    with boundary("reward"):
+def _number(who: str, value: Any) -> float:
+    """A reward as a float; tensors and numpy numbers of one element are numbers too. Raises Failed."""
+    with boundary("reward", where=who):
         number = float(value)
     if not math.isfinite(number):
         raise Failed(Failure("reward", f"{who} gave {number}; a reward must be a finite number"))
+    if abs(number) > LARGEST:
+        raise Failed(
+            Failure("reward", f"{who} gave {number:g}; a reward must lie between -{LARGEST:g} and {LARGEST:g}")
+        )
     return number
+
+
+def _refuse_weight(name: str, weight: float) -> None:
+    if not math.isfinite(weight) or abs(weight) > LARGEST:
+        raise ConfigError(f"the reward function {name!r} has the weight {weight}; give a finite number, such as 0.5")

@@ -12,13 +12,19 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 __all__ = ["TOKEN", "Document", "Index", "RetrievalServer", "read_corpus", "serve"]
 
@@ -26,6 +32,8 @@ TOKEN = "TURNWISE_RETRIEVAL_TOKEN"
 """The environment variable with the token; arguments of a command are seen by everybody on the machine."""
 
 _LONGEST_BODY = 1 << 20  # bytes
+_BACKLOG = 2048  # connections that wait to be accepted
+_IDLE_SECONDS = 60  # for a client's next question on the same connection
 _MOST_QUERIES, _MOST_DOCUMENTS = 1000, 100
 
 
@@ -85,9 +93,7 @@ class Index:
         try:
             import bm25s
         except ImportError:
-            raise ConfigError(
-                "the retrieval service needs the `bm25s` package: pip install 'turnwise[search]'"
-            ) from None
+            raise _missing("bm25s") from None
         logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells every step, at a level of its own
         self._bm25s = bm25s
         self._documents = documents
@@ -112,23 +118,64 @@ class Index:
         return tokens
 
 
-class RetrievalServer(ThreadingHTTPServer):
+class RetrievalServer:
     """The service, on this machine's own address; `port` 0 takes a free one, `server_port` tells which.
 
-    Raises ConfigError if the port is taken.
+    `serve_forever` answers until `shutdown` is called from elsewhere, or Ctrl-C. Leaving the `with` block frees the port.
+
+    Raises ConfigError if the port is taken, or the libraries are missing.
     """
 
-    daemon_threads = True
-
     def __init__(self, index: Index, *, port: int = 0, token: str | None = None) -> None:
-        self.index = index
-        self.token = token
         try:
-            super().__init__(("127.0.0.1", port), _Handler)
+            import uvicorn
+        except ImportError:
+            raise _missing("uvicorn") from None
+        self.index = index
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", port))
+            self._socket.listen(_BACKLOG)
         except (OSError, OverflowError) as error:
+            self._socket.close()
             raise ConfigError(
                 f"the retrieval service cannot listen on port {port}: {error}; give another --port"
             ) from None
+        options = uvicorn.Config(
+            _application(index, token),
+            backlog=_BACKLOG,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(options)
+        self._idle = threading.Event()
+        self._idle.set()
+        self.server_address: tuple[str, int] = self._socket.getsockname()
+        """Host and port."""
+        self.server_port = self.server_address[1]
+
+    def serve_forever(self) -> None:
+        """Answer questions until `shutdown`."""
+        self._idle.clear()
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._idle.set()
+
+    def shutdown(self) -> None:
+        """Let `serve_forever` return, and wait until it has. To be called from another thread."""
+        self._server.should_exit = True
+        self._idle.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
 
 
 class _Refused(Exception):
@@ -137,59 +184,64 @@ class _Refused(Exception):
         self.status = status
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: RetrievalServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds for a client to say what it wants
-    wbufsize = -1  # header and body in one piece: two would wait for each other
+def _application(index: Index, token: str | None) -> Starlette:
+    try:
+        from starlette.applications import Starlette
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise _missing("starlette") from None
 
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._answer(200, {"status": "ok"})
-        else:
-            self._answer(404, {"error": "POST to /retrieve"})
-
-    def do_POST(self) -> None:
+    async def retrieve(request: Request) -> Response:
         try:
-            queries, topk, scores = _read(self._question())
-        except _Refused as refused:
-            self.close_connection = True  # its body may not have been read
-            self._answer(refused.status, {"error": str(refused)})
-            return
-        found = [self.server.index.search(query, topk) for query in queries]
-        self._answer(200, {"result": [[_told(one, score, scores) for one, score in documents] for documents in found]})
+            queries, topk, scores = _read(await _question(request, token))
+        except _Refused as refused:  # its body may not have been read
+            return JSONResponse({"error": str(refused)}, refused.status, headers={"Connection": "close"})
+        found = await run_in_threadpool(lambda: [index.search(query, topk) for query in queries])
+        result = [[_told(one, score, scores) for one, score in documents] for documents in found]
+        return JSONResponse({"result": result})
 
-    def log_message(self, format: str, *args: object) -> None:  # a line for each request would bury everything else
-        pass
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
 
-    def _question(self) -> Any:
-        if self.path.rstrip("/") not in ("", "/retrieve"):
-            raise _Refused(404, "POST to /retrieve")
-        given = self.headers.get("Authorization", "")
-        if self.server.token is not None and not hmac.compare_digest(
-            given.encode("utf-8", "surrogateescape"), f"Bearer {self.server.token}".encode()
-        ):
-            raise _Refused(401, "the header `Authorization: Bearer <token>` is missing or wrong")
-        if self.headers.get_content_type() != "application/json":  # no web page in a browser here may ask by itself
-            raise _Refused(415, "Content-Type must be application/json")
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise _Refused(411, "Content-Length is missing")
-        if int(length) > _LONGEST_BODY:
-            raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this one has {length}")
-        try:
-            return json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
-            raise _Refused(400, "the body is not JSON") from None
+    async def not_found(request: Request) -> Response:
+        return JSONResponse({"error": "POST to /retrieve"}, 404)
 
-    def _answer(self, status: int, body: Mapping[str, Any]) -> None:
-        content = json.dumps(body).encode("utf-8")
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-        self.wfile.flush()
+    return Starlette(
+        routes=[
+            Route("/health", health, methods=["GET"]),
+            *(Route(path, retrieve, methods=["POST"]) for path in ("/", "/retrieve", "/retrieve/")),
+            Route("/{path:path}", not_found, methods=["GET", "POST"]),
+        ]
+    )
+
+
+async def _question(request: Request, token: str | None) -> Any:
+    given = request.headers.get("Authorization", "")
+    if token is not None and not hmac.compare_digest(
+        given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()
+    ):
+        raise _Refused(401, "the header `Authorization: Bearer <token>` is missing or wrong")
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # no web page in a browser here may ask by itself
+        raise _Refused(415, "Content-Type must be application/json")
+    body = bytearray()
+    length = request.headers.get("Content-Length", "0")
+    if int(length) > _LONGEST_BODY:
+        raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this one has {length}")
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LONGEST_BODY:
+            raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this one has more")
+    try:
+        return json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        raise _Refused(400, "the body is not JSON") from None
+
+
+def _missing(library: str) -> ConfigError:
+    return ConfigError(f"the retrieval service needs the `{library}` package: pip install 'turnwise[search]'")
 
 
 def _read(question: Any) -> tuple[list[str], int, bool]:

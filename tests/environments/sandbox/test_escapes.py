@@ -400,6 +400,7 @@ X86 |= {
     "mq_open": 240,
     "perf_event_open": 298,
     "open_by_handle_at": 304,
+    "io_setup": 206,
     "reboot": 169,
 }
 ARM = {"mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "ptrace": 117}
@@ -410,6 +411,7 @@ ARM |= {
     "mq_open": 180,
     "perf_event_open": 241,
     "open_by_handle_at": 265,
+    "io_setup": 0,
     "reboot": 142,
 }
 NUMBERS = X86 if platform.machine() == "x86_64" else ARM

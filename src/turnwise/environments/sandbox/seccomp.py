@@ -1,9 +1,10 @@
 """The system calls that a program in the sandbox is refused, as a filter for the kernel.
 
 What Python programs need is left alone. Refused are the ways to more rights or another view of the system (namespaces,
-mounts, other processes' memory), to memory that no limit counts (memfd, System V), to parts of the kernel with a bad record
-(bpf, io_uring, userfaultfd, keyrings), and to sockets other than local and internet ones: a network namespace is no barrier
-to a vsock. Layout of a filter: linux/filter.h and linux/seccomp.h.
+mounts, other processes' memory), to memory that no limit counts (memfd, System V), to resources of which the whole machine has
+one quota (asynchronous I/O), to parts of the kernel with a bad record (bpf, io_uring, userfaultfd, keyrings), and to sockets
+other than local and internet ones: a network namespace is no barrier to a vsock. Layout of a filter: linux/filter.h and
+linux/seccomp.h.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ _REFUSED: dict[str, tuple[int, int]] = {
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
+    "io_setup": (206, 0),
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
