@@ -255,6 +255,8 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
     for left in found.left:
         mark = "CHANGES THE TRAINING, left out" if left.matters else "left out"
         console.print(f"{mark}: {left}", highlight=False, markup=False, soft_wrap=True)
+    for guess in found.guessed:
+        console.print(f"guessed: {guess}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"{len(found.carried)} keys carried over and {len(found.left)} left out, {len(found.refused())} of which change the "
         f"training; the recipe: {options.out}",

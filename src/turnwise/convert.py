@@ -33,9 +33,12 @@ def converted(system: str, words: Sequence[str], *, folder: str | None = None, n
 
 
 def as_recipe(converted: Converted) -> str:
-    """The recipe as YAML; what could not be carried over stands above it."""
+    """The recipe as YAML; what could not be carried over, and what was guessed, stands above it."""
     marks = {True: "CHANGES THE TRAINING, left out", False: "left out"}
-    lines = [f"# {line}" for left in converted.left for line in f"{marks[left.matters]}: {left}".splitlines()]
+    told = [f"{marks[left.matters]}: {left}" for left in converted.left] + [
+        f"guessed: {one}" for one in converted.guessed
+    ]
+    lines = [f"# {line}" for one in told for line in one.splitlines()]
     recipe = yaml.safe_dump(converted.recipe, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*lines, *([""] if lines else []), recipe])
 

@@ -34,6 +34,9 @@ class Converted:
     left: list[Left] = field(default_factory=list)
     """The keys that were not carried over; with `carried`, every key that was given."""
 
+    guessed: list[Left] = field(default_factory=list)
+    """What the configuration does not say and was guessed, or means something else here than there: to be looked at."""
+
     def refused(self) -> list[Left]:
         """Those without which the training would be another one."""
         return [left for left in self.left if left.matters]

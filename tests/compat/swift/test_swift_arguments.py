@@ -80,7 +80,12 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         },
         "environment": {
             "use": "turnwise.compat.swift:scheduler",
-            "arguments": {"name": "tool_call_scheduler", "max_turns": 3, "external_plugins": plugins},
+            "arguments": {
+                "name": "tool_call_scheduler",
+                "max_turns": 3,
+                "external_plugins": plugins,
+                "tokenizer": "Qwen/Qwen3-1.7B",  # a plugin may register its own by the name of one of ours
+            },
         },
         "reward": {
             "trajectory": [
@@ -305,3 +310,76 @@ def test_a_reward_of_ms_swift_that_is_not_here_is_told_unless_a_plugin_has_one(t
 def test_the_page_names_every_argument_that_is_known() -> None:
     page = (Path(__file__).parents[3] / "docs" / "swift.md").read_text()
     assert [key for key in (*OPTIONS, *CHOICES, *FIXED, *COMPUTED) if f"`{key}`" not in page] == []
+
+
+COMMENTED = """
+# don't forget: please run the following `swift rollout` script first
+# CUDA_VISIBLE_DEVICES=0 \\
+# swift rollout \\
+#     --model Qwen/Qwen3-1.7B \\
+#     --multi_turn_scheduler {scheduler} \\
+#     --max_turns 3
+# that's all
+
+swift rlhf --rlhf_type grpo --model Qwen/Qwen3-1.7B --tuner_type full --dataset AI-MO/NuminaMath-TIR#10000 \\
+    --vllm_mode server --reward_funcs accuracy --max_steps 3
+"""
+
+
+def guessed(found: Converted) -> dict[str, Any]:
+    return {one.key: one.value for one in found.guessed}
+
+
+def test_a_rollout_command_in_a_comment_is_read_and_told(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(COMMENTED.format(scheduler="thinking_tips_scheduler"))
+    found = from_swift_arguments(str(script))
+    valid(found)
+    assert found.recipe["environment"]["arguments"] == {"name": "thinking_tips_scheduler", "max_turns": 3}
+    assert found.recipe["limits"]["turns"] == 3
+    assert guessed(found)["swift rollout"] == "thinking_tips_scheduler"
+    assert found.refused() == []
+
+    # one that is no comment is taken instead
+    script.write_text(COMMENTED.format(scheduler="mine") + "\nswift rollout --model Qwen/Qwen3-1.7B --max_turns 2\n")
+    found = from_swift_arguments(str(script))
+    assert "name" not in found.recipe["environment"]["arguments"]
+    assert "swift rollout" not in guessed(found)
+    assert [one.key for one in found.refused()] == []  # it says that there is no scheduler
+
+
+def test_where_the_rollout_command_is_unknown_a_single_turn_is_marked(tmp_path: Path) -> None:
+    (refused,) = converted(FULL + "--vllm_mode server").refused()
+    assert (refused.key, refused.value) == ("vllm_mode", "server")
+    assert "the arguments of `swift rollout`, where a scheduler would be, are not known" in refused.reason
+    assert converted(FULL + "--vllm_mode colocate").refused() == []
+
+
+def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "examples" / "train"
+    folder.mkdir(parents=True)
+    (folder / "prompt.txt").write_text("Think first.\n")
+    for name in ("examples/train/prompt.txt", "prompt.txt"):
+        (folder / "run.sh").write_text(f"swift rlhf {FULL} --system {name}")
+        assert from_swift_arguments(folder / "run.sh").recipe["data"]["system"] == "Think first.\n"
+    (folder / "run.sh").write_text(f"swift rlhf {FULL} --system absent/prompt.txt")
+    found = from_swift_arguments(folder / "run.sh")
+    assert "system" not in found.recipe["data"]
+    assert [(one.key, one.value) for one in found.refused()] == [("system", "absent/prompt.txt")]
+    assert converted(FULL + "--system 'Be short.'").recipe["data"]["system"] == "Be short."
+
+
+def test_what_was_guessed_is_told(tmp_path: Path) -> None:
+    from turnwise.convert import as_recipe
+
+    words = "--rlhf_type grpo --tuner_type full --max_steps 1 --model Qwen/Qwen3-0.6B "
+    found = converted(words + "--dataset AI-MO/NuminaMath-TIR")
+    assert guessed(found) == {"columns": "messages", "model": "Qwen/Qwen3-0.6B", "dataset": "AI-MO/NuminaMath-TIR"}
+    assert "# guessed: columns='messages': the data could not be looked into here" in as_recipe(found)
+    assert "# guessed: model='Qwen/Qwen3-0.6B': ms-swift takes it from ModelScope" in as_recipe(found)
+    assert guessed(converted(words + "--dataset AI-MO/NuminaMath-TIR --use_hf true")) == {"columns": "messages"}
+    data, model = tmp_path / "d.jsonl", tmp_path / "model"
+    data.write_text('{"query": "?"}\n')
+    assert (
+        guessed(converted(f"--rlhf_type grpo --tuner_type full --max_steps 1 --model {model} --dataset {data}")) == {}
+    )

@@ -32,6 +32,7 @@ COMPUTED = (
 """Arguments of which several make one option, or one several."""
 
 _MANY_TURNS = 100
+_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
 
 
 def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Converted:
@@ -52,19 +53,21 @@ class _Conversion:
         self._recipe: dict[str, Any] = {}
         self._carried: dict[str, str] = {}
         self._left: list[Left] = []
+        self._guessed: list[Left] = []
         self._minibatches = 1
 
     def result(self) -> Converted:
         """The whole."""
         self._plain()
         self._data()
+        self._hubs()
         self._conversation()
         self._rewards()
         self._batches()
         self._clipping()
         self._steps()
         self._others()
-        return Converted(self._recipe, self._carried, self._left)
+        return Converted(self._recipe, self._carried, self._left, self._guessed)
 
     # how an argument is asked for and ticked off
 
@@ -115,11 +118,16 @@ class _Conversion:
             self._set("train.lr", 1e-5)  # ms-swift's own where all parameters are trained
 
     def _file_of_system(self, value: Any) -> bool:
-        path = Path(str(value))
-        if not str(value).endswith(".txt") or not path.is_file():
-            return False
-        self._set("data.system", path.read_text(encoding="utf-8"), "system")
-        return True
+        """Whether the system message is a file's; in ms-swift it is where there is a file of that name."""
+        text = str(value)
+        path = self._given.find(text) if len(text) < 256 and "\n" not in text and "\0" not in text else None
+        if path is not None:
+            self._set("data.system", path.read_text(encoding="utf-8"), "system")
+        elif text.endswith(".txt"):
+            self._leave(
+                "system", "there is no file of that name: run from the folder that it is relative to", matters=True
+            )
+        return path is not None or text.endswith(".txt")
 
     def _data(self) -> None:
         given = self._given.values
@@ -145,7 +153,11 @@ class _Conversion:
             columns["prompt" if meaning in ("messages", "query", "prompt", "problem") else meaning] = name
         self._carry("data.columns", "columns")
         if "prompt" not in columns:
-            columns["prompt"] = self._prompt_column()
+            known = self._prompt_column()
+            columns["prompt"] = known or "messages"
+            if known is None and given.get("dataset"):
+                why = "the data could not be looked into here, so the column of the prompts is a guess: data.columns.prompt"
+                self._guessed.append(Left("columns", "messages", why))
         if columns != {"prompt": "prompt"}:
             self._set("data.columns", columns)
         if "split_dataset_ratio" in given:
@@ -161,18 +173,33 @@ class _Conversion:
             else:
                 self._leave("data_seed", "there is one seed, for everything: seed")
 
-    def _prompt_column(self) -> str:
-        """The column of the conversations: looked up in the file where there is one, else what ms-swift's data sets have."""
+    def _prompt_column(self) -> str | None:
+        """The column of the conversations, where there is a file to look it up in."""
         path = Path(str(self._recipe.get("data", {}).get("train", "")))
-        if path.suffix in (".jsonl", ".json") and path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                try:
-                    first = json.loads(next(lines, "{}"))
-                except json.JSONDecodeError:
-                    first = {}
-            known = ("messages", "prompt", "query", "problem", "question")
-            return next((name for name in known if name in first), "messages")
-        return "messages"
+        if path.suffix not in (".jsonl", ".json") or not path.is_file():
+            return None
+        with path.open(encoding="utf-8") as lines:
+            try:
+                first = json.loads(next(lines, "{}"))
+            except json.JSONDecodeError:
+                return None
+        known = ("messages", "prompt", "query", "problem", "question")
+        return next((name for name in known if isinstance(first, dict) and name in first), None)
+
+    def _hubs(self) -> None:
+        """Names that ms-swift looks up on ModelScope."""
+        if self._given.values.get("use_hf"):
+            return
+        for key, option in (("model", "model.path"), ("dataset", "data.train"), ("val_dataset", "data.eval")):
+            node, _, last = option.partition(".")
+            name = str(self._recipe.get(node, {}).get(last, ""))
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() and Path(name).suffix not in _FILES:
+                why = (
+                    "ms-swift takes it from ModelScope, here it is Hugging Face's of this name: see that it is the same"
+                )
+                if key != "model":
+                    why += "; its columns are not prepared as ms-swift does for the data sets it knows (data.columns)"
+                self._guessed.append(Left(key, name, why))
 
     def _conversation(self) -> None:
         given, arguments = self._given.values, dict[str, Any]()
@@ -194,13 +221,19 @@ class _Conversion:
                     arguments[key] = given[key]
             if plugins:
                 arguments["external_plugins"] = plugins
-            if name not in multi_turns:  # it may ask for one; it is loaded only if it does
+            if plugins or name not in multi_turns:  # a plugin's may ask for one; it is loaded only if it does
                 arguments["tokenizer"] = given.get("model")
         elif "max_turns" in given:
             self._leave("max_turns", "there is no scheduler, so there is one turn")
-        if name is None and given.get("vllm_mode") == "server":
-            why = "if `swift rollout` had a scheduler, give its arguments too: there is one turn without"
-            self._leave("vllm_mode", f"the engine is the embedded one; {why}")
+        if name is None and given.get("vllm_mode") == "server" and self._given.rollout == "unknown":
+            why = (
+                "the arguments of `swift rollout`, where a scheduler would be, are not known: there is one turn. Give them too, "
+                "or vllm_mode=colocate if there is no scheduler"
+            )
+            self._leave("vllm_mode", why, matters=True)
+        if self._given.rollout == "comment":
+            why = "it stands in a comment of the script, and was read from there: see that it is what you run"
+            self._guessed.append(Left("swift rollout", name, why))
         turns = (given.get("max_turns") or _MANY_TURNS) if name is not None else 1
         self._set("limits.turns", turns, *(["max_turns"] if name is not None else []))
         self._set("environment", {"use": f"{_PLACE}:scheduler", "arguments": arguments})

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,6 +17,7 @@ from turnwise.errors import ConfigError
 
 __all__ = ["Given", "listed", "read"]
 
+_ROLLOUT = re.compile(r"(\w+=\S+\s+)*(\S*/)?swift\s+rollout\b")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -31,6 +32,15 @@ class Given:
         """Variables of the shell that are set in front of a command."""
         self.processes = 1
         """Of the trainer: `NPROC_PER_NODE` times `NNODES`."""
+        self.rollout: Literal["given", "comment", "unknown"] = "unknown"
+        """Whether the arguments of `swift rollout` are there, and whether they stand in a comment."""
+        self.folders: list[Path] = [Path()]
+        """Where files that are named may be: here, and in the folders around the files that were read."""
+
+    def find(self, name: str) -> Path | None:
+        """The file of that name, relative to one of the folders, or None."""
+        places = (folder / Path(name).expanduser() for folder in self.folders)
+        return next((place for place in places if place.is_file()), None)
 
     def add(self, key: str, value: Any) -> None:
         """One argument. Lists are made of those that take several values."""
@@ -96,7 +106,9 @@ def _words(given: Given, words: Sequence[str]) -> None:
             processes[match.group(1)] = int(match.group(2))
         elif match := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             given.environment[match.group(1)] = match.group(2)
-        elif word not in ("swift", "megatron", "rlhf", "rollout", "grpo", "run"):
+        elif word == "rollout":
+            given.rollout = "given"
+        elif word not in ("swift", "megatron", "rlhf", "grpo", "run"):
             raise ConfigError(
                 f"{word!r} is no argument of ms-swift; they are written --name value, or in a file: args.yaml"
             )
@@ -111,8 +123,15 @@ def _file(given: Given, path: Path) -> None:
         raise ConfigError(f"the arguments {path.absolute()} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error}") from None
+    given.folders += path.absolute().parents
     if path.suffix == ".sh":
-        for words in _commands(text, path):
+        commands = _commands(text, path)
+        if not any(kind == "rollout" for kind, _ in commands) and (commented := _commented(text)):
+            given.rollout = "comment"
+            commands += _commands(commented, path)
+        elif any(kind == "rollout" for kind, _ in commands):
+            given.rollout = "given"
+        for _, words in commands:
             _words(given, words)
         return
     try:
@@ -125,12 +144,27 @@ def _file(given: Given, path: Path) -> None:
         given.add(str(key), _value(value) if isinstance(value, str) else value)
 
 
-def _commands(text: str, path: Path) -> list[list[str]]:
-    """The words of each `swift rlhf` and `swift rollout` in a script, what is set in front of them included.
+def _commented(text: str) -> str:
+    """A `swift rollout` that stands in the script's comments, because it is to be run in another terminal; or nothing."""
+    found: list[str] = []
+    for line in text.splitlines():
+        words = line.lstrip().removeprefix("#").strip()
+        if not line.lstrip().startswith("#") or (not found and _ROLLOUT.match(words) is None):
+            if found:
+                break
+            continue
+        found.append(words)
+        if not words.endswith("\\"):
+            break
+    return "\n".join(found).rstrip("\\")
+
+
+def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
+    """The words of each `swift rlhf` and `swift rollout` in a script, and which it is; what is set in front is included.
 
     Variables that the script itself sets to plain texts are put in.
     """
-    found: list[list[str]] = []
+    found: list[tuple[str, list[str]]] = []
     variables: dict[str, str] = {}
     for line in _lines(text, path):
         words = [re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: _variable(match, variables), word) for word in line]
@@ -139,11 +173,12 @@ def _commands(text: str, path: Path) -> list[list[str]]:
             pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
             variables.update({name: value for name, _, value in pairs})
             continue
+        kind = words[at + 1]
         words = [*(word for word in words[:at] if "=" in word), *words[at + 2 :]]
         words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]
         if unset := [word for word in words if re.search(r"\$[\w{(]", word)]:
             raise ConfigError(f"{path}: {unset[0]!r} is set nowhere in the script; write its value")
-        found.append(words)
+        found.append((kind, words))
     if not found:
         raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
     return found

@@ -6,6 +6,8 @@ Data only. ms-swift declares some of these with pydantic; here all are dataclass
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -92,7 +94,8 @@ class Function:
     """What is called."""
 
     name: str
-    arguments: str | dict[str, Any] | None
+    arguments: str | None
+    """JSON."""
 
 
 @dataclass
@@ -179,7 +182,9 @@ def choice_of(turn: Turn) -> ChatCompletionResponseChoice:
     ids = list(completion.token_ids) if completion is not None else []
     logprobs = list(completion.logprobs) if completion is not None else []
     calls = [
-        ChatCompletionMessageToolCall(id=call.id, function=Function(call.name, dict(call.arguments)))
+        ChatCompletionMessageToolCall(
+            id=call.id, function=Function(call.name, json.dumps(dict(call.arguments), ensure_ascii=False))
+        )
         for call in turn.calls
         if call.error is None
     ]
@@ -194,6 +199,10 @@ def choice_of(turn: Turn) -> ChatCompletionResponseChoice:
         },
         token_ids=ids,
     )
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(dict(arguments), ensure_ascii=False)
 
 
 def response_of(choice: ChatCompletionResponseChoice, uuid: str | None) -> ChatCompletionResponse:
