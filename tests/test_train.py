@@ -224,7 +224,9 @@ def test_without_overlap_a_step_is_sampled_by_the_weights_that_learn_from_it(rec
 def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_path: Path) -> None:
     rows: list[list[tuple[int, str]]] = []
     for name in ("false", "true"):
-        run(recipe, f"train.overlap={name}", "train.steps=5", f"output={tmp_path / name}")
+        made = run(recipe, f"train.overlap={name}", "train.steps=5", f"output={tmp_path / name}")
+        sampled = sum(one["tokens/sampled"] for one in lines(tmp_path / name / "metrics.jsonl"))
+        assert made.table.engine.stats.sampled_tokens == sampled  # none is held that no step learns from
         rows.append([(one["step"], one["row"]["id"]) for one in lines(tmp_path / name / "trajectories.jsonl")])
     assert rows[0] == rows[1]
     assert [step for step, _ in rows[0]] == [step for step in (1, 2, 3, 4, 5) for _ in range(12)]

@@ -87,6 +87,25 @@ def test_an_evicted_conversation_is_computed_again() -> None:
     assert engine.stats.evictions >= 3
 
 
+@pytest.mark.parametrize("last", ["a", "b", "c"])
+def test_the_conversation_that_spoke_longest_ago_loses_its_slot(last: str) -> None:
+    prompts = {name: tokens(20, seed) for seed, name in enumerate("abcd")}
+    engine = LocalEngine(make("qwen3"), threads=1, slots=3)
+    order = [*(name for name in "abc" if name != last), last]
+    for name in ["a", "b", "c", *order]:
+        ask(engine, greedy(name, prompts[name]))
+    assert engine.stats.evictions == 0
+    ask(engine, greedy("d", prompts["d"]))
+    assert engine.stats.evictions == 1
+    for name in order[1:]:  # they are where they were
+        before = engine.stats.prefilled_tokens
+        ask(engine, greedy(name, prompts[name]))
+        assert engine.stats.prefilled_tokens - before <= 1
+    assert engine.stats.evictions == 1
+    ask(engine, greedy(order[0], prompts[order[0]]))
+    assert engine.stats.evictions == 2
+
+
 def test_a_long_conversation_does_not_keep_the_rows_long() -> None:
     engine = LocalEngine(make("qwen3"), threads=1, memory_gb=gigabytes(400))
     ask(engine, speak("a", tokens(200), 50))

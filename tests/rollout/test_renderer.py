@@ -277,6 +277,27 @@ def test_a_drift_says_where_it_begins_and_what_both_sides_say() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "said", "tokens", "ids", "theirs"),
+    [
+        # "Hi" was "Ho": one token in the middle of what was said to the model
+        ("<|im_start|>user\nHo<|im_end|>\n<|im_start|>assistant\n", "Yo", "7 to 8", "'o' [81]", "'i' [75]"),
+        # a character of two tokens differs in one: both are shown
+        ("<|im_start|>user\nHé<|im_end|>\n<|im_start|>assistant\n", "Yo", "7 to 9", "'é' [", "'i' [75]"),
+        ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Yo, I say", "23 to 30", "', I say' [", "'"),
+    ],
+)
+def test_the_tokens_of_a_drift_are_those_that_differ(
+    before: str, said: str, tokens: str, ids: str, theirs: str
+) -> None:
+    segment = segment_of((-1, before), (0, said + "<|im_end|>"))
+    found = RENDERER.drift(segment, [HI, {"role": "assistant", "content": "Yo"}])
+    assert f"tokens {tokens}: the tokens say {ids}" in str(found)
+    assert f"where the template says {theirs}" in str(found)
+    first, last = map(int, tokens.split(" to "))
+    assert RENDERER.decode(segment.token_ids[first:last]) == ids.split("'")[1]
+
+
 @pytest.mark.parametrize(("sanity", "drifts"), [("strict", True), ("ignore_strippable", True), ("disable", False)])
 def test_a_template_that_writes_into_the_last_turn_is_found_out_and_the_tokens_stay(sanity: Any, drifts: bool) -> None:
     signs = CHATML.replace("{{ message.content }}", "{{ message.content }}{{ sign }}").replace(
