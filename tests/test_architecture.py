@@ -23,12 +23,13 @@ MAY_KNOW: dict[str, set[str]] = {
     "distribution": set(),
     "images": {"errors"},
     "gallery": {"errors", "images", "types"},
-    "data": {"types", "errors", "answers", "images"},
+    "json_yaml": {"errors"},
+    "data": {"types", "errors", "answers", "images", "json_yaml"},
     "threads": set(),
     "vision": {"types", "errors"},
     "attention": set(),
     "engines": {"types", "errors", "user_code", "distribution", "threads", "vision", "attention"},
-    "environments": {"types", "errors", "user_code", "answers", "references"},
+    "environments": {"types", "errors", "user_code", "answers", "references", "json_yaml"},
     "rollout": {
         "types",
         "errors",
@@ -43,11 +44,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "metrics": {"types"},
     "options": set(),
     "config": {"errors", "data", "options"},
-    "recipe": {"config", "errors"},
-    "record": {"types", "errors", "config", "gallery"},
-    "show": {"errors"},
-    "serve": {"errors"},
+    "recipe": {"config", "errors", "json_yaml"},
+    "record": {"types", "errors", "config", "gallery", "json_yaml"},
+    "show": {"errors", "json_yaml"},
+    "serve": {"errors", "json_yaml"},
     "compat": {
+        "json_yaml",
         "types",
         "errors",
         "user_code",
@@ -62,7 +64,8 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "evaluate": {"types", "metrics", "rollout", "scoring"},
     "replay": {"types", "errors", "engines.scripted", "environments.replay", "rollout", "scoring.mask"},
-    "sft_recipe": {"config", "errors", "options"},
+    "train_recipe": {"config", "data.rows", "errors", "options"},
+    "sft_recipe": {"config", "errors", "options", "train_recipe"},
 }
 """Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
 
@@ -86,6 +89,7 @@ LIGHT = [
     "references",
     "compat",
     "replay",
+    "train_recipe",
     "sft_recipe",
 ]
 """Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""

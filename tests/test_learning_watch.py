@@ -12,12 +12,13 @@ import pytest
 from rich.console import Console
 
 from support.tiny import save_model, save_rows
-from turnwise.config import Config, refuse_without_reward
+from turnwise.config import Config
 from turnwise.errors import ConfigError
 from turnwise.learning_watch import LearningWatch
 from turnwise.metrics import conversation_metrics
 from turnwise.report import Report
 from turnwise.train import assemble, train
+from turnwise.train_recipe import refuse_without_reward
 from turnwise.types import Group, Row, Stop, Trajectory, Turn
 
 PLACES = Path(__file__).parent / "support" / "places.py"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from turnwise.config import Config, LocalEngine, ScriptedEngine, refuse_without_effect
+from turnwise.config import Config, LocalEngine, ScriptedEngine
 from turnwise.errors import ConfigError
 from turnwise.options import changed
 from turnwise.recipe import load
 from turnwise.sft_recipe import refuse_sft_without_effect
+from turnwise.train_recipe import refuse_without_effect
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
 
@@ -96,7 +97,7 @@ def test_what_is_no_recipe_is_told(tmp_path: Path) -> None:
     assert refused(write(tmp_path, "- a\n- b")).endswith("must hold a mapping of options; it holds a list")
     assert refused(write(tmp_path, "")).endswith("must hold a mapping of options; it holds a NoneType")
     (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9\n")
-    assert "latin.yaml is not YAML: 'utf-8' codec" in refused(tmp_path / "latin.yaml")
+    assert "latin.yaml is not UTF-8: invalid continuation byte" in refused(tmp_path / "latin.yaml")
 
 
 # overrides
@@ -140,7 +141,7 @@ def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
         ("train.lr=[1", "'train.lr=[1': the value is not YAML: "),
         ("seed.x=1", "seed is not a mapping of options"),
         ("tools.0.timeout=5", "tools is not a mapping of options"),
-        ("train..lr=5", "there is no option train."),
+        ("train..lr=5", "'train..lr' has an empty part"),
     ],
 )
 def test_what_is_no_override_is_told(tmp_path: Path, override: str, message: str) -> None:

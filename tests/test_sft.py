@@ -443,7 +443,7 @@ def test_what_the_template_has_no_use_for_is_refused_before_the_weights_are_load
 
 
 def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
-    from turnwise.config import refuse_without_effect
+    from turnwise.train_recipe import refuse_without_effect
 
     with pytest.raises(
         ConfigError, match=r"sft.batch_rows has no effect in training: it is an option of `turnwise sft`"

@@ -51,7 +51,14 @@ def final_answer(text: str, method: Method = "strict") -> str | None:
 
 
 def truth(answer: object) -> str:
-    """The number that a data set's answer column holds: `72`, `"72"`, or GSM8K's whole solution with `#### 72` at its end."""
+    """The number that a data set's answer column holds: `72`, `"72"`, or GSM8K's whole solution with `#### 72` at its end.
+
+    Raises ValueError if it holds no number and no text: with such a truth no answer would ever be right.
+    """
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise ValueError(
+            f"the right answer is {answer!r:.80}; it must be a number or a text. Correct the row, or leave it out"
+        )
     text = str(answer)
     return final_answer(text) or _plain(text.strip())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -19,6 +18,7 @@ from turnwise.environments.mcp import McpServers
 from turnwise.environments.tool import own_copy
 from turnwise.environments.tools import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, DataError, Failed, boundary
+from turnwise.json_yaml import parse_json, read_text
 from turnwise.references import resolve
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer
@@ -377,17 +377,11 @@ def scripts(path: str) -> list[list[str]]:
     if not file.is_file():
         raise DataError(f"engine.script: there is no file {file.absolute()}")
     found: list[list[str]] = []
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # no splitlines: a text may hold U+2028
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from error
-    for number, line in enumerate(lines, 1):
+    # split, not splitlines: a text may hold U+2028
+    for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            texts = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: this line is not JSON ({error.msg} at column {error.colno})") from error
+        texts = parse_json(line, where=f"{path}:{number}: this line", error=DataError)
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise DataError(f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."]')
         found.append(texts)

@@ -1,6 +1,7 @@
-"""The schema of a recipe: every option, its default and its meaning; and which combinations make no sense.
+"""The schema of a recipe: every option, its default and its meaning.
 
-There is one schema, and it is the documentation of the options too. How a recipe file is read is the affair of `recipe`.
+There is one schema, and it is the documentation of the options too. How a recipe file is read is the affair of `recipe`;
+which combinations make no sense is that of `train_recipe` and `sft_recipe`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.data.rows import FILES
-from turnwise.errors import ConfigError, nearest
-from turnwise.options import Evaluation, Limits, NotNegative, Part, Positive, Sampling, Sft, changed
+from turnwise.errors import nearest
+from turnwise.options import Beta, Evaluation, Limits, NonEmpty, NotNegative, Part, Positive, Sampling, Sft
 
 __all__ = [
     "LOSS_MASKS",
@@ -27,21 +27,10 @@ __all__ = [
     "ToolCalls",
     "ToolUse",
     "Use",
-    "file_problems",
-    "refuse_without_effect",
-    "refuse_without_reward",
 ]
 
 LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 """The rules of `scoring.mask`, by name."""
-
-
-WITHOUT_REWARD = (
-    "turnwise.environments.environment:Once",
-    "turnwise.environments.users:ScriptedUser",
-    "turnwise.environments.modelled:ModelledUser",
-)
-"""Environments that give no reward of their own."""
 
 
 def _short(value: Any) -> Any:
@@ -51,7 +40,7 @@ def _short(value: Any) -> Any:
 class Use(Part):
     """A reference to a Python object. A plain text is short for `{use: text}`."""
 
-    use: str
+    use: NonEmpty
     """`package.module:name` or `path/to/file.py:name`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments it is called with when it is made (classes, environments) or at each call (functions)."""
@@ -62,25 +51,25 @@ class Use(Part):
 class Model(Part):
     """The model that is trained."""
 
-    path: str
+    path: NonEmpty
     """A model directory or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the parameters. With bfloat16 the optimizer keeps float32 master weights."""
-    device: str = "auto"
+    device: NonEmpty = "auto"
     """`auto` (CUDA if there is one), `cpu`, `cuda`, `cuda:1`."""
 
 
 class Data(Part):
     """Where conversations start."""
 
-    train: str
+    train: NonEmpty
     """A .jsonl or .parquet file, a directory saved by `datasets`, or a hub id."""
-    eval: str | None = None
+    eval: NonEmpty | None = None
     """Held-out rows, likewise."""
-    split: str = "train"
+    split: NonEmpty = "train"
     """Of a data set with splits."""
-    eval_split: str = "test"
-    subset: str | None = None
+    eval_split: NonEmpty = "test"
+    subset: NonEmpty | None = None
     """Of a hub data set with several configurations."""
     columns: dict[str, str] = {}
     """Our name to the data's: `{prompt: question}`."""
@@ -97,7 +86,7 @@ class Data(Part):
 class ToolUse(Part):
     """A tool: a typed function, or a class whose public methods are tools. A plain text is short for `{use: text}`."""
 
-    use: str
+    use: NonEmpty
     arguments: dict[str, Any] = {}
     """Of the class's constructor, called for each conversation."""
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -113,11 +102,11 @@ class ToolUse(Part):
 class Mcp(Part):
     """Tools of MCP servers."""
 
-    servers: str | None = None
+    servers: NonEmpty | None = None
     """A JSON file with `mcpServers`."""
     select: list[str] | None = None
     """Names of tools; null takes all that the servers offer."""
-    use: str = "turnwise.environments.mcp:McpServers"
+    use: NonEmpty = "turnwise.environments.mcp:McpServers"
     """A reference to a subclass that reads results in its own way."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds for each attempt of a call."""
@@ -158,7 +147,7 @@ class ScriptedEngine(Part):
     """Says its lines: replays conversations without a model's weights."""
 
     name: Literal["scripted"]
-    script: str
+    script: NonEmpty
     """A jsonl file: one list of assistant texts for each trajectory, in order of rows."""
 
 
@@ -166,7 +155,7 @@ class RewardUse(Use):
     """A reward function, or a class: made once with `arguments`, its instance is called."""
 
     weight: float = 1.0
-    name: str | None = None
+    name: NonEmpty | None = None
     """In metrics and records; null takes the end of the reference."""
 
 
@@ -204,7 +193,7 @@ class Train(Part):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NotNegative = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     minibatches: Positive = 1
     """Optimizer steps on each batch of trajectories."""
@@ -269,7 +258,7 @@ class Config(Part):
     leaves them out (`branch`), or at every user message (`strip_at_user`)."""
     use_inference_chat_template: bool = False
     """Train on what the template would serve, thoughts left out of earlier turns: the same as `thinking=branch`."""
-    tool_format: str = "auto"
+    tool_format: NonEmpty = "auto"
     """How the model writes tool calls; `auto` finds it out from the template (docs/tool_calls.md)."""
     reward: Reward = Reward()
     credit: Credit = Credit()
@@ -283,7 +272,7 @@ class Config(Part):
     checkpoint: Checkpoint = Checkpoint()
     concurrent: Positive = 256
     """Conversations that are held at once."""
-    output: str = "runs/latest"
+    output: NonEmpty = "runs/latest"
     """The run's directory."""
     seed: int = 0
     deterministic: bool = False
@@ -318,125 +307,3 @@ class Config(Part):
         if use.use in LOSS_MASKS and use.arguments:
             raise PydanticCustomError("loss_mask", "the rule {name} takes no arguments", {"name": use.use})
         return use
-
-
-def refuse_without_effect(config: Config) -> None:
-    """Refuse options of a training run that would do nothing, or that contradict each other.
-
-    Raises ConfigError.
-    """
-    train, data = config.train, config.data
-    on_policy = train.minibatches == 1 and train.epochs == 1 and not train.overlap
-    of_train, of_sft = changed(train), sorted(changed(config.sft))
-    problems: list[tuple[bool, str]] = [
-        (
-            on_policy and bool({"clip_low", "clip_high"} & of_train),
-            "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
-            "1): remove them, or set train.minibatches, train.epochs or train.overlap",
-        ),
-        (
-            config.credit.name == "grpo" and train.group < 2,
-            f"train.group={train.group}: credit grpo compares trajectories of one row, so it needs at least 2",
-        ),
-        (
-            config.sampling.temperature == 0,
-            "sampling.temperature=0 makes all trajectories of a row the same; training needs a temperature above 0",
-        ),
-        (
-            train.lr == 0,
-            "train.lr=0 trains nothing; use `turnwise rollout` for conversations without training",
-        ),
-        (
-            train.minibatches > train.rows * train.group,
-            f"train.minibatches={train.minibatches} is more than the {train.rows * train.group} trajectories of a step",
-        ),
-        (
-            train.warmup_steps >= train.steps,
-            f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
-        ),
-        (
-            train.warmup_steps == 1 and train.schedule == "constant",
-            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
-        ),
-        (
-            config.limits.turns == 1 and config.loss_mask.use in LOSS_MASKS and config.loss_mask.use != "all",
-            f"loss_mask={config.loss_mask.use} has no effect with limits.turns=1, whose one turn is the last: remove it, or "
-            f"raise limits.turns",
-        ),
-        (
-            config.engine.name != "local",
-            f"engine.name={config.engine.name} cannot be trained: its tokens are not the policy's. Use engine.name=local, "
-            f"or `turnwise rollout`",
-        ),
-        (
-            config.thinking != "keep" and config.limits.turns == 1,
-            f"thinking={config.thinking} has no effect with limits.turns=1: nothing goes on after the first turn. Remove it",
-        ),
-        (
-            data.eval is None and bool(changed(config.eval)),
-            f"eval.{next(iter(changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
-        ),
-        (
-            data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
-            "data.eval_split has no effect without data.eval",
-        ),
-        (bool(of_sft), f"sft.{next(iter(of_sft), '')} has no effect in training: it is an option of `turnwise sft`"),
-        (
-            config.resume == "auto" and config.replace,
-            "resume=auto goes on with the former run and replace=true moves it away: choose one",
-        ),
-    ]
-    problems += _deterministic_problems(config) + file_problems(data)
-    for holds, message in problems:
-        if holds:
-            raise ConfigError(message)
-
-
-def refuse_without_reward(config: Config) -> None:
-    """Refuse a training run in which nothing can give a reward, as far as that is known before it begins.
-
-    Raises ConfigError.
-    """
-    reward = config.reward
-    if reward.trajectory or reward.turns or reward.group or config.tools or config.mcp.servers is not None:
-        return  # a tool may score a call
-    if config.environment.use in WITHOUT_REWARD:
-        raise ConfigError(
-            f"nothing gives a reward: environment={config.environment.use} gives none, and the recipe names no reward function "
-            f"and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or an environment that gives "
-            f"rewards"
-        )
-
-
-def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
-    if not config.deterministic:
-        return []
-    engine = config.engine
-    return [
-        (config.train.overlap, "deterministic=true is synchronous; train.overlap=true is not: choose one"),
-        (
-            config.model.device not in ("auto", "cpu"),
-            f"deterministic=true is for the CPU; model.device={config.model.device} is not one: use model.device=cpu",
-        ),
-        (
-            isinstance(engine, LocalEngine) and engine.threads > 1,
-            "deterministic=true runs with one thread; remove engine.threads",
-        ),
-    ]
-
-
-def file_problems(data: Data) -> list[tuple[bool, str]]:
-    """Of options that say which part of a data set is meant, and whether they say it of a single file."""
-
-    def is_file(source: str | None) -> bool:
-        return source is not None and source.endswith(FILES)
-
-    only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
-    return [
-        (
-            is_file(data.train) and "split" in changed(data),
-            f"data.split has no effect on the single file {data.train}",
-        ),
-        (is_file(data.eval) and "eval_split" in changed(data), f"data.eval_split has no effect on {data.eval}"),
-        (only_files and data.subset is not None, f"data.subset has no effect on the single file {data.train}"),
-    ]

@@ -151,8 +151,15 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         text = str(value)
         path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
         path = path if path.is_absolute() or folder is None else folder / path
-        if not path.is_file():
-            raise DataError(f"{where}: there is no image file {path.absolute()}")
+        try:
+            found = path.is_file()
+        except (OSError, ValueError) as error:  # a name too long for a file, or with a NUL character
+            raise DataError(
+                f"{where} is {_short(value)}, which cannot be a path ({getattr(error, 'strerror', None) or error}); base64 "
+                f"begins with data:image/<kind>;base64,"
+            ) from None
+        if not found:
+            raise DataError(f"{where}: there is no image file {_short(str(path.absolute()))}")
         return path
     raise DataError(
         f"{where} is {_short(value)}; an image is a PIL image, a path, bytes, a data: URI, or {{'bytes': ..., 'path': ...}}"

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 __all__ = [
+    "Beta",
     "Evaluation",
     "EvaluationSampling",
     "Limits",
+    "NonEmpty",
     "NotNegative",
     "Part",
     "Positive",
@@ -21,7 +24,17 @@ __all__ = [
     "changed",
 ]
 
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("empty", "it must not be empty")
+    return text
+
+
 Positive = Annotated[int, Field(gt=0)]
+NonEmpty = Annotated[str, AfterValidator(_not_empty)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""A decay rate of Adam's averages."""
 NotNegative = Annotated[float, Field(ge=0)]
 
 
@@ -49,7 +62,7 @@ class Sampling(Part):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a turn."""
 
 
@@ -104,7 +117,7 @@ class Sft(Part):
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NotNegative = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     loss_average: Literal["token", "sequence"] = "token"
     """Whether all tokens of a batch weigh the same, or all conversations do."""

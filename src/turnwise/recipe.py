@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import ValidationError
 
 from turnwise.config import Config, LocalEngine, Part, ScriptedEngine
 from turnwise.errors import ConfigError, nearest
+from turnwise.json_yaml import parse_yaml, read_text
 
 __all__ = ["checked", "load"]
 
@@ -31,10 +31,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         raise ConfigError(
             f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
         )
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
     notes = _override(tree, overrides)
@@ -60,11 +57,12 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
+        value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
         *parents, last = key.split(".")
+        if not all([*parents, last]):
+            raise ConfigError(
+                f"{override!r}: {key!r} has an empty part; write the options' names with one dot between them"
+            )
         node: dict[str, Any] = tree
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
@@ -118,9 +116,9 @@ def _explain(error: ValidationError, source: str) -> str:
                 f"{key}.name: there is no engine {problem.get('ctx', {}).get('tag')!r}; there are: local, scripted"
             )
         elif problem["type"] == "union_tag_not_found":
-            lines.append(f"{key} must be a mapping of options, such as {{name: local}}; got {problem['input']!r}")
+            lines.append(f"{key} must be a mapping of options, such as {{name: local}}; got {problem['input']!r:.200}")
         else:
-            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r}")
+            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r:.200}")
     return f"{source}: " + "\n".join(lines)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.config import Config, Data, LocalEngine, file_problems
+from turnwise.config import Config, Data, LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.options import Part, Sft, changed
+from turnwise.train_recipe import file_problems
 
 __all__ = ["refuse_sft_without_effect"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.config import Config, refuse_without_effect, refuse_without_reward
+from turnwise.config import Config
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import RolloutError, RunError
@@ -31,6 +31,7 @@ from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.scoring.credit import Credit
 from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
+from turnwise.train_recipe import refuse_without_effect, refuse_without_reward
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loading import load_model

@@ -229,7 +229,7 @@ BAD_MESSAGES: list[tuple[str, Any, str]] = [
     (
         "arguments that are no JSON",
         [USER, {**CALLS, "tool_calls": [{"name": "add", "arguments": "{a: 1"}]}],
-        "message 2: the arguments of 'add' are no JSON",
+        "message 2: the arguments of 'add': this text is not JSON",
     ),
     (
         "arguments that are no object",
@@ -262,7 +262,7 @@ def test_bad_messages_are_refused_with_the_line(tmp_path: Path, messages: Any, t
         ({"mesages": [USER, TWO]}, "has no column 'messages', nor 'prompt' with 'completion'; did you mean 'mesages'?"),
         ({"prompt": "1+1?"}, "Name the one with the conversation: data.columns.messages=<column>"),
         ({"prompt": "1+1?", "completion": 2}, "completion is 2; it must be a text or a list of messages"),
-        ({"messages": [USER, TWO], "tools": "[oops"}, "the column 'tools' is no JSON"),
+        ({"messages": [USER, TWO], "tools": "[oops"}, "the column 'tools' is not JSON"),
         ({"messages": [USER, TWO], "tools": {"name": "add"}}, "the column 'tools' must be a list of tools"),
         ({"messages": [USER, TWO], "tools": [{"type": "function"}]}, "the column 'tools' holds {'type': 'function'}"),
         ({"messages": [USER, TWO], "weights": [1, 1]}, "must be a list of numbers, one for each of the 1 assistant"),

@@ -121,7 +121,7 @@ def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]
         (None, "there is no recipe"),
         ("- a\n- b\n", "must hold a mapping of options; it holds a list"),
         ("train: {lr: [", "is not YAML"),
-        ("\x89PNG", "is not YAML"),
+        ("\x89PNG", "is not UTF-8"),
         ("data: {train: x}\ntrain: {lrr: 1}\n", "there is no option train.lrr; did you mean 'lr'?"),
     ],
 )
@@ -296,9 +296,13 @@ def test_ratios_that_are_no_numbers_are_no_agreement() -> None:
 @pytest.mark.parametrize(
     ("messages", "template", "message"),
     [
-        ([{"role": "wizard", "content": "x"}], NO_TOOLS, "'wizard' is a role that it does not know: use system, user,"),
+        (
+            [{"role": "wizard", "content": "x"}],
+            NO_TOOLS,
+            "has the role 'wizard'; the roles are: system, developer, user,",
+        ),
         ([{"role": "user", "content": [{"type": "smell", "smell": "rose"}]}], CHATML, "smell"),
-        ([{"role": "user", "content": 7}], CHATML, "is a int; it must be a text"),
+        ([{"role": "user", "content": 7}], CHATML, "has the content 7; content is a text"),
         (
             [{"role": "user", "content": [{"type": "image", "image": "rows.jsonl"}]}],
             CHATML,

@@ -18,12 +18,13 @@ from rich.console import Console
 from support.tiny import save_model, save_rows
 from turnwise import build
 from turnwise.collect import collect
-from turnwise.config import LOSS_MASKS, Config, refuse_without_effect
+from turnwise.config import LOSS_MASKS, Config
 from turnwise.errors import ConfigError
 from turnwise.recipe import load
 from turnwise.report import Report
 from turnwise.scoring.mask import RULES, Rule, custom
 from turnwise.train import assemble, train
+from turnwise.train_recipe import refuse_without_effect
 from turnwise.types import Row, Stop, Trajectory, Turn
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -7,22 +7,21 @@ module knows no template: how a model says a message is not its affair.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from turnwise.data.media import with_media
+from turnwise.data.messages import clean_message
 from turnwise.data.rows import Found, made_rows
 from turnwise.errors import DataError, nearest
+from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row, ToolSchema
 
 __all__ = ["read_conversations"]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _OURS = ("messages", "prompt", "completion")
-_PARTS = ("text", "image", "image_url", "video", "video_url")
 _FLAGS = ("train", "loss")
 _LABELS = ("weight", *_FLAGS)
 """What a message says about learning it; no template is to see it."""
@@ -130,77 +129,17 @@ def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
 
 
 def _clean(message: Any, where: str) -> Message:
-    """A message in the one form that is used from here on: no empty keys, calls with their arguments read."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(f'{where} is {message!r:.80}; a message is {{"role": ..., "content": ...}}')
-    # parquet gives every message the keys of all of them
-    kept = {key: value for key, value in message.items() if value is not None}
-    role = kept["role"]
-    if role not in ROLES:
-        raise DataError(f"{where} has the role {role!r}{nearest(role, ROLES)}; the roles are: {', '.join(ROLES)}")
+    """A message in the form of `clean_message`, with a label of what is learnt only where the model speaks."""
     for key, instead in _ELSEWHERE.items():
-        if key in kept:
+        if isinstance(message, Mapping) and message.get(key) is not None:
             raise DataError(f"{where} has `{key}`, which is not read: {instead}")
-    if role != "assistant" and any(kept.get(label) for label in _LABELS):
+    kept = clean_message(message, where)
+    if kept["role"] != "assistant" and any(kept.get(label) for label in _LABELS):
         raise DataError(
-            f"{where} (role {role!r}) asks to be learnt from; only what the model says is: remove {', '.join(_LABELS)}"
+            f"{where} (role {kept['role']!r}) asks to be learnt from; only what the model says is: remove "
+            f"{', '.join(_LABELS)}"
         )
-    calls = kept.pop("tool_calls", None)
-    if calls:
-        if role != "assistant" or not isinstance(calls, list):
-            raise DataError(f"{where}: `tool_calls` is a list of calls in an assistant message; this is {calls!r:.80}")
-        kept["tool_calls"] = [_call(call, n, where) for n, call in enumerate(calls)]
-    kept["content"] = _content(kept, where)
     return kept
-
-
-def _content(message: Message, where: str) -> Any:
-    content = message.get("content")
-    if content is None:
-        if message["role"] == "assistant" and message.get("tool_calls"):
-            return ""
-        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or leave the message out")
-    if isinstance(content, str):
-        return content
-    parts: list[Any] = content if isinstance(content, list) else []
-    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
-    if not kinds or any(kind not in _PARTS for kind in kinds):
-        raise DataError(
-            f"{where} has the content {content!r:.80}; content is a text, or a list of parts of the types {', '.join(_PARTS)}"
-        )
-    if message["role"] != "assistant":
-        return content
-    if any(kind != "text" for kind in kinds):
-        raise DataError(f"{where}: the model says texts, and this assistant message has a part {content!r:.80}")
-    texts = [part.get("text") for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise DataError(f'{where} has a part without a text in {content!r:.80}; it is {{"type": "text", "text": ...}}')
-    return "".join(texts)
-
-
-def _call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """A call in the OpenAI format, its arguments as a mapping: templates write JSON text a second time as JSON."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f'{where} has a call {call!r:.80}; a call is {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
-        )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{where}: the arguments of {function['name']!r} are no JSON ({error.msg}): {arguments[:80]!r}. A call that "
-                f"is wrong on purpose belongs into the content, as the model is to say it"
-            ) from error
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise DataError(f"{where}: the arguments of {function['name']!r} must be an object; they are {arguments!r:.80}")
-    return {
-        "id": str(call.get("id") or f"call_{number}"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments or {})},
-    }
 
 
 def _check_order(messages: Sequence[Message], place: str) -> None:
@@ -260,10 +199,7 @@ def _weight(message: Message, place: str) -> float:
 def _tools(tools: Any, place: str) -> list[ToolSchema]:
     """The column `tools`: a list of schemas, or that list as JSON text."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "[]")
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: the column 'tools' is no JSON ({error.msg}): {tools[:80]!r}") from error
+        tools = parse_json(tools or "[]", where=f"{place}: the column 'tools'", error=DataError)
     if not isinstance(tools, list):
         raise DataError(f"{place}: the column 'tools' must be a list of tools; it is {tools!r:.80}")
     found: list[ToolSchema] = []

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from turnwise.answers import solution_number
 from turnwise.data.rows import FILES, records
 from turnwise.errors import DataError, TurnwiseError
+from turnwise.json_yaml import parse_json
 
 __all__ = ["Kind", "main", "make_row", "preprocess"]
 
@@ -102,9 +103,12 @@ def _lines(source: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            yield f"{source}:{number}", json.loads(line)
-        except ValueError as error:  # no JSON, or no UTF-8
-            raise DataError(f"{source}:{number}: this line is not JSON: {error}") from None
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{source}:{number}: this line is not UTF-8 ({error.reason} at byte {error.start + 1})"
+            ) from None
+        yield f"{source}:{number}", parse_json(text, where=f"{source}:{number}: this line", error=DataError)
 
 
 def _table(source: Path, split: str, subset: str) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ number, not met in the middle of a run.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.data.media import with_media
+from turnwise.data.messages import clean_message
 from turnwise.errors import DataError, nearest
+from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row
 
 __all__ = ["FILES", "Found", "Order", "made_rows", "read_rows", "records"]
@@ -177,11 +178,7 @@ def _lines(path: Path) -> Iterator[Found]:
                 raise DataError(
                     f"{place}: this line is not UTF-8 ({error.reason} at byte {error.start + 1})"
                 ) from error
-            try:
-                record = json.loads(text)
-            except json.JSONDecodeError as error:
-                problem = f"{error.msg} at column {error.colno}"
-                raise DataError(f"{place}: this line is not JSON ({problem}): {text[:80]!r}") from error
+            record = parse_json(text, where=f"{place}: this line", error=DataError)
             if not isinstance(record, dict):
                 raise DataError(f"{place}: a row must be a JSON object; this is a {type(record).__name__}")
             yield Found(record, number, place)
@@ -195,6 +192,11 @@ def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: P
             raise DataError(
                 f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {have}. "
                 f"Name the right one: data.columns.{ours}=<column>"
+            )
+        if record[theirs] is None and ours != "prompt":
+            raise DataError(
+                f"{place}: the column {theirs!r} is null, and the recipe uses it as {ours!r} (data.columns); give it a value, or "
+                f"leave the row out"
             )
     fields = {name: value for name, value in record.items() if name not in mapping.values()}
     fields.update((ours, record[theirs]) for ours, theirs in mapping.items())
@@ -211,7 +213,10 @@ def _messages(prompt: Any, place: str) -> list[Message]:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{place}: the prompt must be a text or a list of messages; it is {prompt!r:.80}")
     for message in prompt:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not ("content" in message or message.get("tool_calls"))
+        ):
             raise DataError(f"{place}: a message needs `role` and `content`; this one is {message!r:.80}")
-    # parquet gives every message the keys of all of them
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return [clean_message(message, f"{place}: message {number}") for number, message in enumerate(prompt, 1)]

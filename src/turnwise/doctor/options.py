@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from turnwise import build
-from turnwise.config import Config, ScriptedEngine, Use, refuse_without_effect, refuse_without_reward
+from turnwise.config import Config, ScriptedEngine, Use
 from turnwise.data.rows import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.options import Part, changed
 from turnwise.rollout.rollout import new_group
 from turnwise.sft_recipe import refuse_sft_without_effect
+from turnwise.train_recipe import refuse_without_effect, refuse_without_reward
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
 __all__ = ["EVIDENCE", "Named", "Proven", "Shown", "fine_tunes", "options_of", "schema", "take_effect"]

@@ -25,6 +25,7 @@ from turnwise.environments.mcp_connection import Connection, McpServer
 from turnwise.environments.tool import Tool
 from turnwise.environments.tool_result import ToolResponse
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.json_yaml import parse_json, read_text
 
 if TYPE_CHECKING:
     from mcp.types import ContentBlock
@@ -247,12 +248,7 @@ def _image(data: str) -> Any:
 
 
 def _read(path: Path) -> dict[str, McpServer]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the MCP servers cannot be read: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    data = parse_json(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     servers = data.get("mcpServers") if isinstance(data, dict) else None
     if not isinstance(servers, dict):
         raise ConfigError(f'{path} must hold {{"mcpServers": {{"<name>": {{"url": ...}} or {{"command": ...}}}}}}')

@@ -13,8 +13,9 @@ from turnwise.compat.converted import Converted
 from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.command import read
 from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
-from turnwise.config import Config, refuse_without_effect
+from turnwise.config import Config
 from turnwise.errors import ConfigError
+from turnwise.train_recipe import refuse_without_effect
 
 SCRIPT = """\
 # Multi-turn on two machines; don't forget the server.

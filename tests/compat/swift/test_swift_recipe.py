@@ -11,8 +11,8 @@ import yaml
 
 from turnwise.build import environment_factory
 from turnwise.cli import main
-from turnwise.config import refuse_without_effect
 from turnwise.recipe import load
+from turnwise.train_recipe import refuse_without_effect
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,9 +12,10 @@ from compat.verl.verl_files import an_interaction, written
 from turnwise.compat.converted import Converted
 from turnwise.compat.verl.arguments import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
-from turnwise.config import Config, refuse_without_effect
+from turnwise.config import Config
 from turnwise.errors import ConfigError
 from turnwise.recipe import checked
+from turnwise.train_recipe import refuse_without_effect
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 

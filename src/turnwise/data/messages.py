@@ -1,0 +1,87 @@
+"""Checks one message of a data set and brings it into the one form that is used from here on.
+
+The form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. Knows nothing of
+rows, templates or what is learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from turnwise.errors import DataError, nearest
+from turnwise.json_yaml import parse_json
+from turnwise.types import Message
+
+__all__ = ["ROLES", "clean_message"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PARTS = ("text", "image", "image_url", "video", "video_url")
+
+
+def clean_message(message: Any, where: str) -> Message:
+    """The message without empty keys, its calls with their arguments as mappings. `where` begins an error's text.
+
+    Raises DataError if the role is unknown, the content is neither a text nor a list of known parts, or a call has no name.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} is {message!r:.80}; a message is {{"role": ..., "content": ...}}')
+    # parquet gives every message the keys of all of them
+    kept = {key: value for key, value in message.items() if value is not None}
+    role = kept["role"]
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}{nearest(role, ROLES)}; the roles are: {', '.join(ROLES)}")
+    calls = kept.pop("tool_calls", None)
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise DataError(f"{where}: `tool_calls` is a list of calls in an assistant message; this is {calls!r:.80}")
+        kept["tool_calls"] = [_call(call, n, where) for n, call in enumerate(calls)]
+    kept["content"] = _content(kept, where)
+    return kept
+
+
+def _content(message: Message, where: str) -> Any:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""
+        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or leave the message out")
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not kinds or any(kind not in _PARTS for kind in kinds):
+        raise DataError(
+            f"{where} has the content {content!r:.80}; content is a text, or a list of parts of the types {', '.join(_PARTS)}"
+        )
+    texts = [part.get("text") for part in content if part["type"] == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f'{where} has a part without a text in {content!r:.80}; it is {{"type": "text", "text": ...}}')
+    if message["role"] != "assistant":
+        return content
+    if len(texts) != len(content):
+        raise DataError(f"{where}: the model says texts, and this assistant message has a part {content!r:.80}")
+    return "".join(texts)
+
+
+def _call(call: Any, number: int, where: str) -> dict[str, Any]:
+    """A call in the OpenAI format, its arguments as a mapping: templates write JSON text a second time as JSON."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where} has a call {call!r:.80}; a call is {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(
+            arguments or "{}",
+            where=f"{where}: the arguments of {function['name']!r}: this text",
+            error=DataError,
+        )
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the arguments of {function['name']!r} must be an object; they are {arguments!r:.80}")
+    return {
+        "id": str(call.get("id") or f"call_{number}"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments or {})},
+    }
