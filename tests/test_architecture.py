@@ -44,7 +44,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "metrics": {"types"},
     "options": set(),
     "config": {"errors", "data", "options"},
-    "recipe": {"config", "errors", "json_yaml"},
+    "recipe": {"config", "errors", "json_yaml", "option_names"},
     "record": {"types", "errors", "config", "gallery", "json_yaml"},
     "show": {"errors", "json_yaml"},
     "serve": {"errors", "json_yaml"},
@@ -190,7 +190,7 @@ def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
         "build",
         "doctor",
     }
-    joins = {*above, "show"}
+    joins = {*above, "show", "__main__"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"
         for path in FILES
@@ -200,7 +200,7 @@ def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
     }
     assert wrong == set()
     assert {part_of(path) for path in FILES if "train" in ours(path)} <= {"cli"}
-    assert {part_of(path) for path in FILES if "cli" in ours(path)} == set()
+    assert {part_of(path) for path in FILES if "cli" in ours(path)} == {"__main__"}
 
 
 def test_there_is_no_circle_between_parts() -> None:

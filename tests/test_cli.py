@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+import turnwise
 from support import byte_tokenizer
 from support.conversations import call
 from turnwise.cli import main
@@ -366,3 +368,20 @@ def test_the_command_is_quick_to_say_what_it_can() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "rich" in imported
     assert imported.isdisjoint({"torch", "transformers", "datasets", "matplotlib"})
+
+
+@pytest.mark.parametrize("command", [["turnwise"], [sys.executable, "-m", "turnwise"]])
+def test_the_command_and_the_module_are_the_same_and_know_their_version(command: list[str]) -> None:
+    place = Path(sys.executable).parent
+    first = [str(place / "turnwise")] if command == ["turnwise"] else command
+    done = subprocess.run([*first, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"turnwise {turnwise.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", turnwise.__version__)
+
+
+def test_an_option_written_with_dashes_is_answered_with_how_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "recipes/calculator.yaml", "--learning-rate", "1e-5"])
+    told = capsys.readouterr().err
+    assert "unrecognized arguments: --learning-rate" in told
+    assert "it is called train.lr here; options of a recipe are written without dashes: key=value" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import yaml
 
 from turnwise.config import Config, LocalEngine, ScriptedEngine
 from turnwise.errors import ConfigError
-from turnwise.options import changed
+from turnwise.option_names import ABSENT, CALLED
+from turnwise.options import Part, changed
 from turnwise.recipe import load
 from turnwise.sft_recipe import refuse_sft_without_effect
 from turnwise.train_recipe import refuse_without_effect
@@ -349,3 +351,58 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ConfigError, match="means thinking=branch, and the recipe says thinking=strip_at_user: remove one"
     ):
         loaded(recipe, "use_inference_chat_template=true", "thinking=strip_at_user")
+
+
+# names of other systems
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.learning_rate=1e-5", "there is no option train.learning_rate; it is called train.lr here"),
+        ("learning_rate=1e-5", "there is no option learning_rate; it is called train.lr here"),
+        ("sft.learning_rate=1e-5", "there is no option sft.learning_rate; it is called sft.lr here"),
+        ("train.batch_size=8", "there is no option train.batch_size; it is called train.rows here"),
+        ("train.num_generations=8", "it is called train.group here"),
+        ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
+        ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
+        ("train.report_to=wandb", "figures are written to metrics.jsonl in the run's directory"),
+        ("lora.rank=8", "there are no adapters, so all weights are trained: leave it out"),
+        ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
+    ],
+)
+def test_an_option_by_the_name_of_another_system_is_refused_with_ours(recipe: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(recipe, [override])
+
+
+def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> None:
+    options = {
+        f"{part}.{name}" if part else name
+        for part, model in [
+            ("", Config),
+            *((name, _part(field.annotation)) for name, field in Config.model_fields.items()),
+        ]
+        if model is not None
+        for name in model.model_fields
+    }
+    assert set(CALLED) <= options
+    others = [name for names in [*CALLED.values(), *ABSENT.values()] for name in names]
+    assert len(others) == len(set(others))
+    assert not {name for name in others if name in Config.model_fields}
+
+
+def _part(annotation: Any) -> type[Part] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Part) else None
+
+
+def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -> None:
+    tree = yaml.safe_load(recipe.read_text())
+    tree.setdefault("data", {}).update(eval="held.jsonl")
+    tree["eval"] = {"rows": 4, "every": 2}
+    recipe.write_text(yaml.safe_dump(tree))
+    config, notes = load(recipe, ["data.eval=null"])
+    assert (config.data.eval, config.eval.rows, config.eval.every) == (None, None, 0)
+    assert notes == ["data.eval=null leaves out the recipe's eval.every, eval.rows, which need held-out rows"]
+    with pytest.raises(ConfigError, match=r"eval\.rows has no effect without held-out rows"):
+        refuse_without_effect(load(recipe, ["data.eval=null", "eval.rows=4"])[0])  # this was asked for

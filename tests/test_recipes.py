@@ -83,6 +83,20 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
 
 
+def test_gsm8k_runs_in_a_clone_as_it_is_and_without_held_out_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("GSM8K", raising=False)
+    small = ["train.steps=1", "train.rows=2", "train.group=2", "limits.tokens_per_turn=32", "data.eval=null"]
+    assert main(["train", "recipes/gsm8k.yaml", *small, f"output={tmp_path / 'run'}"]) == 0
+    assert "data.eval=null leaves out the recipe's eval.rows, which need held-out rows" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    conversations = lines(tmp_path / "run" / "trajectories.jsonl")
+    assert [one["error"] for one in conversations] == [None] * 4
+    assert all("####" in one["row"]["answer"] for one in conversations)
+
+
 def published(folder: Path) -> Path:
     """A file of GSM8K as it is published: real rows where there are some."""
     return gsm8k(folder, SHARED / "gsm8k" if (SHARED / "gsm8k").is_dir() else None)

@@ -23,6 +23,7 @@ from turnwise.types import (
     Trajectory,
     Turn,
 )
+from turnwise.version import __version__
 
 __all__ = [
     "Completion",
@@ -47,6 +48,7 @@ __all__ = [
     "Tools",
     "Trajectory",
     "Turn",
+    "__version__",
     "checked_answer",
     "environment",
     "say",

@@ -18,7 +18,9 @@ from rich.logging import RichHandler
 
 from turnwise.convert import SYSTEMS
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.option_names import called_here
 from turnwise.terminal import Terminal
+from turnwise.version import __version__
 
 if TYPE_CHECKING:
     from turnwise.config import Config
@@ -83,10 +85,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     overrides: list[str] | None = vars(options).get("overrides")
     unknown = [word for word in left if overrides is None or word.startswith("-")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], taken=overrides is not None)}")
     if overrides is not None:
         overrides += left
     return options
+
+
+def _hint(argument: str, *, taken: bool) -> str:
+    """How an option of another system is written here. `taken`: the command takes options of recipes."""
+    name, _, _ = argument.lstrip("-").partition("=")
+    if not taken:
+        return ""
+    return f"{called_here(name)}; options of a recipe are written without dashes: key=value, such as train.lr=1e-5"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from turnwise.config import Config, LocalEngine, Part, ScriptedEngine
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_yaml, read_text
+from turnwise.option_names import called_here
 
 __all__ = ["checked", "load"]
 
@@ -71,6 +72,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             if not isinstance(child, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child
+        if key == "data.eval" and value is None:
+            notes += _without_held_out_rows(tree, overrides)
         former = node.get("name", "local" if parents == ["engine"] else None)
         if last == "name" and former not in (value, None):
             dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
@@ -79,6 +82,24 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             node.clear()
         node[last] = value
     return notes
+
+
+def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Leave out the recipe's options of evaluation, but for those on the command line; returns a note on them."""
+    said = [override.partition("=")[0] for override in overrides]
+    dropped: list[str] = []
+    for section, options in (("eval", None), ("data", ["eval_split"])):
+        node = tree.get(section)
+        if not isinstance(node, dict):
+            continue
+        for option in list(options or node):
+            name = f"{section}.{option}"
+            if option in node and not any(f"{one}.".startswith(f"{name}.") for one in said):
+                del node[option]
+                dropped.append(name)
+    if not dropped:
+        return []
+    return [f"data.eval=null leaves out the recipe's {', '.join(dropped)}, which need held-out rows"]
 
 
 def _interpolate(node: Any, *, where: str) -> Any:
@@ -131,7 +152,8 @@ def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
         if name in other.model_fields:
             mine = part.model_fields["name"].annotation
             return f"{key} has no effect with engine.name={get_args(mine)[0]}: it belongs to another engine"
-    hint = nearest(name, names)
+    section = ".".join(str(one) for one in path[:-1])
+    hint = called_here(name, section=section, options=frozenset(names)) or nearest(name, names)
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
 
 

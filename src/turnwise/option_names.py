@@ -1,0 +1,98 @@
+"""Names that options have in TRL, verl and ms-swift, and what they are called in a recipe: for hints in errors."""
+
+from __future__ import annotations
+
+__all__ = ["ABSENT", "CALLED", "called_here"]
+
+CALLED: dict[str, tuple[str, ...]] = {
+    "train.lr": ("learning_rate",),
+    "train.schedule": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    "train.warmup_steps": ("warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio"),
+    "train.steps": ("max_steps", "total_training_steps", "num_train_epochs", "num_epochs", "total_epochs"),
+    "train.rows": ("batch_size", "train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
+    "train.group": ("num_generations", "group_size", "n", "rollout_n", "num_return_sequences"),
+    "train.minibatches": ("ppo_mini_batch_size", "mini_batch_size", "steps_per_generation", "num_mini_batches"),
+    "train.epochs": ("num_iterations", "ppo_epochs"),
+    "train.micro_batch_tokens": (
+        "gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
+        "ppo_max_token_len_per_gpu", "use_dynamic_bsz",
+    ),
+    "train.kl_coef": ("beta", "kl_loss_coef", "use_kl_loss", "kl_beta"),
+    "train.entropy_coef": ("entropy_coeff", "entropy_bonus"),
+    "train.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
+    "train.clip_high": ("epsilon_high", "clip_ratio_high"),
+    "train.max_grad_norm": ("grad_clip", "gradient_clipping", "clip_grad_norm"),
+    "train.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
+    "train.loss_average": ("loss_type", "loss_agg_mode"),
+    "train.overlap": ("async_generate", "async_training"),
+    "limits.turns": ("max_turns", "num_turns", "max_assistant_turns", "max_user_turns", "max_tool_calling_iterations"),
+    "limits.tokens_per_turn": ("max_completion_length", "max_new_tokens", "max_tokens"),
+    "limits.response_tokens": ("max_response_length",),
+    "limits.context": ("max_prompt_length", "max_length", "max_model_len", "max_seq_length", "max_context_length"),
+    "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.dtype": ("torch_dtype", "bf16", "fp16", "precision"),
+    "data.train": ("dataset", "dataset_name", "train_files", "train_file", "train_dataset"),
+    "data.eval": ("val_files", "eval_dataset", "val_dataset", "validation_files", "test_files"),
+    "data.columns": ("prompt_key", "column_mapping", "reward_fn_key"),
+    "data.system": ("system_prompt", "system"),
+    "data.shuffle": ("shuffle_dataset",),
+    "data.limit": ("max_samples", "train_max_samples"),
+    "reward.trajectory": ("reward_funcs", "reward_functions", "reward_fn", "custom_reward_function", "reward_model"),
+    "credit.name": ("adv_estimator", "advantage_estimator"),
+    "credit.scale": ("scale_rewards", "norm_adv_by_std_in_grpo"),
+    "checkpoint.every": ("save_steps", "save_freq", "save_strategy"),
+    "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "eval.every": ("eval_steps", "test_freq", "eval_strategy", "evaluation_strategy"),
+    "environment": ("multi_turn_scheduler", "interaction", "env", "environment_factory", "multi_turn"),
+    "tools": ("tool_config_path", "function_tool"),
+    "tool_format": ("tool_call_parser", "tool_parser"),
+    "sampling.stop": ("stop_words", "stop_strings"),
+    "concurrent": ("max_num_seqs", "max_concurrency"),
+    "output": ("output_dir", "default_local_dir", "save_path"),
+    "resume": ("resume_from_checkpoint", "resume_mode"),
+    "replace": ("overwrite_output_dir",),
+    "deterministic": ("full_determinism",),
+}  # fmt: skip
+"""Our name, and what others call the same or what comes nearest to it."""
+
+ABSENT: dict[str, tuple[str, ...]] = {
+    "there are no adapters, so all weights are trained: leave it out": (
+        "lora", "lora_rank", "lora_alpha", "lora_r", "use_peft", "peft_config", "peft", "qlora", "adapter", "tuner_type",
+        "train_type", "target_modules",
+    ),
+    "weights are not quantised; model.dtype=bfloat16 halves them": ("load_in_4bit", "load_in_8bit", "quantization"),
+    "figures are written to metrics.jsonl in the run's directory (docs/record.md), and to no service": (
+        "report_to", "logger", "logging_steps", "wandb", "wandb_project", "run_name", "project_name", "experiment_name",
+    ),
+    "a run is one process on one device: leave it out": (
+        "deepspeed", "fsdp", "nnodes", "n_gpus_per_node", "tensor_parallel_size", "tensor_model_parallel_size",
+        "num_processes", "ray_init",
+    ),
+    "the embedded engine samples with the trainer's own weights: leave it out": (
+        "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
+    ),
+    "activations are kept: a smaller train.micro_batch_tokens saves memory": (
+        "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
+    ),
+    "the optimizer is AdamW: leave it out": ("optim", "optimizer"),
+    "there is no critic: credit.name says how rewards become advantages": ("critic", "gamma", "lam", "gae_lambda", "vf_coef"),
+}  # fmt: skip
+"""What is said about names that have no counterpart."""
+
+_CALLED = {name: ours for ours, names in CALLED.items() for name in names}
+_ABSENT = {name: told for told, names in ABSENT.items() for name in names}
+
+
+def called_here(name: str, *, section: str = "", options: frozenset[str] = frozenset()) -> str:
+    """A hint for a message: `; it is called train.lr here`, or the empty text for a name that nobody uses.
+
+    `section` is the part of the recipe in which the name stands, with its `options`: of two places the nearer one is named.
+    """
+    name = name.replace("-", "_").lower()
+    if (told := _ABSENT.get(name)) is not None:
+        return f"; {told}"
+    ours = _CALLED.get(name)
+    if ours is None:
+        return ""
+    last = ours.rpartition(".")[2]
+    return f"; it is called {f'{section}.{last}' if section and last in options else ours} here"
