@@ -130,6 +130,10 @@ CHANGED = {
     "reward.turns[].arguments": f"reward.turns=[{{use: '{PLACES}:turn_length', arguments: {{by: 2}}}}]",
     "reward.turns[].weight": f"reward.turns=[{{use: '{PLACES}:turn_length', weight: 2}}]",
     "reward.turns[].name": f"reward.turns=[{{use: '{PLACES}:turn_length', name: short}}]",
+    "reward.group[].use": f"reward.group=['{PLACES}:ranked']",
+    "reward.group[].arguments": f"reward.group=[{{use: '{PLACES}:ranked', arguments: {{by: 2}}}}]",
+    "reward.group[].weight": f"reward.group=[{{use: '{PLACES}:ranked', weight: 2}}]",
+    "reward.group[].name": f"reward.group=[{{use: '{PLACES}:ranked', name: short}}]",
     "reward.seconds": "reward.seconds=3",
     "credit.scale": "credit.scale=none",
     "loss_mask": "loss_mask=last_turn",
@@ -155,6 +159,10 @@ BASES = {
     ),
     "reward.turns[].arguments": f"reward.turns=['{PLACES}:turn_length']",
     **dict.fromkeys(("reward.turns[].weight", "reward.turns[].name"), f"reward.turns=['{PLACES}:turn_length']"),
+    **dict.fromkeys(
+        ("reward.group[].arguments", "reward.group[].weight", "reward.group[].name"),
+        f"reward.group=['{PLACES}:ranked']",
+    ),
     "data.split": "data.limit=null",
 }
 """What it is compared with, where that is not the recipe as it is."""

@@ -494,7 +494,7 @@ def test_a_template_that_takes_one_question_only_is_refused_where_a_second_one_i
 
 
 def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used() -> None:
-    renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "[call]").replace("</tool_call>", "[/call]")))
+    renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end")))
     assert RENDERER.tool_format.name == "hermes"
     with pytest.raises(
         TemplateError, match=r"in a format that cannot be read back.*Name the format \(tool_format=hermes, say\)"
@@ -544,10 +544,9 @@ STRANGE_SPEC = {
 }
 
 
-def test_calls_that_no_format_of_ours_reads_are_read_as_the_tokenizer_says() -> None:
+def test_calls_that_no_named_format_reads_are_read_as_the_tokenizer_says() -> None:
     tokenizer = byte_tokenizer(STRANGE)
-    with pytest.raises(TemplateError, match="in a format that cannot be read back"):
-        _ = Renderer(tokenizer).tool_format
+    assert Renderer(tokenizer).tool_format.name == "learned"
     with pytest.raises(
         TemplateError, match=r"tool_format=response_template: the tokenizer of .* has no response_template"
     ):

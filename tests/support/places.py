@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from turnwise.environments.environment import environment, say
 from turnwise.types import Opening, Reply, Row, Trajectory, Turn
@@ -85,3 +85,9 @@ def first_byte(trajectory: Trajectory) -> float:
 def weighs_nothing(turn: Turn) -> float:
     """A loss mask that leaves out everything."""
     return 0.0
+
+
+def ranked(trajectories: Sequence[Trajectory], by: float = 1.0) -> list[float]:
+    """The places of the trajectories of a group, the shortest first."""
+    lengths = sorted(one.sampled_tokens for one in trajectories)
+    return [by * lengths.index(one.sampled_tokens) for one in trajectories]

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.rollout.media import Vision, refuse_media
-from turnwise.rollout.probes import QUESTION, TOOL, probe_call
+from turnwise.rollout.probes import PLACEHOLDER, QUESTION, probe_call, words
 from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
 from turnwise.rollout.stops import find_stops, generation_stops, special_tokens
 from turnwise.rollout.template import Template
-from turnwise.rollout.tool_calls import FromResponseTemplate, ToolFormat, by_name, detect
+from turnwise.rollout.tool_calls import FromResponseTemplate, ToolFormat, by_name, find_format
 from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
 from turnwise.rollout.turn_end import TurnEnd
 from turnwise.types import Media, Message, Segment, ToolCall, ToolSchema
@@ -145,20 +145,22 @@ class Renderer:
         if self._named_format is not None:
             return self._named_format
 
-        def write(name: str, arguments: dict[str, Any]) -> str:
-            return self.template.said(probe_call(arguments, name=name))
+        # what the template writes in front of all of the model's words: the end of a thought that the cue opens, say
+        head = self.template.said(words(PLACEHOLDER)).partition(PLACEHOLDER)[0].rstrip()
 
-        def clean(format: ToolFormat | None) -> bool:
-            """Whether it reads not the call alone, but what the template puts around it too: else it is another one."""
-            if format is None:
-                return False
-            left = format.parse(write("probe_tool", {"text": "x"}), tools=[TOOL]).content
-            return not self.decode([token for token in self.encode(left) if token not in self._special]).strip()
+        def write(calls: Sequence[Mapping[str, Any]]) -> str:
+            try:
+                return self.template.said(probe_call(*calls)).removeprefix(head)
+            except TemplateError:
+                if len(calls) > 1:
+                    return ""  # it takes one call a turn
+                raise
 
         found: ToolFormat | None = None
         if self.template.call_shape is not None:
             own = [] if self._own_format is None else [self._own_format]
-            found = next((one for one in (detect(write), detect(write, own)) if clean(one)), None)
+            stops = [self.decode([token]) for token in self.stop_token_ids if token in self._special]
+            found = find_format(write, own=own, ends=[self.template.closing.strip(), *stops])
         if found is None:
             why = (
                 "writes tool calls in a format that cannot be read back"

@@ -2,11 +2,12 @@
 
 A format takes the text of one turn apart into what was thought, what was said and what was called. A call that cannot be read
 becomes a `ToolCall` with an error, which goes back to the model: nothing is lost, and a good call is not lost because its
-neighbour is bad. Calls inside a thinking block are not calls. Which format a template writes is found out by `detect`, from
-the template itself. docs/tool_calls.md has the formats and what each makes of the calls that usually go wrong.
+neighbour is bad. Calls inside a thinking block are not calls. Which format a template writes is found out by `find_format`,
+from the template itself; where no named format fits, the shape is learned from what it writes. docs/tool_calls.md has the
+formats and what each makes of the calls that usually go wrong.
 """
 
-from turnwise.rollout.tool_calls.formats import FORMATS, by_name, detect
+from turnwise.rollout.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.rollout.tool_calls.json_formats import Hermes
 from turnwise.rollout.tool_calls.reading import Reading, ToolFormat
 from turnwise.rollout.tool_calls.reasoning import MARKS, Thought, split_reasoning, thoughts
@@ -22,6 +23,7 @@ __all__ = [
     "ToolFormat",
     "by_name",
     "detect",
+    "find_format",
     "split_reasoning",
     "thoughts",
 ]

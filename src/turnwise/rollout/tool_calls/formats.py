@@ -9,12 +9,13 @@ from turnwise.errors import TemplateError, nearest
 from turnwise.rollout.tool_calls.gemma import FunctionGemma, Gemma4
 from turnwise.rollout.tool_calls.harmony import Harmony
 from turnwise.rollout.tool_calls.json_formats import Cohere2, DeepSeek, Hermes, Kimi, Mistral
+from turnwise.rollout.tool_calls.learned import Write, learn
 from turnwise.rollout.tool_calls.llama3 import Llama3
 from turnwise.rollout.tool_calls.pythonic import Lfm2, Pythonic
 from turnwise.rollout.tool_calls.reading import ToolFormat
 from turnwise.rollout.tool_calls.xml_formats import Glm, MuseGlimmer, Qwen3Coder
 
-__all__ = ["FORMATS", "by_name", "detect"]
+__all__ = ["FORMATS", "by_name", "detect", "find_format"]
 
 FORMATS: tuple[ToolFormat, ...] = (
     Hermes(),
@@ -34,6 +35,8 @@ FORMATS: tuple[ToolFormat, ...] = (
 )
 """All of them, those that need no marks last: they would read what others have written between their marks."""
 
+_BARE = ("pythonic", "llama3")
+"""Formats without marks. A template that puts marks around such a call has a format of its own."""
 _PROBE = {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
 
 
@@ -61,4 +64,33 @@ def detect(write: Callable[[str, dict[str, Any]], str], formats: Sequence[ToolFo
         calls = [call for call in candidate.parse(written).calls if call.name == name and call.error is None]
         if len(calls) == 1 and dict(calls[0].arguments) == _PROBE:
             return candidate
+    return None
+
+
+def find_format(write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = ()) -> ToolFormat | None:
+    """The format in which a template writes calls: a named one, the tokenizer's `own`, or one learned from the template.
+
+    `write(calls)` gives what the model has to say for the template to write calls of `probe_tool` with these arguments;
+    `ends` are the texts that end a turn of the model.
+    """
+
+    def alone(name: str, arguments: dict[str, Any]) -> str:
+        text = write([arguments])
+        found = [place for end in ends if end and (place := text.find(end)) >= 0]
+        return text[: min(found, default=len(text))].replace("probe_tool", name)
+
+    def clean(format: ToolFormat) -> bool:
+        """Whether it reads not the call alone, but what the template puts around it too: else it is another format."""
+        return not format.parse(alone("probe_tool", {"text": "x"})).content.strip()
+
+    marked = [format for format in FORMATS if format.name not in _BARE]
+    tries: tuple[Callable[[], ToolFormat | None], ...] = (
+        lambda: detect(alone, marked),
+        lambda: detect(alone, own),
+        lambda: learn(write, ends=ends),
+        lambda: detect(alone),
+    )
+    for attempt in tries:
+        if (format := attempt()) is not None and clean(format):
+            return format
     return None

@@ -15,7 +15,7 @@ from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_spa
 from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonTagged", "Kimi", "Mistral"]
+__all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonTagged", "Kimi", "Mistral", "NameFirst"]
 
 
 class JsonTagged(Tagged):
@@ -180,7 +180,7 @@ class Mistral(JsonTagged):
         return with_written_id(self.read_arguments(text, head.end(), head["name"]), head["id"])
 
 
-class _NameFirst(JsonTagged):
+class NameFirst(JsonTagged):
     """A mark, the name, JSON, a closing mark."""
 
     head: re.Pattern[str]
@@ -192,7 +192,7 @@ class _NameFirst(JsonTagged):
         return with_written_id(self.read_arguments(text, head.end(), head["name"]), head.groupdict().get("id"))
 
 
-class DeepSeek(_NameFirst):
+class DeepSeek(NameFirst):
     """DeepSeek: V3 and R1 write `function`, the name and fenced JSON, V3.1 the name and JSON.
 
     `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a fence and `<｜tool▁call▁end｜>`; or
@@ -210,7 +210,7 @@ class DeepSeek(_NameFirst):
     )
 
 
-class Kimi(_NameFirst):
+class Kimi(NameFirst):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section of calls."""
 
     name = "kimi"

@@ -34,6 +34,12 @@ class Llama3(Tagged):
 
     name = "llama3"
     how = '{"name": "<tool>", "parameters": {...}}'
+
+    def __init__(self, how: str | None = None) -> None:
+        """`how` is what the model is told about the shape of a call, where a template writes another one."""
+        if how is not None:
+            self.how = how
+
     opening = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
 
     def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:

@@ -21,7 +21,7 @@ from turnwise.rollout.tool_calls.json_text import refuse_unwritable
 from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["Lfm2", "Pythonic"]
+__all__ = ["Lfm2", "PythonCalls", "Pythonic"]
 
 _NAME = r"[^\W\d][\w.\-]*"
 _HEAD = re.compile(rf"(?P<name>{_NAME})\s*\(")
@@ -47,7 +47,7 @@ _DEEPEST = 50  # brackets inside each other
 _READ_AGAIN = 8  # times that a list may be read over before no further call is looked for in it
 
 
-class _Pythonic(Tagged):
+class PythonCalls(Tagged):
     close: str
     """Regular expression of the mark that follows the list."""
     bare = False
@@ -98,8 +98,8 @@ class _Pythonic(Tagged):
             at = skip_space(text, end)
             if text.startswith(",", at):
                 at += 1
-            elif not text.startswith("]", at):
-                return calls, at
+            elif not text.startswith("]", at) and not ("\n" in text[end:at] and _HEAD.match(text, at, limit)):
+                return calls, at  # calls on lines of their own need no comma
         return calls, limit
 
     @functools.cached_property
@@ -271,7 +271,7 @@ def _paired(value: Any) -> Any:
     return value
 
 
-class Lfm2(_Pythonic):
+class Lfm2(PythonCalls):
     """`<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>`."""
 
     name = "lfm2"
@@ -279,7 +279,7 @@ class Lfm2(_Pythonic):
     opening, close = r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"
 
 
-class Pythonic(_Pythonic):
+class Pythonic(PythonCalls):
     """`[f(a=1), g()]` at the beginning of a line, or between `<|python_start|>` and `<|python_end|>`."""
 
     name = "pythonic"

@@ -17,12 +17,12 @@ from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.rollout.tool_calls.untyped import properties, typed
 from turnwise.types import ToolSchema
 
-__all__ = ["Glm", "MuseGlimmer", "Qwen3Coder"]
+__all__ = ["Glm", "MarkedArguments", "MuseGlimmer", "Qwen3Coder"]
 
 _SHOWN = 20
 
 
-class _Xml(Tagged):
+class MarkedArguments(Tagged):
     """A mark with the name, arguments between marks, closing marks."""
 
     begins: re.Pattern[str]
@@ -86,7 +86,7 @@ class _Xml(Tagged):
         return [self.bad(problem, text[start:first], name)], last
 
 
-class Qwen3Coder(_Xml):
+class Qwen3Coder(MarkedArguments):
     """Qwen3-Coder, Qwen3.5 and later, Nemotron 3: `<tool_call>`, `<function=name>`, `<parameter=key>` and a value on its lines.
 
     `<tool_call>` may be missing, as the models forget it.
@@ -104,7 +104,7 @@ class Qwen3Coder(_Xml):
     a_line = True
 
 
-class Glm(_Xml):
+class Glm(MarkedArguments):
     """GLM 4.5 and later: `<tool_call>name`, `<arg_key>key</arg_key>`, `<arg_value>value</arg_value>`, `</tool_call>`."""
 
     name = "glm"
@@ -118,7 +118,7 @@ class Glm(_Xml):
     says = "</tool_call>"
 
 
-class MuseGlimmer(_Xml):
+class MuseGlimmer(MarkedArguments):
     """Muse Glimmer's ATEM: `<atem:invoke name="name">`, `<atem:parameter name="key">value</atem:parameter>`, `</atem:invoke>`."""
 
     name = "muse_glimmer"
