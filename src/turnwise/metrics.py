@@ -42,6 +42,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
         # of those that the function applies to
         metrics[f"reward/{name}"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
+    for name in sorted({name for one in whole for name in one.metrics}):
+        metrics[f"metrics/{name}"] = _mean([one.metrics[name] for one in whole if name in one.metrics])
     for stop in Stop:
         metrics[f"stop/{stop}"] = _share(one.stop is stop for one in every)
     return metrics

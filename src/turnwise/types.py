@@ -339,6 +339,8 @@ class Trajectory:
     """The sum of the turns' rewards and of the trajectory's; None until scored, and for ever where it failed."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The parts of `reward`, by the reward function's name; `turns` is what the environment gave."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further numbers that reward functions report; no part of `reward`."""
     advantages: list[float] = field(default_factory=list)
     """One for each turn; empty where the trajectory is not trained on."""
     logprob_kind: LogprobKind = LogprobKind.NONE

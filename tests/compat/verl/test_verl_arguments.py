@@ -306,7 +306,7 @@ def test_a_reward_function_of_one_s_own_is_asked(grpo: list[str]) -> None:
         ]
     )
     (use,) = whole(found).reward.trajectory
-    assert use.use == "turnwise.compat.verl:custom_score"
+    assert use.use == "turnwise.compat.verl:CustomScore"
     assert use.arguments == {"path": "mine.py", "name": "score", "arguments": {"bonus": 2}}
     assert found.left == []
 

@@ -40,7 +40,10 @@ def test_an_interaction_is_handed_the_row_s_keywords_and_all_that_was_said(user:
     assert (score, finalize) == (("score", start[1]), ("finalize", start[1]))
     assert one.stop is Stop.DONE
     assert [turn.reward for turn in one.turns] == [0.25, 0.25]
-    assert [turn.info for turn in one.turns] == [{"said": 1}, {"said": 2, "calculate_score": 0.75}]
+    assert [turn.info for turn in one.turns] == [
+        {"said": 1, "turn_score": 0.25},
+        {"said": 2, "turn_score": 0.25, "calculate_score": 0.75},
+    ]
     assert [message["content"] for message in one.messages] == [
         "What is 3 + 4?",
         "first",
@@ -296,3 +299,16 @@ def test_a_method_may_import_from_verl_when_it_is_called(user: ModuleType, tmp_p
     assert [turn.reward for turn in one.turns] == [1.0]
     assert [message["role"] for message in one.messages] == ["user", "assistant"]  # nothing was said at the end
     assert no_verl_left()
+
+
+def test_context_variables_last_from_one_method_to_the_next(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, interactions=[an_interaction("RememberingInteraction")])
+    limits = Limits(turns=3, tokens_per_turn=99)
+
+    def one(who: str) -> list[str]:
+        row = a_row(extra_info={"interaction_kwargs": {"who": who}})
+        held = hold(["a", "b", "c"], made, row=row, limits=limits)
+        return [str(message["content"]) for message in held.messages[2::2]]
+
+    assert (one("Ada"), one("Bob")) == (["Ada"] * 3, ["Bob"] * 3)
+    assert user.EVENTS == [("remembered", "Ada"), ("remembered", "Bob")]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compat.verl.verl_files import a_tool, an_interaction, set_up, user_module
 from support.conversations import a_row, call, hold
 from turnwise.build import scorer
-from turnwise.compat.verl import custom_score, data_source_score
+from turnwise.compat.verl import CustomScore, data_source_score
+from turnwise.compat.verl.reward import num_turns
 from turnwise.compat.verl.reward_score import compute_score, extract_solution
 from turnwise.config import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools import Tools
 from turnwise.errors import ConfigError, Failed
-from turnwise.types import Group, Trajectory
+from turnwise.metrics import conversation_metrics
+from turnwise.record import trajectory_record
+from turnwise.rollout.limits import Limits
+from turnwise.types import Group, Row, Trajectory
 
 FUNCTIONS = """
 from verl.utils.reward_score import gsm8k
@@ -90,7 +96,7 @@ def test_a_function_of_one_s_own_may_be_sync_or_async_and_import_from_verl(tmp_p
     Path(path).write_text(FUNCTIONS)
 
     def score(**options: Any) -> float:
-        return asyncio.run(custom_score(held("#### 72"), path=path, **options))
+        return asyncio.run(CustomScore(path, **options)(held("#### 72")))
 
     assert score() == 1.0
     assert score(arguments={"bonus": 0.5}) == 1.5
@@ -112,7 +118,7 @@ def test_a_recipe_s_scorer_asks_both(tmp_path: Path) -> None:
             "trajectory": [
                 "turnwise.compat.verl:data_source_score",
                 {
-                    "use": "turnwise.compat.verl:custom_score",
+                    "use": "turnwise.compat.verl:CustomScore",
                     "arguments": {"path": f"{tmp_path}/mine.py", "arguments": {"bonus": 0.5}},
                     "weight": 2.0,
                 },
@@ -125,3 +131,97 @@ def test_a_recipe_s_scorer_asks_both(tmp_path: Path) -> None:
     assert good.reward == 1.0 + 2.0 * 1.5
     assert unknown.error is not None
     assert unknown.error.kind == "reward"
+
+
+INFO = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {
+        "score": float(extra_info["num_turns"]),
+        "acc": True,
+        "turns": extra_info["turn_scores"],
+        "length": 2.5,
+        "bad": float("nan"),
+        "info": {name: value for name, value in extra_info.items() if name != "raw_prompt"},
+        "prompt": extra_info["raw_prompt"],
+    }
+"""
+
+
+def scored(one: Trajectory, *functions: Any) -> Trajectory:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "d.parquet"},
+        "reward": {"trajectory": list(functions)},
+    }
+    made = scorer(Config.model_validate(tree))
+    asyncio.run(made.score([Group(id="g", row=one.row, trajectories=[one])]))
+    return one
+
+
+def test_extra_info_is_what_verl_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user_module(monkeypatch)
+    (tmp_path / "mine.py").write_text(INFO)
+    made = set_up(tmp_path, tools=[a_tool()], interactions=[an_interaction(over_after=3)])
+    row = a_row(reward_model={"ground_truth": "7"}, extra_info={"index": 3})
+    one = hold([call("count"), "one", "two"], made, row=row)
+    given = {"use": "turnwise.compat.verl:CustomScore", "arguments": {"path": f"{tmp_path}/mine.py"}}
+    scored(one, given)
+    assert one.error is None
+    # the prompt, three turns, and what the tool and the interaction (twice: its last words too) answered
+    assert one.rewards["compute_score"] == 1 + 3 + 3
+    assert one.metrics == {"acc": 1.0, "length": 2.5}
+    kept = one.turns[-1].info["compute_score"]
+    assert kept["info"] == {
+        "index": 3,
+        "num_turns": 7,
+        "turn_scores": [0.25, 0.25],
+        "tool_rewards": [0.125],
+        "rollout_reward_scores": {"count": 1.0, "user_turn_rewards": [0.25, 0.25]},
+    }
+    assert (kept["turns"], kept["bad"]) == ([0.25, 0.25], "nan")
+    assert kept["prompt"] == [{"role": "user", "content": "Hi"}]
+    group = Group(id="g", row=one.row, trajectories=[one])
+    assert conversation_metrics([group])["metrics/length"] == 2.5
+    assert trajectory_record(one)["metrics"] == {"acc": 1.0, "length": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("said", "turns", "count"),
+    [
+        (["#### 72"], 8, 2),
+        ([call("calculator", '{"expression": "8*9"}'), "#### 72"], 8, 4),
+        # the answer to the call that ends the conversation is read by nobody: verl does not run it
+        ([call("calculator", '{"expression": "8*9"}')] * 2, 2, 4),
+    ],
+)
+def test_num_turns_counts_the_prompt_turns_and_answers(said: list[str], turns: int, count: int) -> None:
+    one = hold(said, lambda: Tools([calculator]), row=a_row(), limits=Limits(turns=turns, tokens_per_turn=200))
+    assert num_turns(one) == count
+    few_shot = Row(id="1", messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2)
+    few_shot = replace(few_shot, messages=[*few_shot.messages, {"role": "user", "content": "c"}])
+    limits = Limits(turns=turns, tokens_per_turn=200)
+    assert num_turns(hold(said, lambda: Tools([calculator]), row=few_shot, limits=limits)) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "told"),
+    [
+        ("import nothing_of_the_kind", "compute_score", "No module named 'nothing_of_the_kind'"),
+        ("compute_score = 3", "compute_score", "mine.py:compute_score cannot be called"),
+        ("def score(data_source): pass", "compute_score", "has no 'compute_score'"),
+        (
+            "def compute_score(data_source, solution, ground_truth, extra_info): pass",
+            "compute_score",
+            "takes no argument 'solution_str'; it is called with data_source, solution_str, ground_truth, extra_info",
+        ),
+    ],
+)
+def test_a_reward_function_that_cannot_be_used_is_refused_at_the_start(
+    text: str, name: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    use = {"use": "turnwise.compat.verl:CustomScore", "arguments": {"path": f"{tmp_path}/mine.py", "name": name}}
+    tree = {"model": {"path": "m"}, "data": {"train": "d.parquet"}, "reward": {"trajectory": [use]}}
+    with pytest.raises(ConfigError) as refused:
+        scorer(Config.model_validate(tree))
+    assert told in str(refused.value)

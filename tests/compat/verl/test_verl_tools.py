@@ -15,6 +15,7 @@ import pytest
 
 from compat.verl.verl_files import PLUGINS, a_tool, an_interaction, names, set_up, user_module
 from support.conversations import Says, a_row, a_table, call, hold, hold_all
+from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Row, Stop
@@ -105,7 +106,6 @@ def test_a_row_may_offer_some_tools_only(user: ModuleType, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("info", "problem"),
     [
-        ({"tools_kwargs": {"cuont": {}}}, "tools_kwargs names a tool 'cuont'; did you mean 'count'?"),
         ({"tools_kwargs": {"count": {"create_kwarg": {}}}}, "has a key 'create_kwarg'; did you mean 'create_kwargs'?"),
         ({"tools_kwargs": {"count": {"create_kwargs": [1]}}}, "create_kwargs must be a mapping; it is [1]"),
         ({"tools_kwargs": "x"}, "tools_kwargs must be a mapping; it is 'x'"),
@@ -319,3 +319,171 @@ def test_a_subclass_reads_the_results_of_a_server_in_its_own_way(tmp_path: Path)
     assert "visit" in [tool["function"]["name"] for tool in one.tools]  # an empty selection is all of them
     assert told(one) == ["<7>"]
     assert one.turns[0].info == {"add": {"parts": 1}}
+
+
+def test_a_tool_is_handed_its_conversation_as_of_v0_7(user: ModuleType, tmp_path: Path) -> None:
+    user.SEEN.clear()
+    made = set_up(
+        tmp_path,
+        tools=[a_tool("SessionTool", "session", "what")],
+        interactions=[an_interaction()],
+    )
+    kinds = {"session": {"create_kwargs": {"a": 1}}}
+    said = [call("session"), "hm", call("session", '{"what": "tokens"}'), "done"]
+    limits = Limits(turns=4, tokens_per_turn=99)
+    one = hold(said, made, row=a_row(extra_info={"tools_kwargs": kinds}), limits=limits)
+    first, second = user.SEEN
+    assert first["roles"] == ["user", "assistant"]
+    assert second["roles"] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert first["request_id"] == second["request_id"]
+    assert (first["turns"], second["turns"]) == ((0, 1), (2, 3))
+    assert second["calls"] == [("session", '{"what": "tokens"}')]
+    assert (first["rewards"], second["rewards"], second["scores"]) == ([], [0.5], [0.25])
+    assert first["ids"] == one.turns[0].completion.token_ids.__len__()  # type: ignore[union-attr]
+    assert (second["kwargs"], second["images"]) == ({"session": {"create_kwargs": {"a": 1}}}, None)
+    assert told(one) == [
+        "call 1",
+        "Error: AttributeError: agent_data.prompt_ids: tools see the messages of a conversation and not its tokens; those of "
+        "the last turn are agent_data.response_ids",
+    ]
+    assert one.messages[0]["content"] == "Hi"  # what a tool does to its copy is not heard of
+
+
+def test_the_extra_fields_of_two_conversations_do_not_meet(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool("SessionTool", "session", "what")])
+    held = hold_all(Says(call("session"), call("session"), "done"), made, size=3)
+    assert [told(one) for one in held] == [["call 1", "call 2"]] * 3
+
+
+def test_keywords_for_a_tool_that_is_not_there_are_not_used_and_told_once(
+    user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    info = {"need_tools_kwargs": True, "tools_kwargs": {"cuont": {"create_kwargs": {"start": 3}}, "count": None}}
+    with caplog.at_level(logging.WARNING):
+        held = hold_all(Says(call("count"), "done"), made, row=a_row(extra_info=info), size=3)
+    assert [(one.error, told(one)) for one in held] == [(None, ["1"])] * 3
+    assert caplog.text.count("rows have tools_kwargs for a tool 'cuont'; did you mean 'count'?") == 1
+
+
+def test_rewards_may_be_recorded_only_as_in_verl_s_trainer(user: ModuleType, tmp_path: Path) -> None:
+    made = set_up(tmp_path, tools=[a_tool()], interactions=[an_interaction(over_after=2)], rewards="record")
+    one = hold([call("count"), "done"], made, row=row())
+    assert [turn.reward for turn in one.turns] == [0.0, 0.0]
+    assert [outcome.reward for outcome in one.turns[0].outcomes] == [0.125]
+    assert one.turns[0].info == {"reward": 0.125, "count": {"count": 1}}
+    assert one.turns[1].info["calc_reward"] == {"count": 1.0}
+    assert one.turns[1].info["turn_score"] == 0.25
+    cut = hold([call("count")], made, row=row(), limits=Limits(turns=1, tokens_per_turn=99))
+    assert [turn.reward for turn in cut.turns] == [0.0]
+    assert cut.turns[0].info["calc_reward"] == {"count": 1.0}
+    with pytest.raises(ConfigError, match="rewards='nothing'; there are add and record"):
+        set_up(tmp_path, tools=[a_tool()], rewards="nothing")
+    with pytest.raises(ConfigError, match="rewards=record leaves out what verl's classes give"):
+        set_up(tmp_path, tools=[a_tool()], rewards="record", then="turnwise.environments.environment:Once")
+
+
+VENDORED = '''
+"""verl's base classes and schemas, copied into somebody's project; nothing is imported from verl."""
+from pydantic import BaseModel
+
+class ToolResponse(BaseModel):
+    text: str | None = None
+    image: list | None = None
+    video: list | None = None
+
+class Function(BaseModel):
+    name: str
+    description: str
+    parameters: dict
+
+class ToolSchema(BaseModel):
+    type: str
+    function: Function
+
+class BaseTool:
+    def __init__(self, config, tool_schema):
+        self.config = config
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        self.name = self.tool_schema.function.name
+    def get_openai_tool_schema(self):
+        return self.tool_schema
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id, ToolResponse()
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="base"), 0.0, {}
+    async def calc_reward(self, instance_id, **kwargs):
+        return 0.0
+    async def release(self, instance_id, **kwargs):
+        pass
+
+class Idle(BaseTool):
+    pass
+
+class Own(BaseTool):
+    def get_openai_tool_schema(self):
+        parameters = {"type": "object", "properties": {}}
+        return ToolSchema(type="function", function=Function(name="own", description="Own.", parameters=parameters))
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id, ToolResponse(text="welcome")
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="own"), 0.5, {"k": 1}
+    async def calc_reward(self, instance_id, **kwargs):
+        return self.config["worth"]
+
+class BaseInteraction:
+    def __init__(self, config):
+        self.config, self.name = config, config.get("name")
+    async def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, "base", 0.8, {}
+    async def calculate_score(self):
+        return 0.0
+    async def finalize_interaction(self):
+        pass
+
+class Answers(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "fine", 0.25, {}
+
+class Remote(BaseTool):
+    async def _call_tool(self, instance_id, parameters):
+        raise RuntimeError("the client of verl was never started")
+    async def execute(self, instance_id, parameters, **kwargs):
+        text, metadata = await self._call_tool(instance_id, parameters)
+        return ToolResponse(text=text), 0.0, metadata
+    def _parse_tool_result(self, content):
+        return f"<{content[0].text}>", {"parts": len(content)}
+'''
+
+
+def test_copies_of_verl_s_base_classes_are_read_by_their_shape(tmp_path: Path) -> None:
+    (tmp_path / "vendored.py").write_text(VENDORED)
+
+    def own(worth: Any) -> dict[str, Any]:
+        return {"class_name": f"{tmp_path}/vendored.py:Own", "config": {"worth": worth}}
+
+    answers = {"class_name": f"{tmp_path}/vendored.py:Answers", "config": {}}
+    one = hold([call("own"), "done"], set_up(tmp_path, tools=[own(2.0)], interactions=[answers]))
+    assert [tool["function"]["name"] for tool in one.tools] == ["own"]
+    assert told(one) == ["welcome", "own"]
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25 + 2.0]
+    assert one.turns[0].info == {"own": {"k": 1}}
+    assert "calculate_score" not in one.turns[1].info  # that of the base class is nobody's own
+    for worth, counts in (([1.0, 0.5], 1.5), (["a text"], 0.0), ([], 0.0)):
+        assert hold(["done"], set_up(tmp_path, tools=[own(worth)])).turns[0].reward == counts
+    idle = {"class_name": f"{tmp_path}/vendored.py:Idle", "config": {}, "tool_schema": a_tool()["tool_schema"]}
+    with pytest.raises(ConfigError, match="Idle does not define execute"):
+        set_up(tmp_path, tools=[idle])
+
+
+@pytest.mark.slow
+def test_a_copy_of_verl_s_mcp_tool_asks_our_servers(tmp_path: Path) -> None:
+    (tmp_path / "vendored.py").write_text(VENDORED)
+    (tmp_path / "servers.json").write_text(json.dumps(MCP))
+    options = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": ["add"]}
+    entry = {"class_name": f"{tmp_path}/vendored.py:Remote", "config": {"type": "mcp"}, "mcp": options}
+    one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
+    assert told(one) == ["<7>"]
+    assert one.turns[0].info == {"add": {"api_request_error": None, "parts": 1}}

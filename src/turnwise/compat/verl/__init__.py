@@ -7,16 +7,16 @@ configuration. `with verl_names():` lets code that imports from verl be loaded w
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
 from turnwise.compat.verl.conversation import Conversations
 from turnwise.compat.verl.names import verl_names
-from turnwise.compat.verl.reward import custom_score, data_source_score
+from turnwise.compat.verl.reward import CustomScore, data_source_score
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 __all__ = [
     "BaseInteraction",
     "BaseTool",
     "Conversations",
+    "CustomScore",
     "OpenAIFunctionToolSchema",
     "ToolResponse",
-    "custom_score",
     "data_source_score",
     "verl_names",
 ]

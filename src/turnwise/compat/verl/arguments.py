@@ -276,7 +276,7 @@ class _Conversion:
             if self._book.says(given):
                 arguments["arguments"] = self._book.value(given)
             self._book.set(
-                "reward.trajectory", [{"use": f"{_PLACE}:custom_score", "arguments": arguments}], path, name, given
+                "reward.trajectory", [{"use": f"{_PLACE}:CustomScore", "arguments": arguments}], path, name, given
             )
             return
         for key in (name, given):

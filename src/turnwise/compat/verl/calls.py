@@ -47,10 +47,11 @@ def takes(method: Callable[..., Any], keyword: str, *, anything: bool = False) -
     return swallows or keyword in parameters
 
 
-def defines(kind: type, method: str, *bases: type) -> bool:
-    """Whether a class has a method that is not just that of `bases`."""
+def defines(kind: type, method: str, base: type) -> bool:
+    """Whether a class has a method that is not just that of `base`, or of a copy of it by the same name."""
     own = getattr(kind, method, None)
-    return callable(own) and all(own is not getattr(base, method, None) for base in bases)
+    owner = next((one for one in kind.__mro__ if method in vars(one)), kind)
+    return callable(own) and owner.__name__ != base.__name__
 
 
 class Lease(Generic[T]):

@@ -11,9 +11,10 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
+from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.interaction import Interaction, choose, interaction_keywords
 from turnwise.compat.verl.rows import wanted
@@ -53,11 +54,14 @@ class Conversations:
         then: str | EnvironmentFactory | None = None,
         max_user_turns: int | None = None,
         tool_timeout: float = 30.0,
+        rewards: Literal["add", "record"] = "add",
     ) -> None:
         """`then` is an environment of ours behind the tools, in an interaction's place; as text, a reference.
 
         After `max_user_turns` answers of the interaction the conversation is over. `tool_timeout` bounds the seconds of a
-        call, unless a tool's own `timeout` is longer. Raises ConfigError.
+        call, unless a tool's own `timeout` is longer. `rewards` says what becomes of what tools and interactions give:
+        `add` adds it to the turns' rewards; `record` keeps it in the record only, so that the reward functions alone are the
+        objective, as in verl's trainer. Raises ConfigError.
         """
         if interactions is None and tools is None:
             raise ConfigError("neither interactions nor tools: name one of verl's files")
@@ -68,6 +72,12 @@ class Conversations:
             raise ConfigError(f"max_user_turns={max_user_turns} {problem}")
         if not (tool_timeout > 0 and math.isfinite(tool_timeout)):
             raise ConfigError(f"tool_timeout={tool_timeout}; give a number of seconds above 0")
+        if rewards not in ("add", "record"):
+            raise ConfigError(f"rewards={rewards!r}; there are add and record")
+        if rewards == "record" and then is not None:
+            raise ConfigError(f"rewards=record leaves out what verl's classes give, and then={then} is none of them")
+        self.records_rewards = rewards == "record"
+        """Whether what tools and interactions give is kept out of the turns' rewards."""
         self._interactions = read_interactions(interactions) if interactions is not None else {}
         self._then = resolve(then, key="then") if isinstance(then, str) else then
         self._most_answers = max_user_turns
@@ -88,18 +98,19 @@ class Conversations:
         for server in self._servers:
             await server.aclose()
 
-    def instances(
-        self, row: Row, id: str, heard: Callable[[], Sequence[Message]]
-    ) -> tuple[list[ToolInstance], Environment]:
+    def instances(self, row: Row, data: AgentData) -> tuple[list[ToolInstance], Environment]:
         """The tools and the partner of a row's conversation, not begun yet. Raises Failed."""
+        id = data.request_id
         wants = wanted(row, [tool.name for tool in self._tools])
         offered = [tool for tool in self._tools if wants.selection is None or tool.name in wants.selection]
-        tools = [ToolInstance(tool, id, wants) for tool in offered]
+        tools = [ToolInstance(tool, id, wants, data) for tool in offered]
+        data.tools_kwargs = wants.tools
         if self._interactions:
             _, interaction = choose(self._interactions, wants, row)
             keywords = interaction_keywords(interaction, wants, row)
+            data.interaction, data.interaction_kwargs = interaction, keywords
             return tools, Interaction(
-                interaction, id=id, keywords=keywords, heard=heard, most_answers=self._most_answers
+                interaction, id=id, keywords=keywords, agent_data=data, most_answers=self._most_answers
             )
         return tools, self._then() if self._then is not None else Once()
 
@@ -110,42 +121,46 @@ class Conversation:
     def __init__(self, setup: Conversations, in_front: InFront) -> None:
         self._setup = setup
         self._in_front = in_front
-        self._id = str(uuid4())
-        self._heard: list[Message] = []
+        self._data = AgentData(request_id=str(uuid4()))
         self._tools: list[ToolInstance] = []
         self._behind: Environment | None = None
         self._last: Turn | None = None
 
     async def begin(self, row: Row) -> Opening:
-        tools, partner = self._setup.instances(row, self._id, lambda: self._heard)
+        tools, partner = self._setup.instances(row, self._data)
         self._tools = tools
         await _together(tool.create() for tool in tools)
         self._behind = self._in_front([tool.tool for tool in tools], partner)
         opening = await self._behind.begin(row)
         said = [_message(tool) for tool in tools if not tool.response.is_empty()]
-        self._heard = [*opening.messages, *said]
-        return replace(opening, messages=list(self._heard))
+        messages = [*opening.messages, *said]
+        self._data.hear(messages)
+        return replace(opening, messages=messages)
 
     async def step(self, turn: Turn) -> Reply:
         assert self._behind is not None, "step before begin"
-        self._heard.append(_assistant(turn))
+        self._data.said(turn, _assistant(turn))
         if len(turn.calls) >= len(turn.message.get("tool_calls") or ()):  # not a copy with a part of its calls
             self._last = turn
         reply = await self._behind.step(turn)
         if reply.rewrite is not None:
-            self._heard = list(reply.rewrite)
-        self._heard.extend(reply.messages)
+            self._data.rewritten(reply.rewrite)
+        self._data.hear(reply.messages)
+        self._data.user_turns += bool(reply.messages)
+        if self._setup.records_rewards:
+            reply = replace(reply, reward=0.0, info={**reply.info, **_given(reply.reward)})
         if not reply.done:
             return reply
         rewards = await self._rewards()
-        return replace(reply, reward=reply.reward + sum(rewards.values()), info={**reply.info, **_told(rewards)})
+        counts = 0.0 if self._setup.records_rewards else sum(rewards.values())
+        return replace(reply, reward=reply.reward + counts, info={**reply.info, **_told(rewards)})
 
     async def settle(self) -> float:
         rewards = await self._rewards()
         if self._last is not None:
             self._last.info.update(_told(rewards))
         behind = await self._behind.settle() if isinstance(self._behind, Settles) else 0.0
-        return sum(rewards.values()) + behind
+        return behind + (0.0 if self._setup.records_rewards else sum(rewards.values()))
 
     async def close(self) -> None:
         await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
@@ -171,6 +186,10 @@ def _message(tool: ToolInstance) -> Message:
     ]
     content = response.text if response.is_text_only() else parts
     return {"role": "tool", "tool_call_id": f"create_{tool.of.name}", "name": tool.of.name, "content": content}
+
+
+def _given(reward: float) -> dict[str, Any]:
+    return {"reward": reward} if reward else {}
 
 
 def _told(rewards: dict[str, float]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
 from turnwise.compat.verl.calls import defines
 from turnwise.compat.verl.names import NAMES, ours, verl_names
-from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
-from turnwise.compat.verl.services import MCPBaseTool, RawServers
+from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, read_schema
+from turnwise.compat.verl.services import RawServers, connect
 from turnwise.compat.verl.tool import VerlTool
 from turnwise.compat.yaml_files import read_mapping, resolved
 from turnwise.environments.mcp import McpServers
@@ -175,10 +175,11 @@ def _made(kind: type, place: str, *arguments: Any) -> Any:
 
 
 def _schema(schema: Any, place: str) -> OpenAIFunctionToolSchema | None:
-    if schema is None:
-        return None
     try:
-        return OpenAIFunctionToolSchema.model_validate(schema)
+        found = read_schema(schema)
+        if found is None and schema is not None:
+            raise ConfigError(f"{place}.tool_schema is no schema of a tool: it is {schema!r:.80}")
+        return found
     except ValidationError as problem:
         lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.errors(include_url=False)]
         raise ConfigError(f"{place}.tool_schema is no schema of a tool: {'; '.join(lines)}") from None
@@ -188,9 +189,10 @@ def _tool(
     kind: type, config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, place: str, timeout: float
 ) -> VerlTool:
     instance = _made(kind, place, config, schema)
-    if isinstance(instance, BaseTool):
-        schema = instance.get_openai_tool_schema()
-    if not isinstance(schema, OpenAIFunctionToolSchema):
+    describe = getattr(instance, "get_openai_tool_schema", None)
+    if callable(describe):  # of verl's base class, or of a copy of it
+        schema = _schema(describe(), place)
+    if schema is None:
         raise ConfigError(f"{place} has no tool_schema, and {kind.__name__} makes none itself")
 
     async def unbound() -> None:
@@ -222,7 +224,7 @@ def _is_mcp(entry: Mapping[str, Any], config: Mapping[str, Any], kind: type, pla
         raise ConfigError(
             f"{place}: tool_schema has no effect with config.type=mcp; the server says what its tools are"
         )
-    if not issubclass(kind, MCPBaseTool):
+    if not callable(getattr(kind, "_parse_tool_result", None)):  # by its shape: it may be of a copy of verl's class
         raise ConfigError(f"{place}: {kind.__name__} must be a subclass of verl.tools.mcp_base_tool.MCPBaseTool")
     return True
 
@@ -247,7 +249,7 @@ def _mcp_tools(
     try:
         for listed in servers.tools(selected, timeout=_seconds(config, timeout)):
             instance = _made(kind, place, config, _schema(listed.schema, place))
-            instance.connect(listed.function)
+            connect(instance, listed.function)
             tools.append(VerlTool(instance, listed))
     except BaseException:
         servers.close()

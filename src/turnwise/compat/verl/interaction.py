@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.base import BaseInteraction
 from turnwise.compat.verl.calls import Lease, call, defines, takes
 from turnwise.compat.verl.rows import Wanted, refuse
 from turnwise.errors import nearest
-from turnwise.types import Message, Opening, Reply, Row, Turn
+from turnwise.types import Opening, Reply, Row, Turn
 
 __all__ = ["Interaction", "choose", "interaction_keywords"]
 
@@ -63,15 +64,15 @@ class Interaction:
         *,
         id: str,
         keywords: Mapping[str, Any],
-        heard: Callable[[], Sequence[Message]],
+        agent_data: AgentData,
         most_answers: int | None = None,
     ) -> None:
-        """`heard` gives the conversation up to and with the turn to be answered; `most_answers` ends it after so many."""
+        """`agent_data` holds the conversation up to and with the turn to be answered; `most_answers` ends it after so many."""
         self._interaction = interaction
         self._kind = type(interaction).__name__
         self._id = id
         self._keywords = keywords
-        self._heard = heard
+        self._agent_data = agent_data
         self._left = math.inf if most_answers is None else most_answers
         self._lease = Lease(self._start, self._finalize, f"the interaction {self._kind!r}")
 
@@ -80,7 +81,9 @@ class Interaction:
         return Opening(messages=row.messages)
 
     async def step(self, turn: Turn) -> Reply:
-        answer = await self._call("generate_response", self._id, [dict(one) for one in self._heard()], with_row=True)
+        answer = await self._call(
+            "generate_response", self._id, [dict(one) for one in self._agent_data.messages], with_row=True
+        )
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise TypeError(
                 f"{self._kind}.generate_response returned {answer!r:.120}; it must return "
@@ -97,6 +100,9 @@ class Interaction:
             calculated = await self._call("calculate_score", self._id)
             info["calculate_score"] = calculated
             score = calculated if score is None else score
+        if score is not None:
+            info["turn_score"] = float(score)
+            self._agent_data.turn_scores.append(float(score))
         self._left -= 1
         done = bool(over) or self._left <= 0
         silent = done and not content

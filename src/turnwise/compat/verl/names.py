@@ -53,8 +53,15 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_HERE}.schemas:ToolResponse",
     ),
     "verl.tools.gsm8k_tool": (f"{_HERE}.shipped:Gsm8kTool",),
-    "verl.tools.search_tool": (f"{_HERE}.services:SearchTool",),
-    "verl.tools.sandbox_fusion_tools": (f"{_HERE}.services:SandboxFusionTool",),
+    "verl.tools.search_tool": (f"{_HERE}.services:SearchTool", f"{_HERE}.pool:PoolMode"),
+    "verl.tools.sandbox_fusion_tools": (
+        f"{_HERE}.services:SandboxFusionTool",
+        f"{_HERE}.pool:PoolMode",
+        f"{_HERE}.pool:init_execution_pool",
+    ),
+    "verl.tools.utils.search_r1_like_utils": (f"{_HERE}.search_batch:perform_single_search_batch",),
+    "verl.experimental.agent_loop.tool_agent_loop": (f"{_HERE}.agent_data:AgentData",),
+    "verl.experimental.agent_loop.tool_parser": (f"{_HERE}.agent_data:FunctionCall",),
     "verl.tools.mcp_base_tool": (f"{_HERE}.services:MCPBaseTool",),
     "verl.tools.mcp_search_tool": (f"{_HERE}.services:MCPSearchTool",),
     "verl.tools.utils.tool_registry": (

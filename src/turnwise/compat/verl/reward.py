@@ -6,17 +6,22 @@ They are handed what the model said and nothing else, turn by turn, a line each:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
-from turnwise.compat.verl.calls import call
+from turnwise.compat.maker import plain
+from turnwise.compat.verl.calls import call, takes
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
 from turnwise.references import resolve
-from turnwise.types import Trajectory
+from turnwise.types import Stop, Trajectory
 
-__all__ = ["custom_score", "data_source_score"]
+__all__ = ["CustomScore", "data_source_score", "num_turns"]
+
+_HANDED = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def data_source_score(trajectory: Trajectory) -> float:
@@ -31,35 +36,90 @@ def data_source_score(trajectory: Trajectory) -> float:
     return compute_score("\n".join(trajectory.said), _truth(trajectory))
 
 
-async def custom_score(
-    trajectory: Trajectory, *, path: str, name: str = "compute_score", arguments: Mapping[str, Any] | None = None
-) -> float:
-    """What `compute_score(data_source, solution_str, ground_truth, extra_info, **arguments)` in a user's file gives.
+class CustomScore:
+    """`compute_score(data_source, solution_str, ground_truth, extra_info, **arguments)` in a user's file, as a reward function.
 
-    It may be async, and may return a number or a mapping with `score`.
+    The function may be sync or async, and returns a number or a mapping with `score`; the mapping's other numbers are metrics of
+    the trajectory, and what else is in it is kept in the info of its last turn under the function's name.
+
+    Raises ConfigError, when it is made, if the file cannot be imported or the function cannot be called so.
     """
-    with verl_names():
-        function = resolve(f"{path}:{name}", key="custom_reward_function")
-    if not callable(function):
-        raise ConfigError(f"custom_reward_function: {path}:{name} cannot be called")
-    row = trajectory.row
-    score = await call(
-        function,
-        keywords={
-            "data_source": row.fields.get("data_source"),
-            "solution_str": "\n".join(trajectory.said),
-            "ground_truth": _truth(trajectory),
-            "extra_info": dict(row.fields.get("extra_info") or {}),
-            **(arguments or {}),
-        },
-        name=name,
-        kind="reward",
+
+    def __init__(self, path: str, name: str = "compute_score", arguments: Mapping[str, Any] | None = None) -> None:
+        with verl_names():
+            self._function = resolve(f"{path}:{name}", key="custom_reward_function")
+        if not callable(self._function):
+            raise ConfigError(f"custom_reward_function: {path}:{name} cannot be called")
+        for given in (*_HANDED, *(arguments or {})):
+            if not takes(self._function, given, anything=True):
+                raise ConfigError(
+                    f"custom_reward_function: {path}:{name} takes no argument {given!r}; it is called with "
+                    f"{', '.join((*_HANDED, *(arguments or {})))}, by name"
+                )
+        self._arguments = dict(arguments or {})
+        self.__name__ = name
+
+    async def __call__(self, trajectory: Trajectory) -> float:
+        row = trajectory.row
+        score = await call(
+            self._function,
+            keywords={
+                "data_source": row.fields.get("data_source"),
+                "solution_str": "\n".join(trajectory.said),
+                "ground_truth": _truth(trajectory),
+                "extra_info": {**(row.fields.get("extra_info") or {}), **_rollout_info(trajectory)},
+                **self._arguments,
+            },
+            name=self.__name__,
+            kind="reward",
+        )
+        if isinstance(score, Mapping):
+            if "score" not in score:
+                raise ValueError(f"{self.__name__} returned a mapping without `score`: {sorted(score)}")
+            self._keep(trajectory, {name: value for name, value in score.items() if name != "score"})
+            score = score["score"]
+        return float(score)
+
+    def _keep(self, trajectory: Trajectory, more: Mapping[str, Any]) -> None:
+        """Numbers are metrics, everything else is in the record."""
+        numbers = {
+            str(name): float(value) for name, value in more.items() if isinstance(value, Real) and math.isfinite(value)
+        }
+        trajectory.metrics.update(numbers)
+        rest = {str(name): value for name, value in more.items() if str(name) not in numbers}
+        if rest and trajectory.turns:
+            trajectory.turns[-1].info[self.__name__] = plain(rest)
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """verl's `num_turns`: the prompt, the model's turns, and the answers to them that the model could read."""
+    first = next(
+        (n for n, one in enumerate(trajectory.messages) if trajectory.turns and one is trajectory.turns[0].message), 0
     )
-    if isinstance(score, Mapping):
-        if "score" not in score:
-            raise ValueError(f"{name} returned a mapping without `score`: {sorted(score)}")
-        score = score["score"]
-    return float(score)
+    answers, among = 0, True  # `among`: an answer is counted once, however many messages it has
+    for message in trajectory.messages[first:]:
+        model = message.get("role") == "assistant"
+        answers += not model and not among
+        among = not model
+    if not trajectory.turns:
+        return 1
+    unread = among and trajectory.stop is not Stop.DONE  # the loop had ended before anybody read it
+    return 1 + len(trajectory.turns) + max(0, answers - unread)
+
+
+def _rollout_info(trajectory: Trajectory) -> dict[str, Any]:
+    """What verl puts into `extra_info` beside the row's own."""
+    infos = [turn.info for turn in trajectory.turns]
+    scores = [info["turn_score"] for info in infos if "turn_score" in info]
+    outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]
+    of_tools = infos[-1].get("calc_reward", {}) if infos else {}
+    return {
+        "num_turns": num_turns(trajectory),
+        "turn_scores": scores,
+        "tool_rewards": [outcome.reward for outcome in outcomes],
+        "rollout_reward_scores": {**of_tools, **({"user_turn_rewards": scores} if scores else {})},
+        "raw_prompt": [dict(message) for message in trajectory.row.messages],
+    }
 
 
 def _truth(trajectory: Trajectory) -> Any:

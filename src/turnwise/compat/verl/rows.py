@@ -6,7 +6,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from turnwise.types import Failure, Row
 
 __all__ = ["Wanted", "refuse", "wanted"]
 
+_log = logging.getLogger(__name__)
 _KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -41,11 +44,13 @@ def refuse(row: Row, problem: str) -> Failed:
     return Failed(Failure("row", f"row {row.id!r}: {problem}"))
 
 
-def wanted(row: Row, tools: Collection[str]) -> Wanted:
+def wanted(row: Row, tools: Sequence[str]) -> Wanted:
     """Read a row; `tools` are the names of those that there are.
 
-    Raises Failed where the row contradicts itself or names what is not there.
+    Keywords for a tool that is not there are ignored, and told once. Raises Failed where the row contradicts itself, or selects
+    a tool that is not there.
     """
+    tools = tuple(tools)
     info = _mapping(row, "extra_info", row.fields.get("extra_info"))
 
     def found(name: str) -> Any:
@@ -55,9 +60,9 @@ def wanted(row: Row, tools: Collection[str]) -> Wanted:
     for tool, kinds in _mapping(row, "tools_kwargs", found("tools_kwargs")).items():
         if kinds is None:
             continue
-        if tool not in tools:
-            have = ", ".join(sorted(tools)) or "none"
-            raise refuse(row, f"tools_kwargs names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
+        if tool not in tools:  # rows are prepared for several tool files: verl ignores it too
+            _tell_of(tool, tools)
+            continue
         of_tool: dict[str, Mapping[str, Any]] = {}
         given[tool] = of_tool
         for kind, keywords in _mapping(row, f"tools_kwargs.{tool}", kinds).items():
@@ -72,7 +77,7 @@ def wanted(row: Row, tools: Collection[str]) -> Wanted:
         if tool not in tools:
             have = ", ".join(sorted(tools)) or "none"
             raise refuse(row, f"tool_selection names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
-    if found("need_tools_kwargs") and not given:
+    if found("need_tools_kwargs") and not found("tools_kwargs"):
         raise refuse(row, "it says need_tools_kwargs, and has no tools_kwargs")
     reward_model = row.fields.get("reward_model")
     return Wanted(
@@ -80,6 +85,18 @@ def wanted(row: Row, tools: Collection[str]) -> Wanted:
         tools=given,
         selection=None if selection is None else tuple(selection),
         truth=reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,
+    )
+
+
+@functools.cache
+def _tell_of(tool: str, tools: tuple[str, ...]) -> None:
+    """Say once that rows have keywords for a tool that is not there."""
+    have = ", ".join(sorted(tools)) or "none"
+    _log.warning(
+        "rows have tools_kwargs for a tool %r%s: they are not used (the tools are: %s)",
+        tool,
+        nearest(tool, tools),
+        have,
     )
 
 

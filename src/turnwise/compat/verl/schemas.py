@@ -7,7 +7,8 @@ chat template, and a property without `type` is no error.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,6 +21,8 @@ __all__ = [
     "OpenAIFunctionToolCall",
     "OpenAIFunctionToolSchema",
     "ToolResponse",
+    "read_response",
+    "read_schema",
 ]
 
 
@@ -119,3 +122,38 @@ class ToolResponse(BaseModel):
     def is_text_only(self) -> bool:
         """Whether it is a text and nothing else."""
         return bool(self.text) and not (self.image or self.video)
+
+
+@runtime_checkable
+class _ResponseShape(Protocol):
+    """A response of verl's or of a copy of verl's class."""
+
+    text: str | None
+    image: list[Any] | None
+    video: list[Any] | None
+
+
+@runtime_checkable
+class _SchemaShape(Protocol):
+    """A schema of verl's or of a copy of verl's class."""
+
+    def model_dump(self, *, exclude_unset: bool) -> dict[str, Any]: ...
+
+
+def read_response(value: Any) -> ToolResponse | None:
+    """A response by its shape, ours or of another copy of the class; None for anything else."""
+    if isinstance(value, ToolResponse) or not isinstance(value, _ResponseShape):
+        return value if isinstance(value, ToolResponse) else None
+    return ToolResponse(text=value.text, image=value.image, video=value.video)
+
+
+def read_schema(value: Any) -> OpenAIFunctionToolSchema | None:
+    """A schema by its shape: ours, of another copy of the class, or a mapping; None for anything else.
+
+    Raises pydantic's ValidationError.
+    """
+    if isinstance(value, OpenAIFunctionToolSchema):
+        return value
+    if isinstance(value, _SchemaShape):
+        value = value.model_dump(exclude_unset=True)
+    return OpenAIFunctionToolSchema.model_validate(value) if isinstance(value, Mapping) else None

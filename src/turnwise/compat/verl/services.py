@@ -1,44 +1,52 @@
-"""Tools that ask a service: search, a SandboxFusion server, and the servers of MCP, with verl's names and options.
+"""Tools that ask a service: search, a SandboxFusion server, and the servers of MCP, with verl's names, attributes and options.
 
-What speaks to the services is ours (`turnwise.environments`); here are verl's classes around it.
+What speaks to the services is ours (`turnwise.environments`); here are verl's classes around it. Subclasses may override what
+they override in verl: `execute`, `execute_search`, `execute_code`, `_call_tool`, `_parse_tool_result`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 from turnwise.compat.verl.base import BaseTool
+from turnwise.compat.verl.pool import Rate, init_execution_pool
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from turnwise.compat.verl.search_batch import perform_single_search_batch
 from turnwise.environments import tool_result
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.sandbox.fusion import SandboxFusion
 from turnwise.environments.search import Search
+from turnwise.environments.service import ServiceError
 from turnwise.errors import ConfigError, nearest
 
-__all__ = ["Content", "MCPBaseTool", "MCPSearchTool", "RawServers", "SandboxFusionTool", "SearchTool"]
+__all__ = ["Content", "MCPBaseTool", "MCPSearchTool", "RawServers", "SandboxFusionTool", "SearchTool", "connect"]
+
+_Executed = tuple[ToolResponse, float | None, dict[str, Any] | None]
 
 
-class _Rate:
-    """At most so many calls a second, evenly, over all conversations."""
+class _Instances(BaseTool):
+    """A tool with verl's `_instance_dict`: for each conversation, what its subclasses keep."""
 
-    def __init__(self, per_second: float | None) -> None:
-        self._pause = 1.0 / per_second if per_second else 0.0
-        self._next = 0.0
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        super().__init__(config, tool_schema)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
 
-    async def turn(self) -> None:
-        """Wait until it is one's turn."""
-        now = time.monotonic()
-        mine, self._next = max(now, self._next), max(now, self._next) + self._pause
-        if mine > now:
-            await asyncio.sleep(mine - now)
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        instance_id = instance_id or str(uuid4())
+        truth = kwargs.get("ground_truth") or (kwargs.get("create_kwargs") or {}).get("ground_truth")
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": truth, "reward": []}
+        return instance_id, ToolResponse()
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._instance_dict.pop(instance_id, None)
 
 
-class SearchTool(BaseTool):
-    """`search(query_list)`, answered by a retrieval service.
+class SearchTool(_Instances):
+    """`search(query_list)`, answered by a retrieval service; the model is told `{"result": documents}`.
 
     Options (`config`): `retrieval_service_url`, `topk`, `timeout` in seconds, `num_workers` requests at once over all
     conversations, `rate_limit` requests a second (verl's bounded the requests at once by it too),
@@ -48,31 +56,42 @@ class SearchTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
         options = ("retrieval_service_url", "topk", "timeout", "num_workers", "rate_limit", "enable_global_rate_limit")
-        _check("SearchTool", config, options, needs=options[0])
-        self._search = Search(
-            config["retrieval_service_url"],
-            topk=config.get("topk", 3),
-            timeout=float(config.get("timeout", 30)),
-            concurrent=config.get("num_workers", 120),
-        )
-        self._rate = _Rate(config.get("rate_limit", 120) if config.get("enable_global_rate_limit", True) else None)
+        _check(self, SearchTool, options, needs=options[0])
+        self.num_workers = config.get("num_workers", 120)
+        self.rate_limit = config.get("rate_limit", 120)
+        self.timeout = config.get("timeout", 30)
+        self.enable_global_rate_limit = config.get("enable_global_rate_limit", True)
+        self.retrieval_service_url: str = config["retrieval_service_url"]
+        self.topk = config.get("topk", 3)
+        Search(self.retrieval_service_url, topk=self.topk, timeout=float(self.timeout))  # refuses what is no address
+        self.execution_pool = init_execution_pool(self.num_workers, self.enable_global_rate_limit, self.rate_limit)
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+    def execute_search(
+        self, instance_id: str, query_list: list[str], retrieval_service_url: str, topk: int, timeout: float
+    ) -> tuple[str, dict[str, Any]]:
+        """Ask the service, blocking. Returns what the model is told, and the request's metadata."""
+        return perform_single_search_batch(retrieval_service_url, query_list, topk=topk, timeout=timeout)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
         queries = parameters.get("query_list")
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise ValueError(f"query_list must be a list of texts; it is {queries!r:.80}")
-        await self._rate.turn()
-        return ToolResponse(text=await self._search.search(queries)), 0.0, {"query_count": len(queries)}
+        text, metadata = await self.execution_pool.execute.remote(
+            self.execute_search, instance_id, queries, self.retrieval_service_url, self.topk, self.timeout
+        )
+        if metadata.get("api_request_error"):
+            raise ServiceError(str(metadata["api_request_error"]))  # counted as the tool's error
+        self._instance_dict.setdefault(instance_id, {"reward": []})["reward"].append(text.strip())
+        names = ("query_count", "status", "total_results", "api_request_error")
+        return ToolResponse(text=text), 0.0, {name: metadata.get(name) for name in names}
 
 
-class SandboxFusionTool(BaseTool):
+class SandboxFusionTool(_Instances):
     """`code_interpreter(code)`, run on a SandboxFusion server.
 
     Options (`config`): `sandbox_fusion_url`, `default_timeout` in seconds, `default_language`, `memory_limit_mb`,
     `num_workers` programs at once over all conversations, `rate_limit` programs a second, `enable_global_rate_limit: false`
-    to have no such limit. Unlike verl's, it tells the model what went wrong.
+    to have no such limit. A call may name its own `timeout` and `language`. Unlike verl's, it tells the model what went wrong.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -86,22 +105,36 @@ class SandboxFusionTool(BaseTool):
             "rate_limit",
             "enable_global_rate_limit",
         )
-        _check("SandboxFusionTool", config, options, needs=options[0])
-        self._fusion = SandboxFusion(
-            config["sandbox_fusion_url"],
-            language=config.get("default_language", "python"),
-            run_timeout=float(config.get("default_timeout", 30)),
-            memory_limit_mb=config.get("memory_limit_mb", 1024),
-            concurrent=config.get("num_workers", 10),
-        )
-        self._rate = _Rate(config.get("rate_limit", 10) if config.get("enable_global_rate_limit", True) else None)
+        _check(self, SandboxFusionTool, options, needs=options[0])
+        self.num_workers = config.get("num_workers", 10)
+        self.rate_limit = config.get("rate_limit", 10)
+        self.default_timeout = config.get("default_timeout", 30)
+        self.default_language: str = config.get("default_language", "python")
+        self.enable_global_rate_limit = config.get("enable_global_rate_limit", True)
+        self.sandbox_fusion_url: str = config["sandbox_fusion_url"]
+        self.memory_limit_mb = config.get("memory_limit_mb", 1024)
+        self._server(self.default_timeout, self.default_language)  # refuses what is no address
+        self.execution_pool = init_execution_pool(self.num_workers, self.enable_global_rate_limit, self.rate_limit)
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
-        code = parameters.get("code", "")
-        await self._rate.turn()
-        return ToolResponse(text=await self._fusion.code_interpreter(str(code))), None, None
+    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
+        """Run a program, blocking. Returns what the model is told."""
+        return ToolResponse(text=asyncio.run(self._server(timeout, language).code_interpreter(code)))
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
+        code = str(parameters.get("code", ""))
+        timeout = parameters.get("timeout", self.default_timeout)
+        language = parameters.get("language", self.default_language)
+        result = await self.execution_pool.execute.remote(self.execute_code, instance_id, code, timeout, language)
+        return (result if isinstance(result, ToolResponse) else ToolResponse(text=str(result))), None, None
+
+    def _server(self, timeout: float, language: str) -> SandboxFusion:
+        return SandboxFusion(
+            self.sandbox_fusion_url,
+            language=language,
+            run_timeout=float(timeout),
+            memory_limit_mb=self.memory_limit_mb,
+            concurrent=self.num_workers,
+        )
 
 
 class Content(tool_result.ToolResponse):
@@ -124,7 +157,20 @@ class RawServers(McpServers):
 AskServer = Callable[[dict[str, Any]], Awaitable[tool_result.ToolResponse]]
 
 
-class MCPBaseTool(BaseTool):
+def connect(instance: Any, ask: AskServer) -> None:
+    """Give a tool of an MCP server its server: one of ours, or of a copy of verl's class, by verl's `_call_tool`."""
+    if isinstance(instance, MCPBaseTool):
+        instance.connect(ask)
+        return
+
+    async def call_tool(instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        text, metadata = instance._parse_tool_result(_blocks(await ask(parameters)))
+        return text, {"api_request_error": None, **metadata}
+
+    instance._call_tool = call_tool
+
+
+class MCPBaseTool(_Instances):
     """A tool of an MCP server. Override `_parse_tool_result` to read results in another way.
 
     Options (`config`): `timeout` of a call in seconds, `rate_limit` calls a second.
@@ -133,41 +179,56 @@ class MCPBaseTool(BaseTool):
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
         if type(self) in (MCPBaseTool, MCPSearchTool):  # a user's own class may have options of its own
-            _check(type(self).__name__, config, ("timeout", "rate_limit"))
-        self._rate = _Rate(config.get("rate_limit"))
+            _check(self, type(self), ("timeout", "rate_limit"))
+        self.timeout = config.get("timeout", 30)
+        self._rate = Rate(config.get("rate_limit"))
         self._ask: AskServer | None = None
 
     def connect(self, ask: AskServer) -> None:
         """Say how the server is asked; the loader of the tool file does."""
         self._ask = ask
 
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
-        if self._ask is None:
-            raise RuntimeError(f"the tool {self.name!r} has no server; it must come from a tool file with `mcp`")
-        await self._rate.turn()
-        response = await self._ask(parameters)
-        blocks = (
-            response.blocks if isinstance(response, Content) else [SimpleNamespace(type="text", text=response.text)]
-        )
-        text, info = self._parse_tool_result(blocks)
-        return ToolResponse(text=text, image=response.image, video=response.video), 0.0, info
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
+        if type(self)._call_tool is not MCPBaseTool._call_tool:  # texts only, as in verl
+            text, metadata = await self._call_tool(instance_id, parameters)
+            return ToolResponse(text=text), 0.0, metadata
+        response = await self._asked(parameters)
+        text, metadata = self._parse_tool_result(_blocks(response))
+        return ToolResponse(text=text, image=response.image, video=response.video), 0.0, metadata
+
+    async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Ask the server, and read its result: (what the model is told, what else is to be kept)."""
+        return self._parse_tool_result(_blocks(await self._asked(parameters)))
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
         """What the model is told of a result, and what else is to be kept. Images are told beside the text."""
         return " ".join(part.text for part in content if part.type == "text"), {}
+
+    async def _asked(self, parameters: dict[str, Any]) -> tool_result.ToolResponse:
+        if self._ask is None:
+            raise RuntimeError(f"the tool {self.name!r} has no server; it must come from a tool file with `mcp`")
+        await self._rate.turn()
+        return await self._ask(parameters)
 
 
 class MCPSearchTool(MCPBaseTool):
     """A search engine behind MCP: verl's example of `_parse_tool_result`. Its results are told as they are."""
 
 
-def _check(kind: str, config: Mapping[str, Any], known: tuple[str, ...], *, needs: str | None = None) -> None:
-    for name in config:
-        if name not in (*known, "type"):
-            raise ConfigError(
-                f"{kind} has no option {name!r}{nearest(name, known)}; its options are: {', '.join(known)}"
-            )
+def _blocks(response: tool_result.ToolResponse) -> list[Any]:
+    """The content of a result, as an MCP server gives it."""
+    return response.blocks if isinstance(response, Content) else [SimpleNamespace(type="text", text=response.text)]
+
+
+def _check(tool: BaseTool, kind: type[BaseTool], known: tuple[str, ...], *, needs: str | None = None) -> None:
+    config: Mapping[str, Any] = tool.config
+    if type(tool) is kind:  # a user's own class may have options of its own
+        for name in config:
+            if name not in (*known, "type"):
+                raise ConfigError(
+                    f"{kind.__name__} has no option {name!r}{nearest(name, known)}; its options are: {', '.join(known)}"
+                )
     if needs is not None and not isinstance(config.get(needs), str):
-        raise ConfigError(f"{kind} needs the option {needs}: the address of the service, http://host:port/path")
+        raise ConfigError(
+            f"{type(tool).__name__} needs the option {needs}: the address of the service, http://host:port/path"
+        )

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.calls import Lease, call, takes
 from turnwise.compat.verl.rows import Wanted
-from turnwise.compat.verl.schemas import ToolResponse
+from turnwise.compat.verl.schemas import ToolResponse, read_response
 from turnwise.environments import tool_result
 from turnwise.environments.tool import Tool
 from turnwise.errors import boundary
@@ -42,6 +43,8 @@ class ToolInstance:
     of: VerlTool
     id: str
     wanted: Wanted
+    agent_data: AgentData
+    """The conversation, as tools of v0.7 are handed it."""
     response: ToolResponse = field(default_factory=ToolResponse)
     """What `create` said."""
     _lease: Lease[str] = field(init=False)
@@ -59,9 +62,14 @@ class ToolInstance:
         return replace(self.of.tool, function=self._execute)
 
     async def calc_reward(self) -> float:
-        """What the conversation's calls were worth. Raises Failed."""
+        """What the conversation's calls were worth; of a list of numbers, their sum. Raises Failed.
+
+        A list of texts is worth nothing: verl's own service tools return what they have said.
+        """
         reward = await self._call(self.of.instance.calc_reward, "calc_reward")
         with boundary("environment"):
+            if isinstance(reward, list | tuple):
+                return 0.0 if any(isinstance(one, str) for one in reward) else float(sum(reward))
             return float(reward or 0.0)
 
     async def release(self) -> None:
@@ -78,27 +86,27 @@ class ToolInstance:
         created = await self._call(method, "create", {**keywords, **whole})
         with boundary("environment"):
             if isinstance(created, tuple):
-                name, self.response = created
-                if self.response is None:
-                    self.response = ToolResponse()
-                if not isinstance(self.response, ToolResponse):
+                name, said = created
+                response = ToolResponse() if said is None else read_response(said)
+                if response is None:
                     raise TypeError(
                         f"{type(self.of.instance).__name__}.create returned {created!r:.80}; it must return the "
                         f"instance_id, or (instance_id, ToolResponse)"
                     )
-                created = name
+                created, self.response = name, response
             return str(created) if created is not None else self.id
 
     async def _execute(self, arguments: dict[str, Any]) -> Any:
-        result = await call(
-            self.of.instance.execute,
-            self.id,
-            arguments,
-            keywords=self.wanted.keywords(self.of.name, "execute_kwargs"),
-            name=f"{self.of.name}.execute",
-            kind="tool",
-        )
-        return _read(result, type(self.of.instance).__name__, self.of.name)
+        method = self.of.instance.execute
+        keywords = dict(self.wanted.keywords(self.of.name, "execute_kwargs"))
+        if takes(method, "agent_data", anything=True):  # handed over since v0.7
+            keywords.setdefault("agent_data", self.agent_data)
+        name = f"{self.of.name}.execute"
+        result = await call(method, self.id, arguments, keywords=keywords, name=name, kind="tool")
+        answer, reward, info = _read(result, type(self.of.instance).__name__, self.of.name)
+        if reward is not None:
+            self.agent_data.tool_rewards.append(reward)
+        return answer, reward, info
 
     async def _release(self, name: str) -> None:
         await self._call(self.of.instance.release, "release")
@@ -109,7 +117,7 @@ class ToolInstance:
         return await call(method, self.id, keywords=keywords, name=f"{self.of.name}.{name}", kind="environment")
 
 
-def _read(result: Any, kind: str, name: str) -> Any:
+def _read(result: Any, kind: str, name: str) -> tuple[Any, float | None, dict[str, Any]]:
     """What `execute` gave, as our tools give it: an answer, or (answer, reward, info)."""
     reward: Any = 0.0
     info: Any = {}
@@ -117,8 +125,8 @@ def _read(result: Any, kind: str, name: str) -> Any:
         if not 1 <= len(result) <= 3:
             raise TypeError(f"{kind}.execute returned {len(result)} values; it must return (response, reward, metrics)")
         result, reward, info = (*result, *(0.0, {})[len(result) - 1 :])
-    if isinstance(result, ToolResponse):
-        answer: Any = tool_result.ToolResponse(result.text, result.image or None, result.video or None)
+    if (response := read_response(result)) is not None:
+        answer: Any = tool_result.ToolResponse(response.text, response.image or None, response.video or None)
     elif isinstance(result, bytes | bytearray):
         answer = bytes(result).decode("utf-8", errors="replace")
     elif result is None:

@@ -1,6 +1,7 @@
 """What a user of verl would have: modules that import from verl, in the style of its documentation. Nothing of turnwise here."""
 
 import asyncio
+import contextvars
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.reward_score import gsm8k
 
 EVENTS: list[tuple[Any, ...]] = []
+SEEN: list[Any] = []
 
 
 class DocumentedInteraction(BaseInteraction):
@@ -95,6 +97,23 @@ class CounsellorInteraction(BaseInteraction):
             await asyncio.sleep(self.config.get("seconds", 60))
 
 
+WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+
+class RememberingInteraction(BaseInteraction):
+    """Sets a context variable when it starts, and reads it later."""
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        WHO.set(kwargs["who"])
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return False, WHO.get(), 0.0, {}
+
+    def finalize_interaction(self):
+        EVENTS.append(("remembered", WHO.get()))
+
+
 class StrictInteraction(BaseInteraction):
     """Another one, which any answer satisfies at once; sync methods, as few arguments as possible."""
 
@@ -141,6 +160,7 @@ class CounterTool(BaseTool):
         return instance_id, ToolResponse(text=self.config.get("welcome"))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        SEEN.append(kwargs.pop("agent_data"))
         EVENTS.append(("execute", instance_id, parameters, kwargs))
         if self.config.get("breaks_at") == "execute":
             raise RuntimeError("broken at execute")
@@ -189,6 +209,35 @@ class NewTool(BaseTool):
 
     async def execute(self, instance_id, parameters, **kwargs):
         return ToolResponse(text="new"), None, None
+
+
+class SessionTool(BaseTool):
+    """Of v0.7: an instance for each call; what lasts is in agent_data."""
+
+    async def create(self, instance_id=None, **kwargs):
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        agent_data = kwargs["agent_data"]
+        session = agent_data.extra_fields.setdefault("session", {"calls": 0})
+        session["calls"] += 1
+        SEEN.append(
+            {
+                "roles": [message["role"] for message in agent_data.messages],
+                "request_id": agent_data.request_id,
+                "turns": (agent_data.user_turns, agent_data.assistant_turns),
+                "calls": [(call.name, call.arguments) for call in agent_data.tool_calls],
+                "rewards": list(agent_data.tool_rewards),
+                "scores": list(agent_data.turn_scores),
+                "ids": len(agent_data.response_ids),
+                "kwargs": dict(agent_data.tools_kwargs),
+                "images": agent_data.image_data,
+            }
+        )
+        agent_data.messages[0]["content"] = "changed by a tool"
+        if parameters.get("what") == "tokens":
+            return ToolResponse(text=str(agent_data.prompt_ids)), 0.0, {}
+        return ToolResponse(text=f"call {session['calls']}"), 0.5, {}
 
 
 class UnrulyTool(BaseTool):

@@ -1,0 +1,71 @@
+"""Where verl's service tools run their sync functions: `execution_pool.execute.remote(function, ...)`, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
+from turnwise.environments.aside import aside
+
+__all__ = ["ExecutionPool", "PoolMode", "Rate", "init_execution_pool"]
+
+T = TypeVar("T")
+
+
+class PoolMode(Enum):
+    """What runs the functions; verl has threads only, too."""
+
+    ThreadMode = 1
+    ProcessMode = 2
+
+
+class Rate:
+    """At most `per_second` calls a second, evenly spaced, over all conversations; None is no limit."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._pause = 1.0 / per_second if per_second else 0.0
+        self._next = 0.0
+
+    async def turn(self) -> None:
+        """Wait for the next free place in time."""
+        now = time.monotonic()
+        mine, self._next = max(now, self._next), max(now, self._next) + self._pause
+        if mine > now:
+            await asyncio.sleep(mine - now)
+
+
+class ExecutionPool:
+    """Runs functions in threads: `workers` at once, `per_second` of them begun in a second."""
+
+    def __init__(self, workers: int, per_second: float | None) -> None:
+        self.execute = self
+        """So that `pool.execute.remote(...)` is what it is on verl's Ray actor."""
+        self._workers = workers
+        self._rate = Rate(per_second)
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def remote(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """What the function returns. Raises Failed, of the kind `tool`, with what it raised as the cause."""
+        slot = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
+        async with slot:
+            await self._rate.turn()
+            name = getattr(function, "__name__", type(function).__name__)
+            return await aside(lambda: function(*arguments, **keywords), name=name, kind="tool")
+
+
+def init_execution_pool(
+    num_workers: int,
+    enable_global_rate_limit: bool = True,
+    rate_limit: float = 10,
+    mode: PoolMode = PoolMode.ThreadMode,
+) -> ExecutionPool:
+    """A pool as verl's tools make theirs. Raises NotImplementedError for ProcessMode."""
+    if mode is not PoolMode.ThreadMode:
+        raise NotImplementedError("functions are run in threads: mode=PoolMode.ThreadMode")
+    return ExecutionPool(num_workers, rate_limit if enable_global_rate_limit else None)
