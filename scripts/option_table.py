@@ -68,7 +68,7 @@ def _default(field: FieldInfo) -> str:
 
 def _part(field: FieldInfo) -> type[Part] | None:
     annotation = field.annotation
-    if not isinstance(annotation, type) or not issubclass(annotation, Part) or annotation is Use:
+    if not isinstance(annotation, type) or not issubclass(annotation, Part) or issubclass(annotation, Use):
         return None  # a reference is one option, whatever is in it
     return annotation
 

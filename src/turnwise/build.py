@@ -15,6 +15,7 @@ from turnwise.data.rows import read_rows
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.mcp import McpServers
+from turnwise.environments.thread_loop import InThread
 from turnwise.environments.tool import own_copy
 from turnwise.environments.tools import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, DataError, Failed, boundary
@@ -65,7 +66,10 @@ def _tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
     found = resolve(use.use, key=key)
     options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
     if isinstance(found, type):
+        thread = bool(options.pop("thread", False))
         box = Toolbox.of(found, arguments=use.arguments, **options)
+        if thread:
+            box = _threaded(box)
         _try_out(box, key=key)
         return box
     if use.arguments:
@@ -80,6 +84,19 @@ def _tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
     if not callable(found):
         raise ConfigError(f"{key}: {use.use} is a {type(found).__name__} and cannot be called")
     return Tool.of(found, **options)
+
+
+def _threaded(box: Toolbox) -> Toolbox:
+    """With its async methods in threads. Raises ConfigError if it has none."""
+    tools = [
+        dataclasses.replace(one, thread=True) if inspect.iscoroutinefunction(one.function) else one for one in box.tools
+    ]
+    if not any(one.thread for one in tools):
+        raise ConfigError(
+            f"thread=True of {box.name} has no effect: it has no async method, and sync ones run in threads anyway; "
+            f"leave it out"
+        )
+    return dataclasses.replace(box, tools=tuple(tools))
 
 
 def _try_out(box: Toolbox, *, key: str) -> None:
@@ -197,6 +214,11 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
             f"environment: {config.environment.use} makes a {type(one).__name__} without {', '.join(missing)}; an "
             f"environment has async begin(row), step(turn) and close(), or is an async generator under @environment"
         )
+    if source is not None and config.environment.thread:
+        raise ConfigError(
+            f"environment.thread has no effect with {config.environment.use}, which runs the methods of other classes: make "
+            f"those of them that block sync (`def` instead of `async def`); sync methods run in threads"
+        )
     _refuse_idle_tools(config, others=bool(behind))
     most, truncation = config.tool_calls.max_parallel_calls, _truncation(config, encode)
     if (servers := _mcp_servers(config)) is not None:
@@ -217,6 +239,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
     if source is not None:
         return Environments(lambda: source.make(in_front), servers, source)
+    if config.environment.thread:
+        return Environments(lambda: in_front((), InThread(make)), servers)
     return Environments(lambda: in_front((), make()), servers)
 
 

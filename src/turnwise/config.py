@@ -18,6 +18,7 @@ from turnwise.options import Beta, Evaluation, Limits, NonEmpty, NotNegative, Pa
 __all__ = [
     "LOSS_MASKS",
     "Config",
+    "EnvironmentUse",
     "LocalEngine",
     "Mcp",
     "Part",
@@ -46,6 +47,13 @@ class Use(Part):
     """Keyword arguments it is called with when it is made (classes, environments) or at each call (functions)."""
 
     _short = model_validator(mode="before")(_short)
+
+
+class EnvironmentUse(Use):
+    """A reference to an environment."""
+
+    thread: bool = False
+    """Whether its `async` methods run in a thread of their own for each conversation, so that they may block."""
 
 
 class Model(Part):
@@ -95,6 +103,8 @@ class ToolUse(Part):
     """Further attempts after an exception that is no ValueError; none unless the tool says something else itself."""
     retry_timeouts: bool | None = None
     """Whether a timeout is worth a further attempt too."""
+    thread: bool | None = None
+    """Whether async functions run in threads, so that they may block."""
 
     _short = model_validator(mode="before")(_short)
 
@@ -237,7 +247,7 @@ class Config(Part):
 
     model: Model
     data: Data
-    environment: Use = Use(use="turnwise.environments.environment:Once")
+    environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:Once")
     """Who answers the model: a reference."""
     tools: list[ToolUse] = []
     """Typed functions and classes in front of the environment: references (docs/tools.md)."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.config import Config, Use
+from turnwise.config import Config, EnvironmentUse
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
@@ -279,7 +279,7 @@ async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSche
     """What the recipe's tools look like to the model, for rows that name none: as in training on the same recipe."""
     if not config.tools and config.mcp.servers is None:
         return ()
-    alone = config.model_copy(update={"environment": Use(use="turnwise.environments.environment:Once")})
+    alone = config.model_copy(update={"environment": EnvironmentUse(use="turnwise.environments.environment:Once")})
     async with contextlib.aclosing(build.environment_factory(alone, encode=renderer.encode)) as environments:
         environment = environments()
         try:

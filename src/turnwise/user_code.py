@@ -128,7 +128,8 @@ class _Loop:
         self._told.add(key)
         _log.warning(
             "%s %s the event loop for %.1f s%s, and all other conversations waited for it (their deadlines are extended by "
-            "that). Await instead of blocking, or give it a thread: `thread: true` beside its `use`",
+            "that). Await instead of blocking, make it a sync function, or run it in a thread (docs/environments.md, "
+            "What can go wrong)",
             name,
             "has blocked" if still else "blocked",
             seconds,
@@ -274,8 +275,11 @@ class _Driven:
 def spawn(
     coroutine: Coroutine[Any, Any, T], *, context: Context | None = None, name: str | None = None
 ) -> asyncio.Task[T]:
-    """A task in the context of the conversation, or in another one that `own_context` has made."""
-    return asyncio.get_running_loop().create_task(coroutine, context=context or _context.get(), name=name)
+    """A task in the context of the conversation, or in another one that `own_context` has made. asyncio does not complain of
+    its exception where the conversation is over before it is."""
+    task = asyncio.get_running_loop().create_task(coroutine, context=context or _context.get(), name=name)
+    task.add_done_callback(forget)
+    return task
 
 
 def own_context() -> Context:
@@ -316,7 +320,6 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
 
 
 async def _abandon(task: asyncio.Task[Any], driven: _Driven) -> None:
-    task.add_done_callback(forget)
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=GRACE)

@@ -248,7 +248,7 @@ def test_all_are_closed_though_one_cannot_be(caplog: pytest.LogCaptureFixture) -
 def test_an_instance_that_is_made_after_its_conversation_is_over_is_closed_all_the_same() -> None:
     class Late:
         def __init__(self) -> None:
-            time.sleep(0.2)
+            time.sleep(1.0)
             LOG.append("made")
 
         def look(self) -> str:
@@ -265,7 +265,9 @@ def test_an_instance_that_is_made_after_its_conversation_is_over_is_closed_all_t
                 await tools.begin(a_row())
         await tools.close()
         assert LOG == []
-        await asyncio.sleep(0.3)
+        until = time.monotonic() + 20
+        while len(LOG) < 2 and time.monotonic() < until:
+            await asyncio.sleep(0.05)
         assert LOG == ["made", "closed"]
 
     asyncio.run(main())

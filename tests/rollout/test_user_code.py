@@ -299,7 +299,7 @@ def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_
     (message,) = caplog.messages
     assert message.startswith("the environment Blocks.step blocked the event loop for 0.3 s in Blocks.step (")
     assert f"{__file__}:" in message
-    assert "`thread: true`" in message
+    assert "run it in a thread (docs/environments.md" in message
 
 
 def test_who_blocks_the_loop_for_too_long_meets_its_own_deadline() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.environments.aside import aside
 from turnwise.errors import Failed, boundary
 from turnwise.types import Row
-from turnwise.user_code import forget, spawn
+from turnwise.user_code import spawn
 
 __all__ = ["Foreign", "columns_for"]
 
@@ -67,7 +67,6 @@ class Foreign(Generic[T]):
 
     async def _aside(self, function: Callable[[], Any]) -> Any:
         self._busy = spawn(aside(function, name=self._name, kind="environment"))
-        self._busy.add_done_callback(forget)
         return await asyncio.shield(self._busy)  # the conversation may be over before it is
 
     def _make_or_end(self) -> T:

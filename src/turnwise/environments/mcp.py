@@ -11,17 +11,16 @@ import base64
 import io
 import json
 import logging
-import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from turnwise.environments.aside import aside
 from turnwise.environments.mcp_connection import Connection, McpServer
+from turnwise.environments.thread_loop import ThreadLoop
 from turnwise.environments.tool import Tool
 from turnwise.environments.tool_result import ToolResponse
 from turnwise.errors import ConfigError, Failed, boundary, nearest
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["McpServer", "McpServers"]
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _CLOSING_SECONDS = 15.0
@@ -60,7 +58,7 @@ class McpServers:
             raise ConfigError("MCP servers need the official SDK: pip install 'turnwise[mcp]'") from None
         if not servers:
             raise ConfigError("no MCP server is named; `mcpServers` must have at least one")
-        self._loop = _Loop()
+        self._loop = ThreadLoop("mcp")
         self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
         # also when nobody closes: servers must not outlive the run
         self._closing = weakref.finalize(self, _close, self._loop, self._connections)
@@ -182,37 +180,7 @@ class McpServers:
         return call
 
 
-class _Loop:
-    """An event loop in a daemon thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    @property
-    def inside(self) -> bool:
-        """Whether this is asked in its thread."""
-        return threading.current_thread() is self._thread
-
-    def stop(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if not self.inside:
-            self._thread.join(timeout=_CLOSING_SECONDS)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
-
-
-def _close(loop: _Loop, connections: Sequence[Connection]) -> None:
+def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
     async def every() -> None:
         await asyncio.gather(*(connection.close() for connection in connections))
 

@@ -47,6 +47,8 @@ class Tool:
     """Further attempts after an exception. A ValueError is the tool talking to the model, and is told at once."""
     retry_timeouts: bool = False
     """Whether a timeout is worth a further attempt too."""
+    thread: bool = False
+    """Whether an async function runs in a thread, in an event loop of its own for each call: it may block then."""
     truncation: Truncation | None = None
     """How a long text is shortened; None leaves that to the layer."""
 
@@ -57,6 +59,11 @@ class Tool:
             raise ConfigError(f"the tool {self.name!r} has {self.retries} retries; give 0 or more")
         if self.retry_timeouts and not self.retries:
             raise ConfigError(f"retry_timeouts of the tool {self.name!r} has no effect without retries: set retries")
+        if self.thread and not inspect.iscoroutinefunction(self.function):
+            raise ConfigError(
+                f"thread=True of the tool {self.name!r} has no effect: it is no async function, and sync ones run in threads "
+                f"anyway; leave it out"
+            )
 
     @classmethod
     def of(
@@ -151,13 +158,15 @@ class Tool:
             # beside the event loop: a schema and what a model gives for it can take any time to be compared
             arguments = await aside(lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool")
             function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
-            if inspect.iscoroutinefunction(self.function):
+            if inspect.iscoroutinefunction(self.function) and not self.thread:
                 return self._read(await function())
             # what is at hand is read in the thread too: ten megabytes take a while
             result = await aside(lambda: self._at_hand(function()), name=self.name, kind="tool")
             return result if isinstance(result, Result) else self._read(await result)
 
     def _at_hand(self, result: Any) -> Result | Awaitable[Any]:
+        if self.thread:
+            result = asyncio.run(result)
         return result if inspect.isawaitable(result) else self._read(result)
 
     def _read(self, result: Any) -> Result:

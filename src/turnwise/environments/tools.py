@@ -22,7 +22,7 @@ from turnwise.environments.tool_result import Answer, ToolResponse, failed
 from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
-from turnwise.user_code import call, deadline, forget, own_context, spawn
+from turnwise.user_code import call, deadline, own_context, spawn
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 
@@ -94,7 +94,6 @@ class Tools:
             answers = await self._answer(ours)
             return _reply(answers)
         answering = spawn(self._answer(ours), context=own_context())
-        answering.add_done_callback(forget)
         try:
             reply = await self._then.step(replace(turn, calls=tuple(behind)))
             return _joined(turn, _reply(await answering), reply)
@@ -138,7 +137,6 @@ class Tools:
         finally:
             for task in tasks:
                 task.cancel()  # those that are left when somebody is cancelled
-                task.add_done_callback(forget)
 
     async def _run(self, call: ToolCall) -> Answer:
         if call.error is not None:
@@ -174,7 +172,6 @@ class _Instance:
         """Make it, beside the event loop, and return its tools."""
         self._context = own_context()
         self._making = self._spawn(aside(self._box.make, name=self._box.name, kind="environment"))
-        self._making.add_done_callback(forget)
         made = await asyncio.shield(self._making)  # a conversation may end meanwhile; what is made must still be closed
         return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
 

@@ -35,7 +35,7 @@ from turnwise.compat.swift.protocol import (
 from turnwise.compat.swift.scheduler import answer, call
 from turnwise.errors import boundary
 from turnwise.types import Message, Opening, Reply, Row, Turn
-from turnwise.user_code import forget, own_context, spawn
+from turnwise.user_code import own_context, spawn
 
 __all__ = ["Run", "Steps"]
 
@@ -139,7 +139,6 @@ class Run:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
         self._asked = asyncio.get_running_loop().create_future()
         self._task = spawn(self._start(request), context=own_context())
-        self._task.add_done_callback(forget)
         asked = await self._next()
         if asked is None:
             self._task.result()  # raises what it raised

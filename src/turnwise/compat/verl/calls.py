@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.compat.verl.names import verl_names
 from turnwise.environments.aside import aside
 from turnwise.errors import Failed, boundary
-from turnwise.user_code import forget, spawn
+from turnwise.user_code import spawn
 
 __all__ = ["Lease", "call", "defines", "takes"]
 
@@ -69,7 +69,6 @@ class Lease(Generic[T]):
 
     async def take(self) -> T:
         self._taking = spawn(_awaited(self._take()))
-        self._taking.add_done_callback(forget)
         return await asyncio.shield(self._taking)
 
     async def give(self) -> None:
