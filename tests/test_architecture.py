@@ -46,7 +46,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "config": {"errors", "data", "options"},
     "recipe": {"config", "errors", "json_yaml", "option_names"},
     "record": {"types", "errors", "config", "gallery", "json_yaml"},
-    "show": {"errors", "json_yaml"},
+    "record_reading": {"errors"},
+    "show": {"errors", "json_yaml", "record_reading"},
     "serve": {"errors", "json_yaml"},
     "compat": {
         "json_yaml",
@@ -84,6 +85,7 @@ LIGHT = [
     "config",
     "recipe",
     "record",
+    "record_reading",
     "show",
     "serve",
     "references",

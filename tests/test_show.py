@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from support import byte_tokenizer
 from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise.environments.environment import environment
 from turnwise.environments.tools import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
-from turnwise.record import trajectory_record, write_trajectories
-from turnwise.show import conversation, evaluations_table, number, read_lines, show, sparkline
+from turnwise.record import RunDirectory, trajectory_record, write_trajectories
+from turnwise.record_reading import read_lines
+from turnwise.report import places
+from turnwise.show import conversation, evaluations_table, number, show, sparkline
 from turnwise.types import Opening, Reply, Trajectory
 
 
@@ -81,6 +84,7 @@ def test_one_conversation_with_who_said_what_and_what_it_earned(run: Path) -> No
     lines = [line.strip("│ ") for line in out.splitlines()]
     assert "sum/0  (step 1, reward 1, stop: done, " in lines[0]
     assert lines[1:-1] == [
+        "tools  add",
         "user",
         "1+2?",
         "assistant  reward 0, advantage +0.50",
@@ -134,6 +138,73 @@ def test_the_worst_ones_come_first_and_the_broken_ones_are_none(run: Path) -> No
     titles = [line for line in shown(run, worst=2).splitlines() if line.startswith("╭─")]
     assert [title.split()[1] for title in titles] == ["low/0", "middle/0"]
     assert shown(run, worst=99).count("╭─") == 3
+
+
+def test_the_best_ones_come_first_and_the_last_ones_in_their_order(run: Path) -> None:
+    def titles(**options: Any) -> list[str]:
+        return [line.split()[1] for line in shown(run, **options).splitlines() if line.startswith("╭─")]
+
+    assert titles(best=2) == ["sum/0", "middle/0"]
+    assert titles(last=3) == ["low/0", "broken/0", "middle/0"]
+    assert titles(last=1, step=1) == ["low/0"]
+    with pytest.raises(RunError, match="--worst and --last choose differently"):
+        shown(run, worst=1, last=1)
+    with pytest.raises(RunError, match="--tokens needs conversations to show"):
+        shown(run, tokens=True)
+
+
+def test_the_held_out_conversations_are_a_record_of_their_own(run: Path) -> None:
+    with pytest.raises(RunError, match="has no evaluations"):
+        shown(run, evaluation=True)
+    held_out = scored(hold(Says("Held out."), row=a_row(id="far")), 0.5)
+    write_trajectories(run / "eval_trajectories.jsonl", [held_out], step=0)
+    assert "1 conversations; done 1" in shown(run, evaluation=True)
+    assert f"turnwise show {run} --eval --id far/0" in shown(run, evaluation=True)
+    assert "Held out." in shown(run, evaluation=True, last=1)
+
+
+def test_the_row_the_tools_and_the_parts_of_the_reward_are_shown(tmp_path: Path) -> None:
+    one = scored(hold(Says("5"), lambda: Tools([add]), row=a_row(id="one", answer=5, text="x" * 500)), 1.5)
+    one.rewards = {"turns": 1.0, "short": 0.5}
+    write_trajectories(tmp_path / "trajectories.jsonl", [one])
+    lines = [" ".join(line.strip("│ ").split()) for line in shown(tmp_path, last=1).splitlines()]
+    text = " ".join(lines)
+    assert text.index("row answer=5, text= xxx") < text.index("… (500 characters)")
+    assert text.index("(500 characters)") < text.index("tools add rewards turns 1.000, short 0.500")
+
+
+def test_the_text_of_every_token_stands_beside_its_id(run: Path) -> None:
+    byte_tokenizer().save_pretrained(run / "checkpoint")
+    rows = [line.strip("│ ").split() for line in shown(run, trajectory="low/0", tokens=True).splitlines()]
+    at = rows.index(["token_ids", "turn", "weight", "logprobs", "version", "text"]) + 1
+    assert rows[at] == ["1", "-1", "0", "0.0000", "-1", '"<|im_start|>"']
+    assert [row[-1] for row in rows[at + 21 : at + 25]] == ['"H"', '"m"', '"."', '"<|im_end|>"']
+
+
+def test_a_tokenizer_is_found_where_the_recipe_says_the_model_is(run: Path, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (run / "config.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
+    assert '"<|im_start|>"' in shown(run, trajectory="low/0", tokens=True)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        shown(run, trajectory="low/0", tokens=True)
+
+
+def test_a_path_is_in_one_piece_on_a_narrow_terminal(run: Path) -> None:
+    console = Console(width=30, no_color=True)
+    with console.capture() as captured:
+        show(console, run)
+    assert f"turnwise show {run} --id middle/0" in captured.get()
+    with console.capture() as captured:
+        console.print(places(RunDirectory(run), run / "checkpoint", conversations="all"), soft_wrap=True)
+    assert captured.get().splitlines()[-1].split()[0] == str(run / "checkpoint")
+
+
+def test_one_evaluation_stands_alone(run: Path) -> None:
+    (run / "evaluations.jsonl").write_text('{"step": 0, "reward/mean": 0.25}\n')
+    out = shown(run)
+    assert "so far (step 0)" in out
+    assert "before" not in out
 
 
 def test_the_conversations_of_a_step(run: Path) -> None:

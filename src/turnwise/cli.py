@@ -161,9 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--id", metavar="ID", help="the conversation of this id")
     show.add_argument("--step", type=int, metavar="N", help="the conversations of this step")
     show.add_argument("--worst", type=int, default=0, metavar="N", help="the N conversations of the lowest reward")
+    show.add_argument("--best", type=int, default=0, metavar="N", help="the N conversations of the highest reward")
+    show.add_argument("--last", type=int, default=0, metavar="N", help="the N latest conversations")
+    show.add_argument(
+        "--eval", action="store_true", dest="evaluation", help="the held-out conversations, not those of training"
+    )
     show.add_argument("--failed", action="store_true", help="the conversations that broke")
     show.add_argument(
-        "--tokens", action="store_true", help="with every token: its id, turn, log-probability and version"
+        "--tokens", action="store_true", help="with every token: its id, text, turn, log-probability and version"
     )
     show.set_defaults(command=_show)
 
@@ -320,6 +325,9 @@ def _show(options: argparse.Namespace, console: Console) -> int:
         trajectory=options.id,
         step=options.step,
         worst=options.worst,
+        best=options.best,
+        last=options.last,
+        evaluation=options.evaluation,
         failed=options.failed,
         tokens=options.tokens,
     )

@@ -17,7 +17,8 @@ from rich.text import Text
 from turnwise import types
 from turnwise.config import Config
 from turnwise.record import RunDirectory, trajectory_record
-from turnwise.show import conversation, evaluations_table, number, read_lines, sparkline
+from turnwise.record_reading import read_lines
+from turnwise.show import conversation, evaluations_table, number, sparkline
 
 __all__ = ["Report", "draw_curve", "places"]
 
@@ -119,8 +120,8 @@ class Report:
             self._console.print(evaluations_table(evaluations))
         if self._example is not None:
             self._console.print(conversation(self._example))
-        self._console.print(places(directory, checkpoint, conversations="every conversation"))
-        self._console.print(f"look into it: turnwise show {directory.path}", highlight=False)
+        self._console.print(places(directory, checkpoint, conversations="every conversation"), soft_wrap=True)
+        self._console.print(f"look into it: turnwise show {directory.path}", highlight=False, soft_wrap=True)
 
     def _picture(self) -> RenderableType:
         table = Table(box=None)
@@ -134,18 +135,20 @@ class Report:
         return Group(table, Text(f"reward {sparkline(self._rewards)}"), self._progress)
 
 
-def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> Table:
-    """Where a run has left what; `conversations` says which of them are in the record."""
-    table = Table(box=None, show_header=False)
-    for name, what in (
+def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> Text:
+    """Where a run has left what, a line each; `conversations` says which of them are in the record.
+
+    To be printed with `soft_wrap=True`, so that a path longer than the terminal stays in one piece.
+    """
+    files = [
         (directory.metrics, "one object a step"),
         (directory.trajectories, f"{conversations}, token by token"),
         (directory.curve, "the curve"),
         (directory.config, "the recipe as it was run"),
         (checkpoint, "the model; loads with AutoModelForCausalLM"),
-    ):
-        table.add_row(str(name), what)
-    return table
+    ]
+    width = max(len(str(file)) for file, _ in files)
+    return Text("\n".join(f"{file!s:<{width}}  {what}" for file, what in files))
 
 
 def _figure(metrics: Mapping[str, Any], name: str) -> str:

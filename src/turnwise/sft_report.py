@@ -14,8 +14,9 @@ from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.record import RunDirectory
+from turnwise.record_reading import read_lines
 from turnwise.report import places
-from turnwise.show import number, read_lines, sparkline
+from turnwise.show import number, sparkline
 
 __all__ = ["SftReport", "draw_loss"]
 
@@ -97,7 +98,7 @@ class SftReport:
         metrics, evaluations = list(read_lines(directory.metrics)), list(read_lines(directory.evaluations))
         draw_loss(directory.curve, metrics, evaluations)
         self._console.print(f"loss {sparkline([one['loss'] for one in metrics if one['loss'] is not None])}")
-        self._console.print(places(directory, checkpoint, conversations="the first conversations"))
+        self._console.print(places(directory, checkpoint, conversations="the first conversations"), soft_wrap=True)
         self._console.print(
             f"look into it: turnwise show {directory.path}; go on: turnwise train RECIPE model.path={checkpoint}",
             highlight=False,
