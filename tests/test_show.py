@@ -164,12 +164,12 @@ def test_the_held_out_conversations_are_a_record_of_their_own(run: Path) -> None
 
 
 def test_the_row_the_tools_and_the_parts_of_the_reward_are_shown(tmp_path: Path) -> None:
-    one = scored(hold(Says("5"), lambda: Tools([add]), row=a_row(id="one", answer=5, text="x" * 500)), 1.5)
+    one = scored(hold(Says("5"), lambda: Tools([add]), row=a_row(id="one", answer=5, note="x" * 500)), 1.5)
     one.rewards = {"turns": 1.0, "short": 0.5}
     write_trajectories(tmp_path / "trajectories.jsonl", [one])
     lines = [" ".join(line.strip("│ ").split()) for line in shown(tmp_path, last=1).splitlines()]
     text = " ".join(lines)
-    assert text.index("row answer=5, text= xxx") < text.index("… (500 characters)")
+    assert text.index("row answer=5, note=") < text.index("… (500 characters)")
     assert text.index("(500 characters)") < text.index("tools add rewards turns 1.000, short 0.500")
 
 
