@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from hypothesis import HealthCheck, settings
 
 # tiny models gain nothing from a second thread, and lose much to a busy neighbour
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# a shell starts what runs in the background with Ctrl-C ignored, and children inherit that; the tests of Ctrl-C need it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -71,7 +71,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
     assert first["weight"] == 1.0
     assert set(first["seconds"]) == {"engine", "environment"}
     for called in first["tool_calls"]:
-        assert 0 <= called.pop("seconds") < 1
+        assert 0 <= called.pop("seconds") < 60
     unreadable = (
         "Error: this tool call cannot be read: Expecting value at '?</tool_call>'. "
         'Write it as <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'

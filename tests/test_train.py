@@ -158,7 +158,7 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     template = (model / "chat_template.jinja").read_text()
     signed = "{{ message.content }}{% if loop.last and message.role == 'assistant' %} -- sent{% endif %}"
     (model / "chat_template.jinja").write_text(template.replace("{{ message.content }}", signed))
-    run(recipe, f"model.path={model}")
+    run(recipe, f"model.path={model}", "limits.tokens_per_turn=64")
     # a turn that was cut in the middle says nothing of what the template would have put behind it
     assert all(one["drift"] > 0.9 for one in lines(tmp_path / "run" / "metrics.jsonl"))
     told = [record.getMessage() for record in caplog.records if "the template says" in record.getMessage()]
@@ -168,7 +168,7 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
 
 
 def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "train.steps=12", "train.rows=6", "train.group=8", "train.lr=0.02")
+    run(recipe, "train.steps=18", "train.rows=6", "train.group=8", "train.lr=0.02")
     rewards = [one["reward/mean"] for one in lines(tmp_path / "run" / "metrics.jsonl")]
     assert rewards[0] < 1.0
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5

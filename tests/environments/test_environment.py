@@ -171,7 +171,7 @@ class House:
         return visits
 
 
-SLOW = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=0.05, seconds=60)
+SLOW = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=0.5, seconds=60)
 
 
 @pytest.mark.parametrize(

@@ -170,16 +170,16 @@ def test_a_server_gets_nothing_of_our_environment_that_is_not_safe(stdio: list[T
 
 def test_calls_run_together_and_their_timeouts_are_obeyed(stdio: list[Tool]) -> None:
     async def main() -> list[Answer]:
-        return list(await asyncio.gather(*(asking(stdio, "slow", seconds=0.2) for _ in range(8))))
+        return list(await asyncio.gather(*(asking(stdio, "slow", seconds=2) for _ in range(8))))
 
     started = time.perf_counter()
     assert [answer.content for answer in asyncio.run(main())] == ["slept"] * 8
-    assert time.perf_counter() - started < 1.0
+    assert time.perf_counter() - started < 12  # one after the other, 16
 
     tools = [replace(tool, timeout=0.2) for tool in stdio]
-    answer = ask(tools, "slow", seconds=20)
+    answer = ask(tools, "slow", seconds=60)
     assert (answer.outcome.error, answer.content) == ("timeout", "Error: slow took longer than 0.2 s")
-    assert answer.outcome.seconds < 1.0
+    assert answer.outcome.seconds < 30
     assert ask(stdio, "pid").content == ask(stdio, "pid").content  # the session is as it was
     assert ask(stdio, "given_up").content == "1"  # and the server does not go on for nobody
 
@@ -235,7 +235,7 @@ def test_a_server_that_dies_is_told_and_started_again() -> None:
         tools = made.tools()
 
         async def main() -> list[Answer]:
-            slow = asyncio.create_task(asking(tools, "slow", seconds=20))
+            slow = asyncio.create_task(asking(tools, "slow", seconds=60))
             await asyncio.sleep(0.1)
             return [await asking(tools, "die"), await slow]
 
@@ -244,7 +244,7 @@ def test_a_server_that_dies_is_told_and_started_again() -> None:
         for answer in asyncio.run(main()):
             assert answer.outcome.error == "raised"
             assert answer.content == "Error: ConnectionError: the MCP server 'tests' was lost (Connection closed)"
-        assert time.perf_counter() - started < 2.0
+        assert time.perf_counter() - started < 30
         after = int(str(ask(tools, "pid").content))
         assert after != before
         assert gone(before)
@@ -312,7 +312,7 @@ def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path) -> 
     started = time.perf_counter()
     with pytest.raises(ConfigError, match=r"the MCP server 'mute' could not be started: no answer in 0.5 s"):
         made.tools()
-    assert time.perf_counter() - started < 8.0
+    assert time.perf_counter() - started < 60
     assert gone(int((tmp_path / "pid").read_text()))
     made.close()
 
@@ -370,20 +370,20 @@ def test_the_same_over_http(kind: str, path: str) -> None:
         port = first.enter_context(web_server(kind))
         address = McpServer(url=f"http://127.0.0.1:{port}/{path}", auth_token="t")
         with servers(tests=address) as made:
-            tools = made.tools(timeout=2.0)
+            tools = made.tools(timeout=5.0)
             assert [tool.name for tool in tools][:2] == ["add", "visit"]
             assert ask(tools, "add", a=2, b=3).content == "5"
             assert ask(tools, "image").outcome.content == "here\n[1 image]"
             assert ask(tools, "fail").content == "Error: Error executing tool fail: the pump is broken"
 
             async def main() -> list[Answer]:
-                return list(await asyncio.gather(*(asking(tools, "slow", seconds=0.3) for _ in range(8))))
+                return list(await asyncio.gather(*(asking(tools, "slow", seconds=1.5) for _ in range(8))))
 
             started = time.perf_counter()
             assert [answer.content for answer in asyncio.run(main())] == ["slept"] * 8
-            assert time.perf_counter() - started < 1.5
-            late = ask(tools, "slow", seconds=20)
-            assert (late.outcome.error, late.outcome.seconds < 2.5) == ("timeout", True)
+            assert time.perf_counter() - started < 10  # one after the other, 12
+            late = ask(tools, "slow", seconds=60)
+            assert (late.outcome.error, late.outcome.seconds < 30) == ("timeout", True)
 
             before = ask(tools, "pid").content
             lost = ask(tools, "die")

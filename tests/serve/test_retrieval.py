@@ -181,7 +181,7 @@ def test_the_command_serves_until_interrupted(tmp_path: Path) -> None:
         assert json.loads(connection.getresponse().read())["result"][0][0]["document"]["id"] == "1"
         connection.close()
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
     missing = subprocess.run(
         [*command[:4], str(tmp_path / "no"), "--port", "0"], capture_output=True, text=True, check=False
     )

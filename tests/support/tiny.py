@@ -42,7 +42,7 @@ def save_model(path: Path, *, seed: int = 0) -> Path:
     # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end; not with a blank or
     # a line end, which stand inside turns
     inside = tokenizer.encode(" \n", add_special_tokens=False)
-    model.generation_config.eos_token_id = [2, *(one for one in range(190, len(tokenizer)) if one not in inside)]
+    model.generation_config.eos_token_id = [2, *(one for one in range(188, len(tokenizer)) if one not in inside)]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

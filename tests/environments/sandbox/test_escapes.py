@@ -563,7 +563,7 @@ print("gone")
 """
     ran = attempt(code)
     assert (ran.output, ran.stopped) == ("gone\n", None)
-    assert ran.seconds < 5
+    assert ran.seconds < 30
     assert processes_named(name) == []
 
 
@@ -586,7 +586,7 @@ while True:
     ran = attempt(code, seconds=1)
     assert ran.stopped == "it ran longer than 1 s"
     assert ran.output.count("on") == 6
-    assert ran.seconds < 4
+    assert ran.seconds < 30
     assert processes_named(name) == []
 
 
@@ -614,9 +614,9 @@ def test_processor_time_is_limited() -> None:
 
 
 def test_sleeping_is_limited_by_the_clock() -> None:
-    ran = attempt("import time\nprint('on')\ntime.sleep(30)", seconds=0.5)
+    ran = attempt("import time\nprint('on')\ntime.sleep(60)", seconds=0.5)
     assert ran.told() == "on\n[stopped: it ran longer than 0.5 s]"
-    assert ran.seconds < 3
+    assert ran.seconds < 30
 
 
 @pytest.mark.parametrize("what", ["bytearray(10 * 1024**3)", "__import__('mmap').mmap(-1, 10 * 1024**3)"])

@@ -1,0 +1,86 @@
+"""The pages about rewards and about trained models say what is true: their examples run."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import turnwise
+from support.conversations import Says, a_row, hold_all
+from turnwise import build
+from turnwise.config import Config
+from turnwise.doctor.examine import examine
+from turnwise.types import Group
+
+ROOT = Path(__file__).parent.parent
+REWARDS, TRAINED, LIMITS, README = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("docs/rewards.md", "docs/trained_model.md", "docs/limits.md", "README.md")
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """A page's examples."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (python,), (recipe,) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
+    (tmp_path / "my_rewards.py").write_text(python)
+    options = {"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(recipe)}
+    scorer = build.scorer(Config.model_validate(options))
+    row = a_row(answer="4")
+    said = ["#### 4", "It is 2 + 2, so #### 4.0", "#### 5", "sorry #### 4"]
+    group = Group(id="g", row=row, trajectories=[hold_all(Says(text), row=row)[0] for text in said])
+    asyncio.run(scorer.score([group]))
+    parts = [one.rewards for one in group.trajectories]
+    assert [one["right"] for one in parts] == [1.0, 1.0, 0.0, 1.0]
+    assert [one["polite"] for one in parts] == [0.2, 0.2, 0.2, 0.0]
+    assert [one["no_failed_calls"] for one in parts] == [0.0] * 4
+    assert [one.get("shortest") for one in parts] == [0.1, 0.0, None, 0.0]
+    assert [one.reward for one in group.trajectories] == pytest.approx([1.3, 1.2, 0.2, 1.0])
+
+
+def test_what_the_page_names_of_a_trajectory_is_there() -> None:
+    (one,) = hold_all(Says("a"))
+    names = re.findall(r"^\| `trajectory\.(\w+)", REWARDS, re.MULTILINE)
+    assert len(names) == 7
+    for name in names:
+        getattr(one, name)
+    for name in ("text", "reasoning", "calls", "outcomes", "reward", "info", "finish_reason"):
+        getattr(one.turns[0], name)
+
+
+def test_the_examples_with_a_trained_model_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    shutil.copytree(ROOT / "demo" / "model", tmp_path / "runs" / "demo" / "checkpoint")
+    for block in blocks(TRAINED, "python"):
+        names: dict[str, Any] = {}
+        exec(compile(block, "docs/trained_model.md", "exec"), names)
+    assert capsys.readouterr().out.strip()
+    for made in ("bfloat16", "mean"):
+        assert (tmp_path / "runs" / "demo" / made / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_the_demo_is_right_for_a_server() -> None:
+    found = {one.name: one.status for one in examine(str(ROOT / "demo" / "model"), weights="never")}
+    assert (found["stop tokens"], found["tool calls"], found["headers"]) == ("ok", "ok", "ok")
+
+
+def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None:
+    for page in (REWARDS, TRAINED, LIMITS):
+        for target in re.findall(r"\]\(([\w./]+\.md)\)", page):
+            assert (ROOT / "docs" / target).resolve().is_file(), target
+    for name in ("rewards", "trained_model", "limits"):
+        assert f"(docs/{name}.md)" in README
+    assert turnwise.__version__ != "unknown"
