@@ -317,6 +317,54 @@ def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path) -> 
     made.close()
 
 
+TALKS = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("method") == "initialize":
+        version = asked["params"]["protocolVersion"]
+        said = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    elif asked.get("method") == "tools/list" and LISTS:
+        said = {"tools": [{"name": "look", "description": "Look.", "inputSchema": {"type": "object"}}]}
+    elif asked.get("method") == "tools/call":
+        said = {"content": [{"type": "text", "text": "seen"}]}
+    elif "id" not in asked or asked["method"] == "tools/list":
+        continue
+    else:
+        error = {"code": -32601, "message": "there is no such method"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}), flush=True)
+        continue
+    print("a line that is no message\\n" * NOISE, end="")
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": said}), flush=True)
+"""
+
+
+def talks(*, lists: bool, noise: int) -> McpServer:
+    script = TALKS.replace("LISTS", str(lists)).replace("NOISE", str(noise))
+    return McpServer(command=sys.executable, args=["-c", script])
+
+
+def test_a_server_that_never_lists_its_tools_is_given_up() -> None:
+    made = McpServers({"mute": talks(lists=False, noise=0)}, start_timeout=3.0)
+    started = time.monotonic()
+    try:
+        with pytest.raises(ConfigError, match="the MCP server 'mute' did not list its tools in 3 s"):
+            made.tools()
+    finally:
+        made.close()
+    assert time.monotonic() - started < 40
+
+
+def test_a_server_that_prints_on_its_stdout_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with servers(loud=talks(lists=True, noise=50)) as made:
+        (look,) = made.tools()
+        outcomes = [asyncio.run(look.run(ToolCall(id="1", name="look", arguments={}, text=""))) for _ in range(3)]
+    assert [one.content for one in outcomes] == ["seen"] * 3
+    assert caplog.messages == [
+        "the MCP server 'loud' writes to its stdout what is no JSON-RPC; such lines are ignored: let it print to stderr"
+    ]
+
+
 @pytest.mark.parametrize(
     ("server", "message"),
     [
@@ -351,7 +399,7 @@ def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"MCP servers need the official SDK: pip install 'turnwise\[mcp\]'"):
         McpServers({"tests": STDIO})
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(ConfigError, match=r"needs jsonschema: pip install 'turnwise\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"needs jsonschema and regex: pip install 'turnwise\[mcp\]'"):
         Tool.from_schema({"type": "function", "function": {"name": "f"}}, lambda: "")
 
 

@@ -203,3 +203,71 @@ def test_a_reference_to_elsewhere_is_not_fetched() -> None:
     outcome = ask({"x": 1}, tool)
     assert outcome.error == "raised"
     assert "http://127.0.0.1:9/schema.json" in outcome.content
+
+
+def a_schema(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"properties": {"text": {"type": "string", "pattern": "^(a|aa)+$"}}}, {"text": "a" * 40 + "!"}),
+        ({"patternProperties": {"^(a|aa)+$": {"type": "string"}}}, {"a" * 40 + "!": "x"}),
+        ({"patternProperties": {"^(a|aa)+$": {}}, "additionalProperties": False}, {"a" * 40 + "!": "x"}),
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_given_up_and_holds_nobody_up(
+    parameters: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    async def f(**given: Any) -> str:
+        return "done"
+
+    tool = Tool.from_schema(a_schema(type="object", **parameters), f)
+    ticks = 0
+
+    async def main() -> Any:
+        async def watch() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        watching = asyncio.create_task(watch())
+        outcome = await tool.run(ToolCall(id="1", name="f", arguments=arguments, text=""))
+        watching.cancel()
+        return outcome
+
+    outcome = asyncio.run(main())
+    assert outcome.error == "arguments"
+    assert "could not be compared with the pattern '^(a|aa)+$' in 1 s" in outcome.content
+    assert ticks > 10  # the event loop went on meanwhile
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"code": "ab12"}, None),
+        ({"code": "AB"}, "'AB' does not match '^[a-z]+[0-9]+$'"),
+        ({"code": 5}, "5 is not of type 'string'"),
+        ({"code": "a1", "x_1": 2}, None),
+        ({"code": "a1", "x_1": "two"}, "x_1: 'two' is not of type 'integer'"),
+        ({"code": "a1", "y": 2}, "there is no argument of the names 'y'"),
+        ({"code": "a1", "y": 2, "x_2": 3}, "there is no argument of the names 'y'"),
+    ],
+)
+def test_patterns_are_checked_as_json_schema_says(arguments: dict[str, Any], problem: str | None) -> None:
+    async def f(**given: Any) -> str:
+        return "done"
+
+    parameters = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "pattern": "^[a-z]+[0-9]+$"}},
+        "patternProperties": {"^x_": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    tool = Tool.from_schema(a_schema(**parameters), f)
+    outcome = asyncio.run(tool.run(ToolCall(id="1", name="f", arguments=arguments, text="")))
+    assert (outcome.error, problem in outcome.content if problem else outcome.content) == (
+        ("arguments", True) if problem else (None, "done")
+    )

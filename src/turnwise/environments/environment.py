@@ -84,7 +84,10 @@ class GeneratorEnvironment:
 
     async def begin(self, row: Row) -> Opening:
         started = self._start(row)
-        self._generator = _Async(started) if isinstance(started, AsyncGenerator) else _Sync(started, self._name)
+        if isinstance(started, AsyncGenerator):
+            self._generator = _Async(started)
+        else:
+            self._generator = _Sync(lambda: self._start(row), started, self._name)
         opening = await self._generator.first()
         if opening is _OVER:
             raise TypeError(f"the environment {self._name!r} ended before its first yield; it must yield an Opening")
@@ -138,13 +141,18 @@ class _Async:
 class _Sync:
     """A sync generator, run beside the event loop."""
 
-    def __init__(self, generator: Generator[Opening | Reply, Turn, None], name: str) -> None:
+    def __init__(self, start: Callable[[], Any], generator: Any, name: str) -> None:
+        self._start = start
         self._generator = generator
-        self._foreign = Foreign(lambda: generator, lambda one: one.close(), name=name)
+        self._begun = False
+        self._turns: list[Turn] = []
+        self._foreign = Foreign(lambda: None, lambda _: self._generator.close(), name=name)
 
     async def first(self) -> Any:
-        generator = await self._foreign.make()
-        return await self._foreign.ask(lambda: next(generator, _OVER))
+        await self._foreign.make()
+        opening = await self._ask(lambda: next(self._generator, _OVER))
+        self._begun = True
+        return opening
 
     async def send(self, turn: Turn) -> Any:
         def send() -> Any:
@@ -153,7 +161,30 @@ class _Sync:
             except StopIteration:
                 return _OVER
 
-        return await self._foreign.ask(send)
+        reply = await self._ask(send)
+        self._turns.append(turn)
+        return reply
+
+    async def _ask(self, ask: Callable[[], Any]) -> Any:
+        stopped = False
+
+        def once() -> Any:
+            nonlocal stopped
+            if stopped:
+                self._start_again()
+            stopped = True
+            return ask()
+
+        return await self._foreign.ask(once)
+
+    def _start_again(self) -> None:
+        """Come to where it was before it was stopped in a thread, because it needs the main thread: a generator that was stopped
+        cannot go on."""
+        self._generator = self._start()
+        if self._begun:
+            next(self._generator)
+        for turn in self._turns:
+            self._generator.send(turn)
 
     async def close(self) -> None:
         await self._foreign.close()

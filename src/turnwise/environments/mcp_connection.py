@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "McpServer"]
 
-_LOUD = ("mcp", "client", "httpx2", "httpcore2")  # the SDK's loggers: a line for each call at INFO
+_LOUD = {
+    **dict.fromkeys(("mcp", "client", "httpx2", "httpcore2"), logging.WARNING),  # a line for each call at INFO
+    "mcp.client.stdio": logging.CRITICAL,  # a traceback for each line that is no message: we tell it once
+}
+"""The SDK's loggers, and the level from which on they are heard."""
+_log = logging.getLogger(__name__)
 _CLOSING_SECONDS = 10.0  # the SDK itself gives a server 2 s to leave, 2 s after SIGTERM, and then kills it
 _PAGES = 100  # of a listing: a server must not keep us turning them
 _TAIL = 500  # characters of what a server writes to stderr that are remembered
@@ -86,7 +91,22 @@ class Connection:
         self._starting = asyncio.Lock()
 
     async def tools(self) -> list[ServerTool]:
-        """The tools that the server offers."""
+        """The tools that the server offers.
+
+        Raises ConnectionError if it cannot be reached, or does not list them in time.
+        """
+        try:
+            async with asyncio.timeout(2 * self._start_timeout):  # half of it for the start, which has its own bound
+                await self._live()
+                async with asyncio.timeout(self._start_timeout):
+                    return await self._list()
+        except TimeoutError:
+            tail = "" if self._session is None else self._session.tail()
+            raise ConnectionError(
+                f"the MCP server {self.name!r} did not list its tools in {self._start_timeout:g} s{tail}"
+            ) from None
+
+    async def _list(self) -> list[ServerTool]:
         found: list[ServerTool] = []
         cursor: str | None = None
         for _ in range(_PAGES):
@@ -157,7 +177,9 @@ class _Session:
     """One life of a connection."""
 
     def __init__(self, name: str, server: McpServer) -> None:
+        self._name = name
         self._server = server
+        self._told = False
         loop = asyncio.get_running_loop()
         self.began = loop.time()
         self.client: asyncio.Future[Client] = loop.create_future()
@@ -185,10 +207,10 @@ class _Session:
     async def _live(self) -> None:
         from mcp import Client
 
-        for name in _LOUD:
+        for name, level in _LOUD.items():
             logger = logging.getLogger(name)
             if logger.level == logging.NOTSET:  # whoever wants to hear them has said so
-                logger.setLevel(logging.WARNING)
+                logger.setLevel(level)
         try:
             with boundary("mcp"):
                 async with Client(self._watched()) as client:
@@ -215,7 +237,10 @@ class _Session:
             async with pass_on:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
                     async for message in read:
-                        await pass_on.send(message)
+                        if isinstance(message, Exception):  # a line that is no message
+                            self._tell_once()
+                        else:
+                            await pass_on.send(message)
             self.over.set()
 
         async with pass_on, received, self._transport() as (read, write), anyio.create_task_group() as group:
@@ -224,6 +249,14 @@ class _Session:
                 yield received, write
             finally:
                 group.cancel_scope.cancel()
+
+    def _tell_once(self) -> None:
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "the MCP server %r writes to its stdout what is no JSON-RPC; such lines are ignored: let it print to stderr",
+                self._name,
+            )
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[TransportStreams]:

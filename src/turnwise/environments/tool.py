@@ -9,11 +9,12 @@ import asyncio
 import inspect
 import math
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise import user_code
 from turnwise.environments.aside import aside
@@ -23,7 +24,7 @@ from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import ToolCall, ToolOutcome, ToolSchema
 
-__all__ = ["Tool", "Toolbox", "own_copy"]
+__all__ = ["Tool", "Toolbox", "own_copy", "requires"]
 
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
 
@@ -71,8 +72,11 @@ class Tool:
     ) -> Tool:
         """Make a tool of a typed function with a docstring; `Args:` in Google style describes the parameters.
 
-        Raises ConfigError if a parameter has no type, or is of a kind that a model cannot give.
+        Raises ConfigError if a parameter has no type, is of a kind that a model cannot give, or if the function `requires` what
+        is not there.
         """
+        if isinstance(function, FunctionType) and (check := _requirements.get(function)) is not None:
+            check()
         schema, arguments = schema_of(function)
         return cls(
             name=schema["function"]["name"],
@@ -171,6 +175,23 @@ class Tool:
 
     def _read(self, result: Any) -> Result:
         return read_result(result).shortened(self.truncation)
+
+
+_requirements: weakref.WeakKeyDictionary[FunctionType, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def requires(check: Callable[[], object]) -> Callable[[F], F]:
+    """Decorates a function that needs something of this machine: `check` is called when it becomes a tool, at the start of a
+    run, and raises ConfigError where that is not there."""
+
+    def decorated(function: F) -> F:
+        assert isinstance(function, FunctionType)
+        _requirements[function] = check
+        return function
+
+    return decorated
 
 
 @dataclass(frozen=True, slots=True)

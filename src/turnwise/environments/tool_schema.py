@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from turnwise.environments.schema_patterns import bounded_patterns
 from turnwise.errors import ConfigError, nearest
 from turnwise.types import ToolSchema
 
@@ -77,6 +78,7 @@ class FromSchema:
         self._name = name
         self._validator = _validator(parameters, name)
         self._names = list(parameters.get("properties", {}))
+        self._patterns = bool(parameters.get("patternProperties"))
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arguments = copy.deepcopy(dict(given))
@@ -85,7 +87,7 @@ class FromSchema:
             where = ".".join(str(part) for part in error.absolute_path)
             if error.validator == "required" and not where and error.message.endswith(" is a required property"):
                 lines.append(f"the argument {error.message.removesuffix(' is a required property')} is missing")
-            elif error.validator == "additionalProperties" and not where:
+            elif error.validator == "additionalProperties" and not where and not self._patterns:
                 strange = [name for name in arguments if name not in self._names]
                 lines += [f"{self._name} has no argument {name!r}{nearest(name, self._names)}" for name in strange]
             else:
@@ -151,10 +153,11 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
     try:
         import jsonschema
         import jsonschema.validators
+        import regex  # noqa: F401
         from referencing.jsonschema import EMPTY_REGISTRY
     except ImportError:
         raise ConfigError(
-            f"the tool {name!r} has a schema of its own, and checking calls against it needs jsonschema: "
+            f"the tool {name!r} has a schema of its own, and checking calls against it needs jsonschema and regex: "
             f"pip install 'turnwise[mcp]'"
         ) from None
     kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
@@ -169,7 +172,7 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
             f"they must be an object with properties"
         )
     # an empty registry: a schema from elsewhere must not make this machine fetch whatever it refers to
-    return kind(dict(parameters), registry=EMPTY_REGISTRY)
+    return bounded_patterns(kind)(dict(parameters), registry=EMPTY_REGISTRY)
 
 
 def _told(lines: list[str]) -> str:

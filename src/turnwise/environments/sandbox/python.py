@@ -28,6 +28,7 @@ from turnwise.environments.sandbox.jail import (
 )
 from turnwise.environments.sandbox.process import run
 from turnwise.environments.sandbox.seccomp import filter_program
+from turnwise.environments.tool import requires
 from turnwise.errors import ConfigError
 
 __all__ = ["PythonSession", "Sandbox", "code_interpreter"]
@@ -224,6 +225,7 @@ class PythonSession:
                 self._directory = None
 
 
+@requires(lambda: shared(Bounds(), 8, (), False))
 async def code_interpreter(code: str) -> str:
     """Run a Python program and get what it printed. Print what you want to see. Nothing is kept between two calls.
 
