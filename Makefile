@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow lint check format bench clean
+.PHONY: help demo test test-slow lint check format bench mutants clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,11 @@ bench: $(VENV)/ready-dev  ## the benchmarks, a table each
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/local_engine.py
 	$(BIN)/python benchmarks/against_trl.py
+
+# PARTS="training rollout" and SAMPLE=100 keep it short; scripts/mutants.py says more
+mutants: $(VENV)/ready-dev  ## which small changes of the code does no quick test notice? (hours; not in CI)
+	$(PIP) -c constraints.txt -e '.[mutants]'
+	nice -n 15 $(BIN)/python scripts/mutants.py $(PARTS) --sample $(or $(SAMPLE),0)
 
 clean:           ## forget the environment and the caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build

@@ -210,6 +210,18 @@ def test_a_function_of_the_group_is_asked_once_about_all_that_did_not_break() ->
     assert trajectories[1].error == Failure("environment", "gone")
 
 
+def test_a_group_function_that_raises_while_its_values_are_read_breaks_them_as_a_reward() -> None:
+    def half_way(trajectories: Any) -> Any:
+        yield 1.0
+        raise RuntimeError("lost")
+
+    trajectories = of_group(half_way)
+    errors = [one.error for one in trajectories if one is not trajectories[1]]
+    assert [(one.kind, "RuntimeError: lost" in one.message) for one in errors if one is not None] == [
+        ("reward", True)
+    ] * 3
+
+
 def test_each_group_is_asked_about_by_itself_and_together_with_the_other_kinds_of_functions() -> None:
     async def mean(trajectories: Any) -> Any:
         await asyncio.sleep(0.001)

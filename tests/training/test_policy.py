@@ -13,7 +13,7 @@ from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.training.batch import pack
 from turnwise.training.loading import load_model
-from turnwise.training.policy import Optimization, Policy, rate
+from turnwise.training.policy import Optimization, Policy, Update, rate
 from turnwise.types import Sampling
 
 
@@ -120,3 +120,40 @@ def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     )
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Qwen3ForCausalLM does not"):
         Policy(windowed, sampling=Sampling(), options=Optimization(lr=0.1), share_prompts="always")
+
+
+def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
+    batches = [pack(group()[:2]), pack(group()[2:])]
+    each = [asyncio.run(policy().learn([batch], lr=0.0)) for batch in batches]
+    both = asyncio.run(policy().learn(batches, lr=0.0, epochs=2))
+    assert (both.steps, both.tokens) == (4, 2 * (each[0].tokens + each[1].tokens))
+    for name in ("loss", "kl", "grad_norm"):
+        values = [getattr(one, name) for one in each]
+        assert getattr(both, name) == pytest.approx(sum(values) / 2, rel=1e-5)
+    clipped = sum(one.clipped * one.tokens for one in each) / (each[0].tokens + each[1].tokens)
+    assert both.clipped == pytest.approx(clipped)
+    assert both.max_deviation == pytest.approx(each[0].max_deviation)  # before the first step only
+
+
+def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        beside = policy()
+    finally:
+        torch.set_num_threads(threads)
+    one_by_one = Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2), threads=1)
+    assert beside._workers is not None
+    assert beside._workers._max_workers == 3
+    assert one_by_one._workers is None
+    batch = pack(group(), micro_batch_tokens=1)
+    assert len(batch.micro_batches) == 4
+    found, expected = Update(), Update()
+    assert beside._accumulate(batch, found) == pytest.approx(one_by_one._accumulate(batch, expected))
+    for ours, theirs in zip(beside._parameters, one_by_one._parameters, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+    assert found.max_deviation == pytest.approx(expected.max_deviation)
+    assert (found.clipped, found.tokens) == (expected.clipped, expected.tokens)
+    assert list(beside._workers.map(lambda _: torch.get_num_threads(), range(6))) == [1] * 6

@@ -1,0 +1,137 @@
+"""Mutation testing with mutmut: which small changes of the code does no quick test notice?
+
+Each part is copied to build/mutants/PART, mutated there, and tried with the quick tests of that part. Survivors are printed as
+diffs. A survivor is one of three: a change that makes no difference (leave it), a rule that no test holds (write the test), or
+code that nothing needs (remove it).
+
+python scripts/mutants.py                          # every mutant of every part: many hours
+python scripts/mutants.py training --sample 100    # a hundred mutants of one part, chosen by --seed
+python scripts/mutants.py --list                   # the parts, and which tests belong to each
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WORK = ROOT / "build" / "mutants"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is mutated, and what must notice."""
+
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+PARTS = {
+    "scoring": Part(("scoring/*",), ("tests/scoring",)),
+    "training": Part(
+        ("training/*", "attention.py", "distribution.py"), ("tests/training", "tests/engines/test_distribution.py")
+    ),
+    "rollout": Part(("rollout/*",), ("tests/rollout",)),
+    "local": Part(("engines/local/*",), ("tests/engines",)),
+    "train": Part(
+        ("train.py", "learning_watch.py"),
+        ("tests/test_train.py", "tests/test_train_loss.py", "tests/test_learning_watch.py"),
+    ),
+}
+
+_FATES = {0: "survived", 5: "no test runs it", 33: "no test runs it", 35: "slow"}
+"""mutmut's exit codes of a mutant that no test noticed."""
+
+
+def main() -> int:
+    """Mutate the chosen parts and print what survived; 1 where something did."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="mutants of each part; 0 tries all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="mutants at a time")
+    parser.add_argument("--list", action="store_true", help="print the parts and end")
+    chosen = parser.parse_args()
+    if strange := sorted(set(chosen.parts) - PARTS.keys()):
+        parser.error(f"there is no part {', '.join(strange)}; there are {', '.join(PARTS)}")
+    if chosen.list:
+        for name, part in PARTS.items():
+            print(f"{name:9} {' '.join(part.sources):44} {' '.join(part.tests)}")
+        return 0
+    if importlib.util.find_spec("mutmut") is None:
+        parser.error("mutmut is not installed: pip install 'turnwise[mutants]', or make mutants")
+    found = [tried(name, sample=chosen.sample, seed=chosen.seed, jobs=chosen.jobs) for name in chosen.parts or PARTS]
+    return int(any(found))
+
+
+def tried(name: str, *, sample: int, seed: int, jobs: int) -> int:
+    """Run one part's mutants and print those that were not noticed. Returns how many."""
+    folder = WORK / name
+    _copy(folder)
+    _configure(folder, PARTS[name])
+    _mutmut(folder, "run", "--max-children", str(jobs), "turnwise.nothing")  # writes the mutants, and tries none
+    names = sorted(_fates(folder))
+    if sample:
+        names = random.Random(seed).sample(names, min(sample, len(names)))
+    print(f"{name}: trying {len(names)} mutants", flush=True)
+    _mutmut(folder, "run", "--max-children", str(jobs), *names)
+    fates = _fates(folder)
+    missed = {one: _FATES[fate] for one in names if (fate := fates[one]) in _FATES}
+    for one, fate in missed.items():
+        print(f"\n{fate}: {one}\n{_mutmut(folder, 'show', one)}")
+    untried = sum(fates[one] is None for one in names)
+    print(f"{name}: {len(missed)} of {len(names)} mutants were not noticed, {untried} were not tried")
+    return len(missed)
+
+
+def _copy(folder: Path) -> None:
+    """A copy of what git knows, so that nothing here is touched."""
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for path in filter(None, listed.split("\0")):
+        if (ROOT / path).is_file():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / path, folder / path)
+
+
+def _configure(folder: Path, part: Part) -> None:
+    options = {
+        "source_paths": ["src/turnwise"],
+        "only_mutate": [f"src/turnwise/{source}" for source in part.sources],
+        "also_copy": ["src", "recipes", "demo", "docs", "scripts", "README.md"],
+        "process_isolation": ["forkserver"],  # torch's threads do not survive a fork
+        "timeout_multiplier": ["20"],  # of a test's own time: the machine may be busy
+        "timeout_constant": ["20"],
+        "pytest_add_cli_args": ["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider"],
+        "pytest_add_cli_args_test_selection": list(part.tests),
+    }
+    lines = [f"{name}=\n" + "\n".join(f"    {value}" for value in values) for name, values in options.items()]
+    single = ("process_isolation", "timeout_multiplier", "timeout_constant")
+    lines = [line.replace("=\n    ", "=") if line.startswith(single) else line for line in lines]
+    (folder / "setup.cfg").write_text("[mutmut]\n" + "\n".join(lines) + "\n")
+
+
+def _mutmut(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "mutmut", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True).stdout
+
+
+def _fates(folder: Path) -> dict[str, int | None]:
+    """The mutants by name, and what became of each."""
+    fates: dict[str, int | None] = {}
+    for file in (folder / "mutants").rglob("*.meta"):
+        fates |= json.loads(file.read_text())["exit_code_by_key"]
+    return fates
+
+
+if __name__ == "__main__":
+    sys.exit(main())
