@@ -225,6 +225,8 @@ class Turn:
     """The parsed assistant message: `content`, and `tool_calls` where there are any."""
     text: str
     """The sampled text as it was said, the stop token left off."""
+    opened: str = ""
+    """What the generation prompt opened a thought with, directly before `text`: `"<think>\\n"`; empty where it opened none."""
     reasoning: str = ""
     """What of it was thought and not said to anybody; empty where the model does not think in marks of its own."""
     weight: float = 1.0

@@ -154,6 +154,7 @@ class Session:
             index=index,
             message=said.message,
             text=said.text[len(before) :],
+            opened="" if self._goes_on else self._opened,
             reasoning=said.reasoning,
             calls=said.calls,
             finish_reason=completion.finish_reason,

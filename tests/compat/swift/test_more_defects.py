@@ -136,7 +136,7 @@ def test_a_thought_that_the_template_opens_is_opened_once_however_often_the_answ
     trajectory = play(Doubts, engine, max_turns=3, table={"renderer": renderer})
     assert trajectory.error is None, trajectory.error
     completions, _ = arguments_of(trajectory)
-    assert completions == ["it is 3, wait, so 4, wait, yes.</think>4"]
+    assert completions == ["<think>\nit is 3, wait, so 4, wait, yes.</think>4"]
     text = renderer.decode(trajectory.segments[0].token_ids)
     assert text.count("<think>") == 1
 

@@ -89,14 +89,14 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
             },
         },
         "reward": {
-            "trajectory": [
+            "group": [
                 {
-                    "use": "turnwise.compat.swift:reward",
+                    "use": "turnwise.compat.swift:Reward",
                     "name": "accuracy",
                     "arguments": {"use": "accuracy", "external_plugins": plugins},
                 },
                 {
-                    "use": "turnwise.compat.swift:reward",
+                    "use": "turnwise.compat.swift:Reward",
                     "name": "mine",
                     "arguments": {"use": "mine", "external_plugins": plugins},
                     "weight": 0.5,
@@ -190,7 +190,7 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
         ("--gym_env g --reward_weights 2", "environment.arguments.gym_weight", 2.0),
         ("--multi_turn_scheduler mine --external_plugins p.py", "environment.arguments.tokenizer", "M"),
         ("--warmup_steps 3", "train.warmup_steps", 3),
-        ('--reward_funcs \'["accuracy", "format"]\'', "reward.trajectory.1.name", "format"),
+        ('--reward_funcs \'["accuracy", "format"]\'', "reward.group.1.name", "format"),
         ("--vllm_max_model_len=2048", "limits.context", 2048),
         ("--num_iterations 2 --epsilon 0.1", "train.clip_high", 0.1),
     ],
@@ -212,7 +212,7 @@ def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> 
         (
             "--reward_funcs cosines",
             "reward_funcs",
-            "there is no reward function 'cosines' here; there are accuracy, format",
+            "there is no reward function 'cosines' here; there are accuracy, cosine, format",
         ),
         ("--reward_weights 1 2", "reward_weights", "2 weights for 0 rewards"),
         ("--importance_sampling_level sequence", "importance_sampling_level", "the ratio is each token's here"),
@@ -300,11 +300,11 @@ def test_the_tables_name_options_that_there_are() -> None:
 
 
 def test_a_reward_of_ms_swift_that_is_not_here_is_told_unless_a_plugin_has_one(tmp_path: Path) -> None:
-    (tmp_path / "with.py").write_text("orms['cosine'] = Mine\n")
+    (tmp_path / "with.py").write_text("orms['toolbench'] = Mine\n")
     (tmp_path / "without.py").write_text("orms['other'] = Mine\n")
-    for file, kept in (("with.py", ["cosine", "accuracy"]), ("without.py", ["accuracy"])):
-        found = converted(FULL + f"--reward_funcs cosine accuracy --external_plugins {tmp_path / file}")
-        assert [use["name"] for use in found.recipe["reward"]["trajectory"]] == kept
+    for file, kept in (("with.py", ["toolbench", "accuracy"]), ("without.py", ["accuracy"])):
+        found = converted(FULL + f"--reward_funcs toolbench accuracy --external_plugins {tmp_path / file}")
+        assert [use["name"] for use in found.recipe["reward"]["group"]] == kept
         assert ("reward_funcs" in left(found)) is (len(kept) == 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.conversations import Says, a_row, hold
 from support.swift import play, whole
 from turnwise.compat.swift import reward, scheduler
-from turnwise.compat.swift.rewards import Format, MathAccuracy, arguments_of, ask, orms
+from turnwise.compat.swift.rewards import arguments_of, ask, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
@@ -160,32 +160,8 @@ def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() 
     score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: ask(breaks, one, "breaks"))])
     asyncio.run(score.score_group([trajectory]))
     assert trajectory.error is not None
-    assert (trajectory.error.kind, trajectory.error.message) == ("reward", "RuntimeError: no judge")
+    assert (trajectory.error.kind, trajectory.error.message.partition("RuntimeError")[2]) == ("reward", ": no judge")
     assert trajectory.reward is None
-
-
-@pytest.mark.parametrize(
-    ("said", "solution", "right"),
-    [
-        ("so \\boxed{12}", "\\boxed{12}", 1.0),
-        ("so \\boxed{1,200.0}", "the answer is 1200", 1.0),
-        ("12 or 13", "<answer>13</answer>", 1.0),
-        ("<answer>12</answer> not 13", "12", 1.0),
-        ("\\boxed{\\frac{3}{2}}", "\\boxed{\\frac{3}{2}}", 1.0),
-        ("\\boxed{\\frac{3}{2}}", "2", 0.0),
-        ("no idea", "12", 0.0),
-        ("", "12", 0.0),
-    ],
-)
-def test_accuracy_reads_what_is_boxed_then_what_is_tagged_then_the_last_number(
-    said: str, solution: str, right: float
-) -> None:
-    assert MathAccuracy()([said], solution=[solution]) == [right]
-
-
-def test_format_is_thoughts_and_an_answer_and_nothing_else() -> None:
-    said = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> b", "c <think>a</think><answer>b</answer>"]
-    assert Format()(said) == [1.0, 0.0, 0.0]
 
 
 def test_an_unknown_reward_is_answered_with_those_there_are() -> None:

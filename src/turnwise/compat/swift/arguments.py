@@ -13,21 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.converted import Converted, Left
+from turnwise.compat.swift.args import REWARD_DEFAULTS
 from turnwise.compat.swift.command import Given, listed, read
 from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS, REWARDS
-from turnwise.compat.swift.rewards import orms
+from turnwise.compat.swift.outcomes import orms
 from turnwise.compat.swift.scheduler import multi_turns
 from turnwise.errors import nearest
 
 __all__ = ["COMPUTED", "from_swift_arguments"]
 
 _PLACE = "turnwise.compat.swift"
+REWARD_ARGUMENTS = tuple(key for key in REWARD_DEFAULTS if key != "max_completion_length")
+"""Arguments of ms-swift's own reward functions."""
+_READS = re.compile(r"\b(?:args|trainer_state)\.([a-z_]\w*)")
+"""What the code of a reward function reads of ms-swift's arguments."""
+_PREFIXES = {"cosine": "cosine_", "repetition": "repetition_", "soft_overlong": "soft_"}
+
 COMPUTED = (
     "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
+    *REWARD_ARGUMENTS,
 )  # fmt: skip
 """Arguments of which several make one option, or one several."""
 
@@ -62,10 +70,10 @@ class _Conversion:
         self._data()
         self._hubs()
         self._conversation()
-        self._rewards()
         self._batches()
         self._clipping()
         self._steps()
+        self._rewards()
         self._others()
         return Converted(self._recipe, self._carried, self._left, self._guessed)
 
@@ -273,18 +281,41 @@ class _Conversion:
                 why = f"there is no reward function {name!r} here; there are {', '.join(sorted(orms))}, and those of a plugin"
                 self._left.append(Left("reward_funcs", name, why, matters=True))
                 continue
-            arguments = {"use": name, **({"external_plugins": plugins} if plugins else {})}
-            use: dict[str, Any] = {"use": f"{_PLACE}:reward", "name": name, "arguments": arguments}
+            arguments: dict[str, Any] = {"use": name, **({"external_plugins": plugins} if plugins else {})}
+            if args := self._reward_args(name, plugins):
+                arguments["args"] = args
+            use: dict[str, Any] = {"use": f"{_PLACE}:Reward", "name": name, "arguments": arguments}
             if weights and weights[number] != 1:
                 use["weight"] = float(weights[number])
             uses.append(use)
         if uses:
-            self._set("reward.trajectory", uses)
+            self._set("reward.group", uses)
         if weights and gym and weights[-1] != 1:
             self._recipe["environment"]["arguments"]["gym_weight"] = float(weights[-1])
-        self._carry("reward.trajectory", "reward_funcs", "external_plugins")
+        self._carry("reward.group", "reward_funcs", "external_plugins")
         if "reward_weights" not in {left.key for left in self._left}:
-            self._carry("reward.trajectory", "reward_weights")
+            self._carry("reward.group", "reward_weights")
+        for key in REWARD_ARGUMENTS:
+            if key in given and key not in self._carried:
+                self._leave(key, "no reward function here asks for it")
+
+    def _reward_args(self, name: str, plugins: Sequence[str]) -> dict[str, Any]:
+        """The arguments of ms-swift that a reward function reads from its `args`, as far as they are known."""
+        if name in _PREFIXES and not _registered(name, plugins, unread=False):
+            wanted = [
+                key for key in REWARD_DEFAULTS if key.startswith(_PREFIXES[name]) or key == "max_completion_length"
+            ]
+        else:
+            wanted = sorted(
+                {key for text in _texts(plugins) for key in re.findall(r"\b(?:args|trainer_state)\.([a-z_]\w*)", text)}
+            )
+        if name == "repetition":
+            wanted.remove("max_completion_length")
+        found = {key: value for key in wanted if (value := self._value(key)) is not None}
+        if "max_steps" in wanted and (steps := self._recipe["train"].get("steps")) is not None:
+            found["max_steps"] = steps  # those of this run: of `trainer_state.global_step` too
+        self._carry("reward.group", *(key for key in found if key in REWARD_ARGUMENTS))
+        return found
 
     def _batches(self) -> None:
         """Rows of a step and optimizer steps on it, from what ms-swift calls generation batches."""
@@ -393,11 +424,17 @@ def _gym(recipe: Mapping[str, Any]) -> bool:
     )
 
 
-def _registered(name: str, plugins: Sequence[str]) -> bool:
-    """Whether a plugin speaks of a name in quotation marks; what cannot be read is believed to."""
-    files = [Path(plugin).expanduser() for plugin in plugins]
+def _registered(name: str, plugins: Sequence[str], *, unread: bool = True) -> bool:
+    """Whether a plugin speaks of a name in quotation marks; what cannot be read does so if `unread`."""
+    texts = _texts(plugins)
     quoted = re.compile(rf"[\"']{re.escape(name)}[\"']")
-    return any(not file.is_file() or quoted.search(file.read_text(encoding="utf-8")) for file in files)
+    return (unread and len(texts) < len(plugins)) or any(quoted.search(text) for text in texts)
+
+
+def _texts(plugins: Sequence[str]) -> list[str]:
+    """The plugins that are there to be read."""
+    files = [Path(plugin).expanduser() for plugin in plugins]
+    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
 
 
 def _machinery(key: str) -> str | None:

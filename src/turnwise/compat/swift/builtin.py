@@ -6,13 +6,13 @@ import copy
 import re
 from typing import Any
 
+from turnwise.compat.swift.outcomes import MathAccuracy
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponseChoice,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
 )
-from turnwise.compat.swift.rewards import MathAccuracy
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, answer, multi_turns
 from turnwise.environments.calculator import calculate
 

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS", "REWARDS"]
 
-REWARDS = frozenset({"cosine", "math", "react_format", "repetition", "soft_overlong", "toolbench"})
+REWARDS = frozenset({"math", "toolbench"})
 """Reward functions that come with ms-swift and not with us; a plugin may have one of the same name."""
 
 DEFAULTS: Mapping[str, Any] = {

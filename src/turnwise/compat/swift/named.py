@@ -11,19 +11,22 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from turnwise.compat.swift.args import Args, made
 from turnwise.compat.swift.builtin import ThinkingModelTipsScheduler
 from turnwise.compat.swift.conversation import Run, Steps
 from turnwise.compat.swift.engine import InferEngine
 from turnwise.compat.swift.gym import GYMScheduler
 from turnwise.compat.swift.plugins import load, select
-from turnwise.compat.swift.rewards import ask, made, orms
+from turnwise.compat.swift.rewards import ask, ask_all, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, multi_turns
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError
 from turnwise.types import Trajectory
 
-__all__ = ["reward", "scheduler"]
+__all__ = ["Reward", "reward", "scheduler"]
 
+_functions: dict[str, tuple[Any, Any]] = {}
+"""The reward functions that `reward` has made, with what they were made of."""
 _numbers = itertools.count()
 _shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Any]] = weakref.WeakKeyDictionary()
 """The schedulers that all conversations of a run have in common, by what they were made of."""
@@ -99,6 +102,34 @@ def scheduler(
     return Steps(chosen, name=number, gym=gym_weight if pays else None, lock=lock)
 
 
+class Reward:
+    """A reward function of ms-swift for `reward.group`: asked once about all conversations of a row.
+
+    `use` is registered in `orms`, by ms-swift or by one of the plugins, or is `file.py:name`. A class is made once, with
+    `arguments`, and with `args` if it asks for them: an object whose attributes are ms-swift's arguments, those of its own reward
+    functions by its defaults. Calls are given `completions`, every column as a list with an item for each conversation, and
+    `trainer_state` with `global_step` and `max_steps`.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        use: str,
+        *,
+        external_plugins: Sequence[str] = (),
+        arguments: Mapping[str, Any] | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.__name__ = use.rpartition(":")[2]
+        self._use = use
+        self._args = Args(args)
+        self._function = _reward_function(use, external_plugins, arguments, self._args)
+
+    async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        return await ask_all(self._function, trajectories, self._use, args=self._args) if trajectories else []
+
+
 async def reward(
     trajectory: Trajectory,
     *,
@@ -106,21 +137,29 @@ async def reward(
     external_plugins: Sequence[str] = (),
     arguments: Mapping[str, Any] | None = None,
 ) -> float:
-    """What a reward function of ms-swift gives a trajectory. `use` is registered in `orms`, or is `file.py:name`.
-
-    It is called once for each trajectory, with one completion: the model's last answer. A class is made once, with
-    `arguments`. Raises ConfigError.
-    """
+    """The same as `Reward` for `reward.trajectory`: called for each trajectory, with one completion. Raises ConfigError."""
+    key = json.dumps([use, list(external_plugins), dict(arguments or {})], sort_keys=True)
     for file in [external_plugins] if isinstance(external_plugins, str) else external_plugins:
         load(file)
-    function = select(orms, use, what="reward function", key="reward.trajectory.arguments.use")
+    found = select(orms, use, what="reward function", key="reward.trajectory.arguments.use")
+    made_of = _functions.get(key)
+    if made_of is None or made_of[0] is not found:  # else it was registered anew by the same name
+        made_of = _functions[key] = (found, _reward_function(use, external_plugins, arguments, Args()))
+    return await ask(made_of[1], trajectory, use)
+
+
+def _reward_function(use: str, plugins: Sequence[str], arguments: Mapping[str, Any] | None, args: Args) -> Any:
+    for file in [plugins] if isinstance(plugins, str) else plugins:
+        load(file)
+    function = select(orms, use, what="reward function", key="reward.group.arguments.use")
     if isinstance(function, type):
-        function = made(function, json.dumps(dict(arguments or {}), sort_keys=True))
-    elif arguments:
-        raise ConfigError(
-            f"reward.trajectory.arguments.arguments: {use} is no class and is made of nothing; remove them"
-        )
-    return await ask(function, trajectory, use)
+        try:
+            return made(function, dict(arguments or {}), args)
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"reward.group.arguments: {use} cannot be made: {error}") from error
+    if arguments:
+        raise ConfigError(f"reward.group.arguments.arguments: {use} is no class and is made of nothing; remove them")
+    return function
 
 
 def _ours(kind: Any, name: str) -> type[RolloutScheduler]:

@@ -15,6 +15,7 @@ import turnwise.compat.swift.builtin as builtin
 import turnwise.compat.swift.gym as gym
 import turnwise.compat.swift.messages as messages
 import turnwise.compat.swift.openenv as openenv
+import turnwise.compat.swift.outcomes as outcomes
 import turnwise.compat.swift.protocol as protocol
 import turnwise.compat.swift.rewards as rewards
 import turnwise.compat.swift.scheduler as scheduler
@@ -94,7 +95,8 @@ NAMES: dict[str, Any] = {
             (builtin, builtin.__all__),
             (gym, gym.__all__),
             (openenv, openenv.__all__),
-            (rewards, ["ORM", "AsyncORM", "Format", "MathAccuracy", "orms"]),
+            (rewards, ["ORM", "AsyncORM", "orms"]),
+            (outcomes, outcomes.__all__),
         )
         for name in listed
     },

@@ -1,24 +1,22 @@
-"""Reward functions in the form of ms-swift, asked about one finished trajectory at a time."""
+"""Reward functions in the form of ms-swift: what they are handed about finished trajectories, and what they give."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import json
-import re
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.answers import final_answer, same_number
+from turnwise.compat.swift.args import trainer_state
 from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
 from turnwise.environments.aside import aside
 from turnwise.types import Message, Trajectory
 
-__all__ = ["ORM", "AsyncORM", "Format", "MathAccuracy", "arguments_of", "ask", "histories", "infos_of", "orms"]
+__all__ = ["ORM", "AsyncORM", "arguments_of", "ask", "ask_all", "histories", "infos_of", "orms"]
 
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+
+orms: dict[str, Any] = {}
+"""The registry: a plugin adds to it, `use` selects from it."""
 
 
 class ORM:
@@ -38,57 +36,57 @@ class AsyncORM(ORM):
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
 
-class MathAccuracy(ORM):
-    """1 where the answer is that of the solution: what is boxed, else in `<answer>`, else the last number.
-
-    Numbers are compared as numbers, anything else as text. (ms-swift's own knows LaTeX, by math_verify.)
-    """
-
-    def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
-        pairs = zip(completions, solution, strict=True)
-        return [float(same_number(_answer(one), _answer(str(truth)))) for one, truth in pairs]
-
-
-class Format(ORM):
-    """1 where a completion is `<think>...</think>` and `<answer>...</answer>` and nothing else."""
-
-    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
-        return [float(_FORMAT.fullmatch(one) is not None) for one in completions]
-
-
-orms: dict[str, Any] = {"accuracy": MathAccuracy, "format": Format}
-"""The registry: a plugin adds to it, `use` selects from it."""
-
-
 async def ask(function: Any, trajectory: Trajectory, name: str) -> float:
-    """What a reward function of ms-swift gives for a trajectory; None counts nothing, as there.
+    """What a reward function of ms-swift gives for one trajectory; None and NaN count nothing, as there.
 
     Raises ValueError if it gives anything but one number.
     """
-    completions, columns = arguments_of(trajectory)
+    (value,) = await ask_all(function, [trajectory], name)
+    return 0.0 if value is None else value
+
+
+async def ask_all(
+    function: Any, trajectories: Sequence[Trajectory], name: str, *, args: Any = None
+) -> list[float | None]:
+    """What a reward function of ms-swift gives for some trajectories, asked once; None where it gives None or NaN.
+
+    Raises ValueError if it gives anything but one number for each.
+    """
+    completions, columns = arguments_of(*trajectories)
+    if args is not None:
+        columns["trainer_state"] = trainer_state(trajectories, args)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         values = await function(completions, **columns)
     else:
         values = await aside(lambda: function(completions, **columns), name=name, kind="reward")
         values = await values if inspect.isawaitable(values) else values
-    if not isinstance(values, list | tuple) or len(values) != 1:
+    if not isinstance(values, str | list | tuple) and callable(as_list := getattr(values, "tolist", None)):
+        values = as_list()  # an array or a tensor
+    if not isinstance(values, list | tuple) or len(values) != len(completions):
+        many = "1 completion" if len(completions) == 1 else f"{len(completions)} completions"
         raise ValueError(
-            f"the reward function {name} gave {values!r:.80} for 1 completion; it must give a list with a number for each"
+            f"the reward function {name} gave {values!r:.80} for {many}; it must give a list with a number for each"
         )
-    return 0.0 if values[0] is None else float(values[0])
+    numbers = [None if value is None else float(value) for value in values]
+    return [None if number is None or math.isnan(number) else number for number in numbers]
 
 
-def arguments_of(trajectory: Trajectory) -> tuple[list[str], dict[str, list[Any]]]:
-    """`completions` and the keyword arguments of a reward function, each a list of one.
+def arguments_of(*trajectories: Trajectory) -> tuple[list[str], dict[str, Any]]:
+    """`completions` and the keyword arguments of a reward function, each a list with an item for each trajectory.
 
-    `trajectory_inputs` has all records of the trajectory: one for each history that the model has spoken in.
+    `trajectory_inputs` has all records of a trajectory by its id: one for each history that the model has spoken in.
     """
-    infos = infos_of(trajectory)
-    records = [_record(trajectory, messages, infos) for messages in histories(trajectory)]
-    inputs: Any = {trajectory.id: records}
-    spoken = [message["content"] for message in records[-1]["messages"] if message["role"] == "assistant"]
-    columns: dict[str, Any] = {name: [value] for name, value in records[-1].items()}
-    return spoken[-1:] or [""], {**columns, "trajectory_inputs": inputs}
+    completions: list[str] = []
+    rows: list[dict[str, Any]] = []
+    inputs: dict[str, list[dict[str, Any]]] = {}
+    for trajectory in trajectories:
+        infos = infos_of(trajectory)
+        records = inputs[trajectory.id] = [_record(trajectory, messages, infos) for messages in histories(trajectory)]
+        rows.append(records[-1])
+        spoken = [message["content"] for message in records[-1]["messages"] if message["role"] == "assistant"]
+        completions.append(spoken[-1] if spoken else "")
+    names = dict.fromkeys(name for row in rows for name in row)
+    return completions, {**{name: [row.get(name) for row in rows] for name in names}, "trajectory_inputs": inputs}
 
 
 def infos_of(trajectory: Trajectory) -> dict[str, Any]:
@@ -107,10 +105,14 @@ def histories(trajectory: Trajectory) -> list[list[Message]]:
     A record is what `run` returned as an output; without such, a history that the model has spoken in.
     """
     words: dict[int, str] = {}
-    goes_on = False
+    goes_on, opened = False, ""
     for turn in trajectory.turns:
+        opened = (
+            opened if goes_on else turn.opened
+        )  # what the generation prompt began belongs to the answer, as in ms-swift
         # an answer that went on and was cut by a limit: nobody was asked about it, so it is as the renderer has read it
-        words[id(turn.message)] = turn.info.get(WHOLE, turn.message.get("content") if goes_on else turn.text)
+        whole = turn.info.get(WHOLE, turn.message.get("content") if goes_on else turn.text)
+        words[id(turn.message)] = whole if str(whole).startswith(opened) else f"{opened}{whole}"
         goes_on = turn.cut is not None
     every = [*trajectory.former, trajectory.messages]
     ends = trajectory.turns[-1].info.get(RECORDS) if trajectory.turns else None
@@ -148,17 +150,3 @@ def _record(trajectory: Trajectory, messages: Sequence[Message], infos: Mapping[
         "rollout_infos": dict(infos),
         "response_token_ids": ids,
     }
-
-
-@functools.lru_cache(maxsize=64)
-def made(make: Any, arguments: str) -> Any:
-    """The one object of a reward class that all trajectories ask; `arguments` is JSON."""
-    return make(**json.loads(arguments))
-
-
-def _answer(text: str) -> str | None:
-    if found := _BOXED.findall(text):
-        return found[-1].strip()  # whole: the last number of \\frac{3}{2} would be 2
-    tagged = _TAGGED.findall(text)
-    rest = tagged[-1] if tagged else text
-    return final_answer(rest, "flexible") or rest.strip()

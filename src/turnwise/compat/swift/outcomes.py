@@ -1,0 +1,158 @@
+"""The reward functions that come with ms-swift, by its names.
+
+`accuracy` is decided by math-verify (`pip install 'turnwise[math]'`), `cosine`, `repetition` and `soft_overlong` are shaped by
+arguments of ms-swift's, `format` and `react_format` ask for a form.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.compat.swift.args import Args
+from turnwise.compat.swift.rewards import ORM, orms
+from turnwise.errors import ConfigError
+
+__all__ = ["CosineReward", "Format", "MathAccuracy", "ReActFormat", "RepetitionPenalty", "SoftOverlong"]
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
+
+
+class MathAccuracy(ORM):
+    """1 where math-verify finds that the answer is the solution's, else 0.
+
+    The answer is what stands in `<answer>`; without it, what is boxed or else written as LaTeX. The solution is read in the
+    same way, but numbers count without LaTeX. A solution that cannot be read gives 0.
+
+    Raises ConfigError without math-verify.
+    """
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args, **kwargs)
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("the reward function accuracy needs math-verify: pip install 'turnwise[math]'")
+
+    def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
+        return [_agree(one, str(truth)) for one, truth in zip(completions, solution, strict=True)]
+
+
+class Format(ORM):
+    """1 where a completion is `<think>...</think>` and `<answer>...</answer>` and nothing else."""
+
+    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+        return [float(_FORMAT.fullmatch(one) is not None) for one in completions]
+
+
+class ReActFormat(ORM):
+    """1 where a completion is a thought, `Action:` and `Action Input:`."""
+
+    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+        return [float(_REACT.match(one) is not None) for one in completions]
+
+
+class CosineReward(ORM):
+    """A reward between two bounds, by the length in tokens: short is better where the answer is right, else worse.
+
+    Paper: Demystifying long chain-of-thought reasoning, arXiv 2502.03373.
+    """
+
+    def __init__(self, args: Any = None, accuracy_orm: Any = None, **kwargs: Any) -> None:
+        super().__init__(args or Args())
+        self.accuracy_orm = accuracy_orm or MathAccuracy()
+
+    def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
+        right = self.accuracy_orm(completions, solution, **kwargs)
+        return [
+            self._between(tokens, right=value is not None and value >= 1)
+            for tokens, value in zip(_lengths(kwargs), right, strict=True)
+        ]
+
+    def _between(self, tokens: int, *, right: bool) -> float:
+        of = self.args
+        shortest = of.cosine_min_len_value_correct if right else of.cosine_min_len_value_wrong
+        longest = of.cosine_max_len_value_correct if right else of.cosine_max_len_value_wrong
+        return longest + (shortest - longest) * (1 + math.cos(math.pi * tokens / of.cosine_max_len)) / 2
+
+
+class RepetitionPenalty(ORM):
+    """`repetition_max_penalty` times the share of n-grams of words that occurred before. Paper: arXiv 2502.03373."""
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args or Args(), **kwargs)
+
+    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+        return [self._penalty(one.lower().split()) for one in completions]
+
+    def _penalty(self, words: Sequence[str]) -> float:
+        size = self.args.repetition_n_grams
+        grams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
+        return self.args.repetition_max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+class SoftOverlong(ORM):
+    """0 up to `soft_max_length - soft_cache_length` tokens, -1 at `soft_max_length`, falling on. Paper: DAPO, arXiv 2503.14476.
+
+    Raises ConfigError if `soft_cache_length` is missing or not below `soft_max_length`.
+    """
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args or Args(), **kwargs)
+        cache, most = self.args.soft_cache_length, self.args.soft_max_length
+        if not cache or cache >= most:
+            raise ConfigError(
+                f"soft_overlong needs soft_cache_length, below soft_max_length={most}; it is {cache}: arguments: "
+                f"{{args: {{soft_cache_length: {max(1, most // 5)}}}}}"
+            )
+
+    def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
+        cache = self.args.soft_cache_length
+        free = self.args.soft_max_length - cache
+        return [min((free - tokens) / cache, 0.0) for tokens in _lengths(kwargs)]
+
+
+def _lengths(columns: dict[str, Any]) -> list[int]:
+    """The tokens that were sampled in each conversation; `response_token_ids` has a list for each turn, or one for all."""
+    return [
+        sum(len(one) if isinstance(one, list | tuple) else 1 for one in ids) for ids in columns["response_token_ids"]
+    ]
+
+
+def _agree(completion: str, solution: str) -> float:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    tagged = _tagged(solution)
+    gold = parse(solution if tagged is None else tagged, extraction_mode="first_match")
+    if not gold:
+        return 0.0
+    if (answer := _tagged(completion)) is not None:
+        found = parse(answer, extraction_mode="first_match")
+    else:
+        normalization = NormalizationConfig(
+            nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
+        )
+        latex = LatexExtractionConfig(
+            normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
+        )
+        found = parse(completion, extraction_config=[latex], extraction_mode="first_match")
+    return float(verify(gold, found))
+
+
+def _tagged(text: str) -> str | None:
+    found = _TAGGED.search(text)
+    return found.group(1).strip() if found else None
+
+
+orms.update(
+    accuracy=MathAccuracy,
+    format=Format,
+    react_format=ReActFormat,
+    cosine=CosineReward,
+    repetition=RepetitionPenalty,
+    soft_overlong=SoftOverlong,
+)

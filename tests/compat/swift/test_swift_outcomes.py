@@ -1,0 +1,232 @@
+"""The reward functions that come with ms-swift: the values that its own give, and what they are asked with."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.conversations import Says, a_row, hold, hold_all
+from support.swift import whole
+from turnwise.build import scorer
+from turnwise.compat.swift import Reward, scheduler
+from turnwise.compat.swift.args import Args
+from turnwise.compat.swift.outcomes import (
+    CosineReward,
+    Format,
+    MathAccuracy,
+    ReActFormat,
+    RepetitionPenalty,
+    SoftOverlong,
+)
+from turnwise.compat.swift.rewards import arguments_of, orms
+from turnwise.config import Config
+from turnwise.errors import ConfigError
+from turnwise.rollout.renderer import Renderer
+from turnwise.types import Group, Trajectory
+
+OPENS = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template whose generation prompt opens a thought."""
+
+
+@pytest.mark.parametrize(
+    ("said", "solution", "right"),
+    [  # as ms-swift's own `accuracy` decides, version 4.5.2 with math-verify 0.9.0
+        ("so \\boxed{12}", "\\boxed{12}", 1.0),
+        ("so \\boxed{1,200.0}", "the answer is 1200", 1.0),
+        ("\\boxed{\\frac{3}{2}}", "1.5", 1.0),
+        ("\\boxed{0.5}", "$\\frac12$", 1.0),
+        ("\\boxed{x+1}", "$1+x$", 1.0),
+        ("\\boxed{2\\sqrt{2}}", "$\\sqrt{8}$", 1.0),
+        ("\\boxed{\\text{Friday}}", "\\boxed{\\text{Friday}}", 1.0),
+        ("<think>5</think><answer>1/2</answer>", "0.5", 1.0),
+        ("<answer>12</answer> not 13", "12", 1.0),
+        ("12 or 13", "<answer>13</answer>", 0.0),  # a number that is neither boxed nor LaTeX
+        ("\\boxed{\\frac{3}{2}}", "2", 0.0),
+        ("<answer></answer> \\boxed{4}", "4", 0.0),
+        ("no idea", "12", 0.0),
+        ("", "12", 0.0),
+        ("\\boxed{12}", "no idea", 0.0),
+    ],
+)
+def test_accuracy_is_what_math_verify_finds(said: str, solution: str, right: float) -> None:
+    assert MathAccuracy()([said], solution=[solution]) == [right]
+
+
+def test_formats_are_the_whole_of_a_completion() -> None:
+    said = ["<think>a</think>\n<answer>b</answer>", "<think>a</think> b", "c <think>a</think><answer>b</answer>"]
+    assert Format()(said) == [1.0, 0.0, 0.0]
+    said = ["<think>a</think>\nAction: f\nAction Input: 1", "<think>a</think> Action: f", "Action: f\nAction Input: 1"]
+    assert ReActFormat()(said) == [1.0, 0.0, 0.0]
+
+
+def test_lengths_and_repetitions_are_paid_by_ms_swifts_arguments() -> None:
+    args = Args({"max_completion_length": 100, "soft_cache_length": 20})
+    ids = {"response_token_ids": [[[1] * 25, [1] * 25], [[1] * 90], [1] * 120]}
+
+    def right(completions: Any, solution: Any, **kwargs: Any) -> list[float]:
+        return [1.0, 1.0, 0.0]
+
+    paid = CosineReward(args, accuracy_orm=right)(["", "", ""], solution=["", "", ""], **ids)
+    bend = [(1 + math.cos(math.pi * share)) / 2 for share in (0.5, 0.9, 1.2)]
+    assert paid == pytest.approx([0.5 + 0.5 * bend[0], 0.5 + 0.5 * bend[1], -0.5 * bend[2]])
+    assert SoftOverlong(args)(["", "", ""], **ids) == [0.0, -0.5, -2.0]
+    # of "a b a", "b a b", "a b a": two are different
+    assert RepetitionPenalty(args)(["A b a b a", "one two", ""]) == pytest.approx([-1 / 3, 0.0, 0.0])
+    with pytest.raises(
+        ConfigError, match=r"soft_overlong needs soft_cache_length, below soft_max_length=512; it is None"
+    ):
+        SoftOverlong(Args())
+    with pytest.raises(AttributeError, match=r"args has no 'beta' here; give it .* arguments: \{args: \{beta: ...\}\}"):
+        Args().beta  # noqa: B018
+
+
+def thoughtful(*said: str) -> Trajectory:
+    from support import byte_tokenizer
+
+    return whole(hold(Says(*said), scheduler, renderer=Renderer(byte_tokenizer(OPENS))))
+
+
+def test_a_thought_that_the_generation_prompt_opens_belongs_to_the_completion() -> None:
+    trajectory = thoughtful("Hm.</think><answer>4</answer>")
+    assert trajectory.turns[0].opened == "<think>\n"
+    completions, columns = arguments_of(trajectory)
+    assert completions == ["<think>\nHm.</think><answer>4</answer>"]
+    assert columns["messages"][0][-1]["content"] == completions[0]
+    assert asyncio.run(Reward("format")([trajectory])) == [1.0]
+
+
+# how they are asked
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Any:
+    before = dict(orms)
+    yield
+    orms.clear()
+    orms.update(before)
+
+
+class Batch:
+    """Remembers what it is asked with."""
+
+    def __init__(self, args: Any, scale: float = 1.0, **kwargs: Any) -> None:
+        self.args, self.scale = args, scale
+        self.asked: list[tuple[Any, Any]] = []
+
+    def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> Any:
+        self.asked.append((completions, kwargs))
+        return np.array([self.scale * len(one) for one in completions], dtype=np.float32)
+
+
+def group(*said: str) -> Group:
+    from support.conversations import scripted
+
+    row = a_row("Hi", solution="4", source="x")
+    engine = scripted(*[[one] for one in said])
+    trajectories = hold_all(engine, scheduler, row=row, size=len(said))
+    return Group(id="1", row=row, trajectories=trajectories)
+
+
+def scored(one: Group, *uses: dict[str, Any]) -> list[float | None]:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "output": "o",
+            "train": {"steps": 1},
+            "reward": {"group": [{"use": "turnwise.compat.swift:Reward", **use} for use in uses]},
+        }
+    )
+    asyncio.run(scorer(config).score([one]))
+    return [trajectory.reward for trajectory in one.trajectories]
+
+
+def test_a_reward_is_asked_once_about_all_conversations_of_a_row_with_args_and_the_trainers_state() -> None:
+    made: list[Batch] = []
+
+    class Kept(Batch):
+        def __init__(self, args: Any, **kwargs: Any) -> None:
+            super().__init__(args, **kwargs)
+            made.append(self)
+
+    orms["batch"] = Kept
+    one = group("a", "bb", "ccc")
+    assert scored(one, {"arguments": {"use": "batch", "args": {"max_steps": 7}, "arguments": {"scale": 2.0}}}) == [
+        2,
+        4,
+        6,
+    ]
+    (batch,) = made
+    assert (batch.args.max_steps, batch.args.max_completion_length) == (7, 512)
+    ((completions, columns),) = batch.asked
+    assert sorted(completions) == ["a", "bb", "ccc"]
+    assert columns["source"] == ["x", "x", "x"]
+    assert [infos["num_turns"] for infos in columns["rollout_infos"]] == [1, 1, 1]
+    assert set(columns["trajectory_inputs"]) == {trajectory.id for trajectory in one.trajectories}
+    assert (columns["trainer_state"].global_step, columns["trainer_state"].max_steps) == (0, 7)
+    assert list(one.trajectories[0].rewards) == ["turns", "batch"]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor, list, tuple])
+def test_arrays_and_tensors_are_rewards_and_nan_is_none(make: Any) -> None:
+    def rewards(completions: list[str], **kwargs: Any) -> Any:
+        return make([0.5 if one == "a" else math.nan for one in completions])
+
+    orms["odd"] = rewards
+    one = group("a", "bb")
+    rewards_of = scored(one, {"arguments": {"use": "odd"}})
+    by_text = {trajectory.said[0]: value for trajectory, value in zip(one.trajectories, rewards_of, strict=True)}
+    assert by_text == {"a": 0.5, "bb": 0.0}
+    assert ["odd" in trajectory.rewards for trajectory in one.trajectories] == [
+        trajectory.said == ["a"] for trajectory in one.trajectories
+    ]
+
+
+def test_what_a_reward_class_asks_for_by_name_is_given_and_what_it_lacks_is_told() -> None:
+    class Named:
+        def __init__(self, cosine_max_len: int, scale: float) -> None:
+            self.made_of = (cosine_max_len, scale)
+
+        def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            return [self.made_of[0] * self.made_of[1]] * len(completions)
+
+    orms["named"] = Named
+    assert scored(group("a", "b"), {"arguments": {"use": "named", "arguments": {"scale": 0.5}}}) == [256.0, 256.0]
+    with pytest.raises(ConfigError, match=r"named cannot be made: .*missing 1 required positional argument: 'scale'"):
+        Reward("named")
+
+
+def test_a_script_gives_reward_functions_the_arguments_that_they_read(tmp_path: Path) -> None:
+    from turnwise.compat.swift.arguments import from_swift_arguments
+
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from swift.rewards import ORM, orms\nclass Mine(ORM):\n    def __call__(self, completions, trainer_state, **kwargs):\n"
+        "        return [self.args.temperature * trainer_state.global_step / trainer_state.max_steps] * len(completions)\n"
+        "orms['mine'] = Mine\n"
+    )
+    found = from_swift_arguments(
+        "--rlhf_type grpo --tuner_type full --model M --dataset d.jsonl --max_steps 10 --max_completion_length 64 "
+        f"--external_plugins {plugin} --reward_funcs cosine soft_overlong repetition mine accuracy --soft_cache_length 16 "
+        "--cosine_max_len 32 --repetition_n_grams 4".split()
+    )
+    args = [use["arguments"].get("args") for use in found.recipe["reward"]["group"]]
+    assert args[0] == {"max_completion_length": 64, "cosine_max_len": 32}
+    assert args[1] == {"max_completion_length": 64, "soft_cache_length": 16}
+    assert args[2] == {"repetition_n_grams": 4}
+    assert args[3] == {"temperature": 0.9, "max_steps": 10}
+    assert found.refused() == []
+    (mine,) = [use for use in found.recipe["reward"]["group"] if use["name"] == "mine"]
+    assert scored(group("a", "b"), {"arguments": mine["arguments"]}) == [0.0, 0.0]
+    words = "--rlhf_type grpo --model M --dataset d --max_steps 1 --cosine_max_len 9"
+    left = from_swift_arguments(words.split()).left
+    assert ("cosine_max_len", False) in [(one.key, one.matters) for one in left]
