@@ -15,6 +15,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from turnwise.config import Config, LocalEngine, Part, ScriptedEngine, Use
+from turnwise.resume_rules import EXPLAINED, RULES
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
@@ -38,13 +39,19 @@ def table() -> str:
 
 
 def _rows(fields: Any, prefix: str) -> Iterator[str]:
-    yield "| option | default | what |"
-    yield "|---|---|---|"
+    yield "| option | default | what | may change on resume |"
+    yield "|---|---|---|---|"
     for name, field in fields:
         what = " ".join((field.description or "").split()).replace("|", "\\|")
         choices = _choices(field.annotation)
         what = f"{what} One of: {choices}." if choices else what
-        yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} |"
+        yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
+
+
+def _resume(key: str) -> str:
+    """Whether the option may change when a run is resumed; of a list of parts, whether what they name may."""
+    found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].use", f"{key}."))]
+    return EXPLAINED[found[0]]
 
 
 def _choices(annotation: Any) -> str:

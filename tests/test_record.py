@@ -208,18 +208,18 @@ def test_a_run_is_written_and_cut_back_to_a_checkpoint(tmp_path: Path) -> None:
     one = hold(Says("a"))
     run.write_step({"step": 1, "x": 0.5}, [one, one])
     run.write_evaluation({"step": 1, "reward/mean": 1.0}, [one])
-    lengths = run.lengths()
+    marks = run.marks()
     before = run.trajectories.read_bytes(), run.metrics.read_bytes()
     run.write_step({"step": 2, "x": 0.25}, [one])
     run.write_evaluation({"step": 2}, [one])
-    run.cut_back(lengths)
+    assert run.cut_back(marks) == []
     assert (run.trajectories.read_bytes(), run.metrics.read_bytes()) == before
     assert read(run.metrics) == [{"step": 1, "x": 0.5}]
     assert [record["step"] for record in read(run.trajectories)] == [1, 1]
     assert [record["step"] for record in read(run.path / "eval_trajectories.jsonl")] == [1]
     assert read(run.evaluations) == [{"step": 1, "reward/mean": 1.0}]
     run.cut_back({})
-    assert set(run.lengths().values()) == {0}
+    assert {mark["bytes"] for mark in run.marks().values()} == {0}
 
 
 def test_a_former_run_is_refused_replaced_or_gone_on_with(tmp_path: Path) -> None:
@@ -228,8 +228,8 @@ def test_a_former_run_is_refused_replaced_or_gone_on_with(tmp_path: Path) -> Non
     run.write_step({"step": 1}, [])
     with pytest.raises(RunError, match=r"holds a run already\. Go on with it: resume=auto; begin anew .* replace=true"):
         run.prepare(a_config(), resuming=False)
-    notes = run.prepare(a_config(train={"lr": 1e-3}, resume="auto"), resuming=True)
-    assert notes == ["going on with train.lr=0.001 (was 1e-06)"]
+    assert run.prepare(a_config(checkpoint={"keep": 5}, resume="auto"), resuming=True) == []
+    assert yaml.safe_load(run.config.read_text())["checkpoint"]["keep"] == 5
     assert read(run.metrics) == [{"step": 1}]
     (note,) = run.prepare(a_config(replace=True), resuming=False)
     (moved,) = [path for path in tmp_path.iterdir() if path != run.path]

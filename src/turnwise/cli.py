@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
+import shlex
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.logging import RichHandler
 
+from turnwise.activity import Heartbeat
 from turnwise.convert import SYSTEMS
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.option_names import called_here
+from turnwise.stopping import Stops, lasting_output
 from turnwise.terminal import Terminal
 from turnwise.version import __version__
 
@@ -53,7 +56,10 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0, 1 where a person can put it right, 130 after Ctrl-C."""
+    """Run a command.
+
+    Returns its exit status: 0; 1 where a person can put it right; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
+    """
     # before torch is loaded: threads that wait by spinning bring a machine that does anything else to a standstill
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _options(arguments)
@@ -67,6 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(message)s",
         handlers=[RichHandler(console=console, show_time=False, show_path=False)],
     )
+    with Stops() as stops:
+        options.stops = stops
+        if options.command in (_train, _sft, _rollout):
+            with lasting_output():
+                return _guarded(options, console, errors)
+        return _guarded(options, console, errors)
+
+
+def _guarded(options: argparse.Namespace, console: Console, errors: Console) -> int:
     try:
         return options.command(options, console)
     except TurnwiseError as error:
@@ -74,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors.print(f"turnwise: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        errors.print("turnwise: stopped", style="yellow")
-        return 130
+        name = options.stops.received.name if options.stops.received not in (None, signal.SIGINT) else ""
+        errors.print(f"turnwise: stopped{f' ({name})' if name else ''}", style="yellow")
+        return options.stops.status
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -213,25 +229,45 @@ def _train(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError("name a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
     else:
         config, notes = load(options.recipe, options.overrides)
-        again = f"turnwise train {options.recipe} resume=auto output={config.output}"
+        again = _again("train", options, config)
     from turnwise.report import Report  # a recipe that is wrong is told before torch is loaded, which takes seconds
     from turnwise.train import assemble, train
 
     run = assemble(config)
     run.notes[:0] = notes
-    report = Report(console)
-    return _underway(train(run, report), run, report, console, again=again)
+    report = Report(console, run.activity)
+    return _underway(train(run, report), run, report, console, stops=options.stops, again=again)
+
+
+def _again(command: str, options: argparse.Namespace, config: Config) -> str:
+    """The command that resumes a run: the same words, since other options would make it another run."""
+    own = ("resume=", "replace=", "output=")
+    words = [word for word in options.overrides if not word.startswith(own)]
+    return shlex.join(["turnwise", command, options.recipe, *words, "resume=auto", f"output={config.output}"])
 
 
 def _underway(
-    going: Coroutine[Any, Any, None], run: Underway, report: Report | SftReport, console: Console, *, again: str
+    going: Coroutine[Any, Any, None],
+    run: Underway,
+    report: Report | SftReport,
+    console: Console,
+    *,
+    stops: Stops,
+    again: str,
 ) -> int:
-    """Go through with a run, and say where it is when somebody stops it."""
+    """Go through with a run, and say where it is and which checkpoint there is when somebody stops it."""
     try:
-        asyncio.run(going)
+        with Heartbeat(run.activity, console):
+            stops.run(going)
     except KeyboardInterrupt:
         report.close()
-        console.print(f"stopped after step {run.step}; go on with: {again}", highlight=False, soft_wrap=True)
+        if run.saved:
+            lost = f", which steps {run.saved + 1} to {run.step} are not in" if run.saved < run.step else ""
+            there = f"the newest checkpoint is that of step {run.saved}{lost}: {run.checkpoints.newest}"
+        else:
+            there = "there is no checkpoint yet"
+        console.print(f"stopped after step {run.step}; {there}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"go on with: {again}", highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
         report.close()
@@ -292,9 +328,10 @@ def _sft(options: argparse.Namespace, console: Console) -> int:
 
     run = assemble(config)
     run.notes[:0] = notes
-    again = f"turnwise sft {options.recipe} resume=auto output={config.output}"
-    report = SftReport(console)
-    return _underway(fine_tune(run, report), run, report, console, again=again)
+    report = SftReport(console, run.activity)
+    return _underway(
+        fine_tune(run, report), run, report, console, stops=options.stops, again=_again("sft", options, config)
+    )
 
 
 def _rollout(options: argparse.Namespace, console: Console) -> int:
@@ -305,7 +342,7 @@ def _rollout(options: argparse.Namespace, console: Console) -> int:
     for note in notes:
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
-    summary = asyncio.run(collect(config, options.out, console))
+    summary = options.stops.run(collect(config, options.out, console))
     console.print(
         f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, "
         f"reward {summary['reward/mean']}; look into them: turnwise show {options.out}",

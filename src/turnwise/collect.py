@@ -13,16 +13,18 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from turnwise import build
+from turnwise.activity import Activity, Heartbeat
 from turnwise.config import Config, ScriptedEngine
 from turnwise.doctor.preflight import preflight
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, RolloutError
 from turnwise.metrics import conversation_metrics, drift, failures
-from turnwise.record import write_config, write_trajectories, writing
+from turnwise.record import refuse_run_directory, write_config, write_trajectories, writing
 from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.run_lock import RunLock
 from turnwise.types import Group, Trajectory
 
 __all__ = ["collect"]
@@ -61,18 +63,23 @@ async def _collect(
     )
     started = time.perf_counter()
     writer = _Writer(out, [one for group in groups for one in group.trajectories])
+    activity = Activity(what="conversations", total=writer.total)
     members = {group.id: group.trajectories for group in groups}
     left = {name: len(trajectories) for name, trajectories in members.items()}
-    with Progress(
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    ) as progress:
+    with (
+        Heartbeat(activity, console),
+        Progress(
+            *Progress.get_default_columns()[:2],
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        ) as progress,
+    ):
         task = progress.add_task("conversations", total=writer.total)
 
         async def done(trajectory: Trajectory) -> None:
+            activity.advance()
             progress.advance(task)
             ended = [trajectory]
             if scorer.groups:  # its functions are asked about all of a group, so the last of them is waited for
@@ -134,8 +141,10 @@ class _Writer:
         self._ended: set[str] = set()
         self._waiting = list(reversed(trajectories))
         self.total = len(trajectories)
+        refuse_run_directory(out)
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(out)
             self._keep_former()
 
     def add(self, trajectory: Trajectory) -> None:
@@ -150,6 +159,7 @@ class _Writer:
         with writing(self._out):
             (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
             write_config(self._out / "config.yaml", config)
+        self._lock.release()
 
     def _keep_former(self) -> None:
         """What an earlier call has left is put aside, not overwritten."""

@@ -236,8 +236,8 @@ class Rollout(Part):
 class Checkpoint(Part):
     """What survives a crash."""
 
-    every: Positive = 1
-    """Steps between checkpoints: as many are lost at most when the run is killed."""
+    every: Positive | None = None
+    """Steps between checkpoints; null writes them as often as they take at most 3 % of the time (docs/record.md)."""
     keep: Positive = 2
     """Checkpoints on disk."""
 
@@ -289,6 +289,8 @@ class Config(Part):
     """Bit-identical metrics for one seed, on a CPU; slower."""
     resume: Literal["never", "auto"] = "never"
     """`auto` goes on where the run in `output` was ended, or begins one."""
+    resume_changes: list[str] = []
+    """Options that differ on purpose from those of the run that is resumed: `[train.lr]` (docs/record.md)."""
     replace: bool = False
     """Move a former run in `output` out of the way instead of refusing."""
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise import types
+from turnwise.activity import Activity
 from turnwise.config import Config
 from turnwise.record import RunDirectory, trajectory_record
 from turnwise.record_reading import read_lines
@@ -37,8 +38,9 @@ _COLUMNS = (
 class Report:
     """Shows a training run: live on a terminal, a line a step elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, activity: Activity | None = None) -> None:
         self._console = console
+        self._activity = activity or Activity()
         self._live: Live | None = None
         self._recent: list[Mapping[str, Any]] = []
         self._rewards: list[float] = []
@@ -70,7 +72,8 @@ class Report:
         self._steps = options.steps
         self._progress.update(self._task, total=options.steps, completed=done)
         if self._console.is_terminal:
-            self._live = Live(self._picture(), console=self._console, refresh_per_second=4, transient=True)
+            # drawn again by its own thread: a long step shows what it does
+            self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
@@ -84,9 +87,7 @@ class Report:
             if kind not in self._told and len(self._told) < 20:
                 self._told.add(kind)
                 self._console.print(Text(f"step {metrics['step']}: {problem}", style="red"))
-        if self._live is not None:
-            self._live.update(self._picture())
-        else:
+        if self._live is None:
             figures = "  ".join(f"{label} {_figure(metrics, name)}" for name, label in _COLUMNS)
             seconds = sum(one["seconds/step"] for one in self._recent) / len(self._recent)
             left = timedelta(seconds=round(seconds * (self._steps - metrics["step"])))
@@ -132,7 +133,7 @@ class Report:
         for metrics in self._recent:
             figures = [_figure(metrics, name) for name, _ in _COLUMNS]
             table.add_row(*figures, _speed(metrics), f"{metrics['seconds/step']:.2f}")
-        return Group(table, Text(f"reward {sparkline(self._rewards)}"), self._progress)
+        return Group(table, Text(f"reward {sparkline(self._rewards)}"), self._progress, Text(self._activity.text()))
 
 
 def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> Text:

@@ -22,16 +22,15 @@ from turnwise.config import Config, EnvironmentUse
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
-from turnwise.errors import ConfigError, Failed, RolloutError, RunError, boundary
-from turnwise.record import RunDirectory
+from turnwise.errors import ConfigError, Failed, RolloutError, boundary
 from turnwise.replay import problems, replay, weigh
+from turnwise.resuming import Opened, open_run
 from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.mask import Rule
 from turnwise.sft_recipe import refuse_sft_without_effect
 from turnwise.sft_report import SftReport
 from turnwise.training.batch import Batch, pack
-from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy, Update, rate
 from turnwise.types import Row, Sampling, ToolSchema, Trajectory
@@ -64,7 +63,7 @@ class SftRun(Underway):
     """The held-out conversations: they are the same each time."""
 
     def place(self) -> dict[str, int]:
-        return {"recorded": self.recorded}
+        return {**Underway.place(self), "recorded": self.recorded}
 
 
 async def fine_tune(run: SftRun, show: SftReport) -> None:
@@ -79,17 +78,19 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
             if run.step == 0 or (options.eval_every and run.step % options.eval_every == 0):
                 await _evaluate(run, show)
             began = time.perf_counter()
+            run.activity.step(run.step + 1)
             places = run.order.take(run.step * options.batch_rows, options.batch_rows)
             every = await _replay(run, [run.rows[index] for _, index in places], prefix=f"{run.step + 1}.")
             started = time.perf_counter()
             batch = _pack(run, every)
             _refuse_nothing(run, every)
             run.whole = False
-            # without anything to learn from, momentum would move the weights all the same
-            update = await run.policy.learn([batch], lr=_rate(run)) if batch.micro_batches else Update()
-            now = time.perf_counter()
-            seconds = {"replay": started - began, "train": now - started, "step": now - began}
-            _finish_step(run, show, every, batch, update, seconds)
+            run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
+            update = Update()
+            if batch.micro_batches:  # without anything to learn from, momentum would move the weights all the same
+                update = await run.policy.learn([batch], lr=_rate(run), done=run.activity.advance)
+            seconds = {"replay": started - began, "train": time.perf_counter() - started}
+            _finish_step(run, show, every, batch, update, seconds, began=began)
         await _evaluate(run, show)
     show.end(run.directory, run.checkpoints.newest)
 
@@ -139,15 +140,16 @@ def _finish_step(
     batch: Batch,
     update: Update,
     seconds: dict[str, float],
+    *,
+    began: float,
 ) -> None:
     """Write down what the step did."""
     lr = _rate(run)
-    run.whole = True
-    run.step += 1
+    step = run.step + 1
     learnt = [one for one in every if one.advantages]
     metrics: dict[str, Any] = {
-        "step": run.step,
-        "epoch": round(run.step * run.config.sft.batch_rows / len(run.rows), 4),
+        "step": step,
+        "epoch": round(step * run.config.sft.batch_rows / len(run.rows), 4),
         "loss": update.loss if batch.tokens else None,
         "grad_norm": update.grad_norm,
         "lr": lr,
@@ -161,20 +163,19 @@ def _finish_step(
     }
     if learnt and not batch.tokens:
         rule = run.config.loss_mask.use
-        _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", run.step, rule)
+        _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", step, rule)
     run.tell_drift(every)
     shown = every[: max(run.config.sft.record_rows - run.recorded, 0)]
     run.recorded += len(shown)
-    run.directory.write_step(metrics, shown)
+    run.finish_step(metrics, shown, began=began, last=step == run.steps)
     show.step(metrics, problems(every, context=run.context))
-    if run.step % run.config.checkpoint.every == 0 or run.step == run.steps:
-        run.save()
 
 
 async def _evaluate(run: SftRun, show: SftReport) -> None:
     """The loss on the held-out rows: of all their tokens together, whatever the batches."""
-    if not run.held_out:
+    if not run.held_out or run.evaluated == run.step:
         return
+    run.activity.part(run.step, "evaluation")
     first = run.evaluation is None
     if run.evaluation is None:
         every = await _replay(run, run.held_out, prefix="eval.")
@@ -193,6 +194,7 @@ async def _evaluate(run: SftRun, show: SftReport) -> None:
         "failed": sum(one.failed for one in every) / len(every),
     }
     run.directory.write_evaluation(summary, every[: run.config.sft.record_rows] if run.step == 0 else ())
+    run.evaluated = run.step
     show.evaluated(summary, reasons if first else ())
 
 
@@ -202,49 +204,29 @@ def assemble(config: Config) -> SftRun:
     Raises TurnwiseError with what is wrong before anything is computed.
     """
     refuse_sft_without_effect(config)
-    directory = RunDirectory(config.output)
-    checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
+    opened = open_run(config, "sft")
     rows = _conversations(config)
     held_out = _conversations(config, held_out=True) if config.data.eval is not None else []
+    opened.compare_rows(rows)
     mask = build.loss_mask(config)
-    state = checkpoints.load() if config.resume == "auto" else None
-    if state is not None and "recorded" not in state:
-        raise RunError(
-            f"{config.output} is a run of `turnwise train`, which fine-tuning does not go on with; choose another output, and "
-            f"begin with its model: model.path={checkpoints.newest}"
-        )
-    source = config.model.path if state is None else checkpoints.newest
-    renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    renderer = Renderer.from_pretrained(opened.source, sanity=config.sanity, tool_format=config.tool_format)
+    opened.compare_tokenizer(renderer)
     found = preflight(config, renderer, tools=any(row.fields.get("tools") for row in [*rows, *held_out]))
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)
-    model = load_model(source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device)
-    policy = Policy(
-        model,
-        sampling=Sampling(),  # of the model's own distribution: nothing is sampled here
-        options=_optimization(config),
-        share_prompts="auto",
-        threads=1 if config.deterministic else 0,
-    )
-    limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
+    policy = _policy(config, opened)
+    limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
     tools = asyncio.run(_recipe_tools(config, renderer))
     if tools and all("tools" in row.fields for row in every):
         raise ConfigError(
             "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
             "the column from the data"
         )
-    notes = [*found, *directory.prepare(config, resuming=state is not None)]
-    if state is not None:
-        policy.load_state(state["policy"])
-        notes.append(f"going on after step {state['step']}")
-    directory.cut_back(state["lengths"] if state is not None else {})
+    opened.begin(policy)
     options = config.sft
     return SftRun(
         config=config,
-        directory=directory,
+        opened=opened,
         rows=rows,
         held_out=held_out,
         order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
@@ -253,12 +235,29 @@ def assemble(config: Config) -> SftRun:
         context=limits.context,
         mask=mask,
         policy=policy,
-        checkpoints=checkpoints,
         steps=options.steps or math.ceil(options.epochs * len(rows) / options.batch_rows),
-        step=state["step"] if state is not None else 0,
-        recorded=state["recorded"] if state is not None else 0,
-        saved=state["step"] if state is not None else 0,
-        notes=notes,
+        step=opened.step,
+        recorded=opened.number("recorded"),
+        evaluated=opened.number("evaluated", -1),
+        saved=opened.step,
+        notes=[*found, *opened.notes],
+    )
+
+
+def _policy(config: Config, opened: Opened) -> Policy:
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)
+    model = load_model(
+        opened.source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device
+    )
+    return Policy(
+        model,
+        sampling=Sampling(),  # of the model's own distribution: nothing is sampled here
+        options=_optimization(config),
+        reference=opened.reference(model),
+        share_prompts="auto",
+        threads=1 if config.deterministic else 0,
     )
 
 

@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
+from turnwise.activity import Activity
 from turnwise.config import Config
 from turnwise.record import RunDirectory
 from turnwise.record_reading import read_lines
@@ -23,11 +33,23 @@ __all__ = ["SftReport", "draw_loss"]
 _log = logging.getLogger(__name__)
 
 
+class _Doing(ProgressColumn):
+    """What is being done at the moment."""
+
+    def __init__(self, activity: Activity) -> None:
+        super().__init__()
+        self._activity = activity
+
+    def render(self, task: Task) -> Text:
+        return Text(self._activity.text())
+
+
 class SftReport:
     """Shows a run: a bar on a terminal, a line a step elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, activity: Activity | None = None) -> None:
         self._console = console
+        self._activity = activity or Activity()
         self._steps = 0
         self._recent: list[Mapping[str, Any]] = []
         self._told: set[str] = set()
@@ -39,6 +61,7 @@ class SftReport:
             TextColumn("time left"),
             TimeRemainingColumn(elapsed_when_finished=False),
             TextColumn("{task.fields[figures]}"),
+            _Doing(self._activity),
             console=console,
             transient=True,
         )

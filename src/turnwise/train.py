@@ -19,12 +19,12 @@ from turnwise import build
 from turnwise.config import Config
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
-from turnwise.errors import RolloutError, RunError
+from turnwise.errors import RolloutError
 from turnwise.evaluate import evaluate
 from turnwise.learning_watch import LearningWatch
 from turnwise.metrics import conversation_metrics, failures
-from turnwise.record import RunDirectory
 from turnwise.report import Report
+from turnwise.resuming import Opened, open_run
 from turnwise.rollout.media import ready_media
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
@@ -33,7 +33,6 @@ from turnwise.scoring.mask import Rule
 from turnwise.scoring.reward import Scorer
 from turnwise.train_recipe import refuse_without_effect, refuse_without_reward
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
-from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.loading import load_model
 from turnwise.training.policy import Policy, Update
 from turnwise.types import Group, Row, Trajectory
@@ -62,7 +61,10 @@ class Run(Underway):
     """Rows that those steps have used."""
 
     def place(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {**Underway.place(self), "position": self.position}
+
+    def place_finished(self) -> None:
+        self.position += self.config.train.rows
 
 
 async def train(run: Run, show: Report) -> None:
@@ -78,6 +80,7 @@ async def train(run: Run, show: Report) -> None:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
                 await _evaluate(run, show)
             began = time.perf_counter()
+            run.activity.step(run.step + 1)
             rollouts = await (waiting or _hold(run, run.step))
             if options.overlap and run.step + 1 < options.steps:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
@@ -90,14 +93,19 @@ async def train(run: Run, show: Report) -> None:
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
             run.whole = False
+            pieces = options.epochs * sum(len(batch.micro_batches) for batch in batches)
+            run.activity.part(run.step + 1, "training, micro-batches", pieces)
             update = await run.policy.learn(
-                batches, lr=build.learning_rate(run.config, run.step), epochs=options.epochs, beside=options.overlap
+                batches,
+                lr=build.learning_rate(run.config, run.step),
+                epochs=options.epochs,
+                beside=options.overlap,
+                done=run.activity.advance,
             )
             # at once: what is sampled from here on is the new policy's
             await run.table.engine.load_weights(run.step + 1)
-            now = time.perf_counter()
-            seconds = {"rollout": rollouts.seconds, "train": now - started, "step": now - began}
-            _finish_step(run, show, rollouts.groups, update, seconds)
+            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
+            _finish_step(run, show, rollouts.groups, update, seconds, began=began)
         await _evaluate(run, show)
     show.end(run.directory, run.checkpoints.newest)
 
@@ -117,7 +125,12 @@ async def _hold(run: Run, step: int) -> _Rollouts:
         new_group(run.rows[index], size=options.group, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
         for place, (_, index) in enumerate(places)
     ]
-    await rollout_groups(groups, run.table)
+    run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
+
+    async def done(_: Trajectory) -> None:
+        run.activity.advance()
+
+    await rollout_groups(groups, run.table, done=done)
     return _Rollouts(groups, time.perf_counter() - started)
 
 
@@ -158,14 +171,14 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
     ]
 
 
-def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update, seconds: dict[str, float]) -> None:
+def _finish_step(
+    run: Run, show: Report, groups: Sequence[Group], update: Update, seconds: dict[str, float], *, began: float
+) -> None:
     """Write down what the step did."""
     lr = build.learning_rate(run.config, run.step)
-    run.whole = True
-    run.step += 1
-    run.position += run.config.train.rows
+    step = run.step + 1
     metrics: dict[str, Any] = {
-        "step": run.step,
+        "step": step,
         **conversation_metrics(groups),
         "loss": update.loss,
         "kl": update.kl,
@@ -181,29 +194,29 @@ def _finish_step(run: Run, show: Report, groups: Sequence[Group], update: Update
         _log.warning(
             "step %d: trainer and engine disagree: a probability ratio is off by %.3g before the first optimizer step "
             "(ratio/max_deviation; at most %g is rounding). What is learnt is not what was sampled: please report it",
-            run.step,
+            step,
             update.max_deviation,
             tolerance,
         )
     every = [one for group in groups for one in group.trajectories]
     run.tell_drift(every)
     for problem in run.watch.problems(metrics, groups):
-        _log.warning("step %d: %s", run.step, problem)
-    run.directory.write_step(metrics, every)
+        _log.warning("step %d: %s", step, problem)
+    run.finish_step(metrics, every, began=began, last=step == run.config.train.steps)
     show.step(metrics, failures(groups))
-    if run.step % run.config.checkpoint.every == 0 or run.step == run.config.train.steps:
-        run.save()
 
 
 async def _evaluate(run: Run, show: Report) -> None:
-    if not run.held_out:
+    if not run.held_out or run.evaluated == run.step:
         return
     options = run.config.eval
+    run.activity.part(run.step, "evaluation")
     table = replace(run.table, sampling=build.evaluation_sampling(run.config))
     summary, groups = await evaluate(
         run.held_out, table, run.scorer, samples=options.samples, seed=run.config.seed, step=run.step
     )
     run.directory.write_evaluation(summary, (one for group in groups for one in group.trajectories))
+    run.evaluated = run.step
     show.evaluated(summary, groups)
 
 
@@ -214,56 +227,34 @@ def assemble(config: Config) -> Run:
     """
     refuse_without_effect(config)
     refuse_without_reward(config)
-    directory = RunDirectory(config.output)
-    checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
+    opened = open_run(config, "train")
     rows = build.rows(config)
     held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
+    opened.compare_rows(rows)
     scorer, credit = build.scorer(config), build.credit(config)
     mask = build.loss_mask(config)
-    state = checkpoints.load() if config.resume == "auto" else None
-    if state is not None and "position" not in state:
-        raise RunError(
-            f"{config.output} is a run of `turnwise sft`, which training does not go on with; choose another output, and "
-            f"begin with its model: model.path={checkpoints.newest}"
-        )
-    source = config.model.path if state is None else checkpoints.newest
-    renderer = Renderer.from_pretrained(source, sanity=config.sanity, tool_format=config.tool_format)
+    renderer = Renderer.from_pretrained(opened.source, sanity=config.sanity, tool_format=config.tool_format)
+    opened.compare_tokenizer(renderer)
     findings = preflight(config, renderer)
     environments = build.environment_factory(config, encode=renderer.encode)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)
-    model = load_model(source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device)
-    sampling = build.sampling(config)
-    policy = Policy(
-        model,
-        sampling=sampling,
-        options=build.optimization(config),
-        share_prompts=config.train.share_prompts,
-        threads=1 if config.deterministic else 0,
-    )
-    limits = build.limits(config, longest=build.model_context(model.config.to_dict()))
-    step = state["step"] if state is not None else 0
+    policy = _policy(config, opened)
+    limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
     table = Table(
-        engine=build.local_engine(config, model, renderer, version=step),
+        engine=build.local_engine(config, policy.model, renderer, version=opened.step),
         renderer=renderer,
         make_environment=environments,
-        sampling=sampling,
+        sampling=build.sampling(config),
         limits=limits,
         thinking=config.thinking,
         concurrent=config.concurrent,
         lockstep=config.deterministic,
     )
-    notes = [*findings, *directory.prepare(config, resuming=state is not None)]
-    if state is not None:
-        policy.load_state(state["policy"])
-        notes.append(f"going on after step {step}")
-    directory.cut_back(state["lengths"] if state is not None else {})
+    opened.begin(policy)
     return Run(
         config=config,
-        directory=directory,
+        opened=opened,
         renderer=renderer,
         rows=rows,
         held_out=held_out,
@@ -275,9 +266,26 @@ def assemble(config: Config) -> Run:
         credit=credit,
         watch=LearningWatch(config),
         policy=policy,
-        checkpoints=checkpoints,
-        step=step,
-        position=state["position"] if state is not None else 0,
-        saved=step,
-        notes=notes,
+        step=opened.step,
+        position=opened.number("position"),
+        evaluated=opened.number("evaluated", -1),
+        saved=opened.step,
+        notes=[*findings, *opened.notes],
+    )
+
+
+def _policy(config: Config, opened: Opened) -> Policy:
+    """The model that is trained, with the reference that the run was begun with."""
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)
+    device = "cpu" if config.deterministic else config.model.device
+    model = load_model(opened.source, dtype=config.model.dtype, device=device)
+    return Policy(
+        model,
+        sampling=build.sampling(config),
+        options=build.optimization(config),
+        reference=opened.reference(model),
+        share_prompts=config.train.share_prompts,
+        threads=1 if config.deterministic else 0,
     )

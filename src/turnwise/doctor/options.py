@@ -231,6 +231,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     "seed": Shown(_streams),
     "deterministic": _REPEATED,
     "resume": _REPEATED,
+    "resume_changes": Proven("test_resuming.py::test_a_change_that_is_named_takes_effect"),
     "replace": Proven("test_train.py::test_a_former_run_is_not_overwritten"),
 }
 

@@ -1,23 +1,39 @@
-"""Checkpoints: a model directory that anybody can load, and beside it what is needed to go on exactly.
+"""Checkpoints: a model directory that anybody can load, and beside it what is needed to resume exactly.
 
-A checkpoint is written under a temporary name and then renamed, and `checkpoint` is a link that is swung over to it: at any
-moment, whatever is killed, the link names a whole checkpoint.
+    runs/x/checkpoint -> checkpoints/step-000004/model     the link to the newest
+    runs/x/checkpoints/step-000004/
+        model/             weights, tokenizer and processor, as `save_pretrained` writes them
+        trainer.pt         the optimizer's state
+        checkpoint.json    how far the run was, with which options, and on which data
+        SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
+
+A checkpoint is written under a temporary name and then renamed, and the link is replaced after that: at any moment, whatever is
+killed, the link names a whole checkpoint. A directory that turnwise has not written is neither counted nor deleted.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import re
 import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from turnwise.errors import RunError
+from turnwise.fingerprint import of_file
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Saved", "Unfinished"]
 
-_STATE = "trainer.pt"
+_MODEL, _STATE, _ABOUT, _SUMS = "model", "trainer.pt", "checkpoint.json", "SHA256SUMS"
+_NAME = re.compile(r"step-(\d{6,})")
+_TEMPORARY = re.compile(r"writing-\d{6,}")
 
 
 class Processor(Protocol):
@@ -28,8 +44,44 @@ class Processor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint on disk."""
+
+    folder: Path
+    step: int
+    about: Mapping[str, Any]
+    """What `finish` was given."""
+    note: str | None = None
+    """Why it is not the one that the link names."""
+
+    @property
+    def model(self) -> Path:
+        """The model directory."""
+        return self.folder / _MODEL
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state.
+
+        Raises RunError if it cannot be read.
+        """
+        try:
+            return torch.load(self.folder / _STATE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise RunError(f"{self.folder / _STATE} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A checkpoint whose large files are written, and that nothing points at yet."""
+
+    step: int
+    folder: Path
+    sums: Mapping[str, str]
+
+
 class Checkpoints:
-    """The checkpoints of one run directory: `checkpoints/step-<n>/`, and the link `checkpoint` to the newest."""
+    """The checkpoints of one run directory: `checkpoints/step-<n>/`, and the link `checkpoint` to the newest model."""
 
     def __init__(self, run: Path, *, keep: int = 2) -> None:
         self._folder = run / "checkpoints"
@@ -37,65 +89,185 @@ class Checkpoints:
         self._keep = keep
 
     def save(
-        self, step: int, *, model: Any, tokenizer: Any, state: dict[str, Any], processor: Processor | None = None
+        self,
+        step: int,
+        *,
+        model: Any,
+        tokenizer: Any,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any] | None = None,
+        processor: Processor | None = None,
     ) -> None:
-        """Write the checkpoint of a finished step; `processor` is that of images, where the model sees.
+        """`write` and `finish` in one."""
+        self.finish(self.write(step, model=model, tokenizer=tokenizer, state=state, processor=processor), about or {})
 
-        Raises RunError if it cannot be written; the one before stays what it is.
+    def write(
+        self, step: int, *, model: Any, tokenizer: Any, state: Mapping[str, Any], processor: Processor | None = None
+    ) -> Unfinished:
+        """Write the large files of a step's checkpoint; `processor` is that of images, where the model sees.
+
+        Raises RunError if they cannot be written; the checkpoint before stays what it is.
         """
-        target = self._folder / f"step-{step:06d}"
         temporary = self._folder / f"writing-{step:06d}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            folder = temporary / _MODEL
+            folder.mkdir(parents=True)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             if processor is not None:
-                processor.save_pretrained(temporary)
-            torch.save(state, temporary / _STATE)
-            for file in temporary.iterdir():
-                _sync(file)
+                processor.save_pretrained(folder)
+            torch.save(dict(state), temporary / _STATE)
+            files = sorted(path for path in temporary.rglob("*") if path.is_file())
+            with ThreadPoolExecutor(4) as workers:  # neither hashing nor waiting for the disk holds Python's lock
+                sums = list(workers.map(_sync, files))
+        except (OSError, RuntimeError) as error:  # torch and safetensors tell of a full disk as a RuntimeError
+            raise self._failed(step, temporary, error) from error
+        names = [path.relative_to(temporary).as_posix() for path in files]
+        return Unfinished(step, temporary, dict(zip(names, sums, strict=True)))
+
+    def finish(self, unfinished: Unfinished, about: Mapping[str, Any]) -> None:
+        """Make it the newest, with what is to be known `about` it, and remove those beyond `keep`.
+
+        Raises RunError if it cannot be written.
+        """
+        step, temporary = unfinished.step, unfinished.folder
+        target = self._folder / f"step-{step:06d}"
+        if target.exists() and _about(target) is None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"{target} is in the way of the checkpoint of step {step}, and none itself: move it elsewhere"
+            )
+        try:
+            text = json.dumps({"step": step, **about}, indent=1)
+            (temporary / _ABOUT).write_text(text, encoding="utf-8")
+            sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
+            (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
+            for path in (temporary / _SUMS, temporary / _MODEL, temporary):
+                _flush(path)
             shutil.rmtree(target, ignore_errors=True)  # of a run that was killed between here and the link
             os.replace(temporary, target)
-            self._point_at(target)
-        except (OSError, RuntimeError) as error:  # torch and safetensors tell of a full disk as a RuntimeError
-            shutil.rmtree(temporary, ignore_errors=True)
-            kept = (
-                f"the one before is whole: {self.newest.resolve()}"
-                if self.newest.exists()
-                else "there is none before it"
-            )
-            raise RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}") from error
-        self._prune(target)
+            _flush(self._folder)
+            self._point_at(target / _MODEL)
+        except (OSError, RuntimeError) as error:
+            raise self._failed(step, temporary, error) from error
+        self._prune(step)
 
-    def load(self) -> dict[str, Any] | None:
-        """The state beside the newest checkpoint, or None if there is no checkpoint.
+    def find(self) -> Saved | None:
+        """The newest whole checkpoint, or None if there is none and nothing says that there ever was.
 
-        Raises RunError if there is one that cannot be read.
+        That is the one which the link names. Where the link is gone, or names what is gone, it is the newest that is whole.
+        Raises RunError if files of it are damaged, or none is left.
         """
-        if not self.newest.exists():
-            return None
-        try:
-            return torch.load(self.newest / _STATE, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
-            raise RunError(f"{self.newest / _STATE} cannot be read: {error}") from error
+        if self.newest.is_symlink() or self.newest.exists():
+            folder = self.newest.resolve().parent
+            if folder.parent == self._folder.resolve() and folder.is_dir():
+                return self._whole(folder)
+        gone = f"the link {self.newest} names no checkpoint" if self.newest.is_symlink() else f"{self.newest} is gone"
+        problem: RunError | None = None
+        for folder in reversed(self._numbered()):
+            try:
+                found = self._whole(folder)
+            except RunError as error:
+                problem = problem or error
+                continue
+            return Saved(found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest whole one")
+        if problem is not None:
+            raise problem
+        if self.newest.is_symlink():
+            raise RunError(
+                f"{gone}, and there is no other: restore {self._folder} from a copy, or begin anew with replace=true"
+            )
+        return None
+
+    def _whole(self, folder: Path) -> Saved:
+        """The checkpoint in `folder`, every file of it compared with its checksum.
+
+        Raises RunError.
+        """
+        problem = _damage(folder)
+        about = _about(folder) if problem is None else None
+        if about is None:
+            others = [path.name for path in reversed(self._numbered()) if path != folder and _damage(path) is None]
+            instead = f"; {others[0]} is whole: to resume from it, remove {folder.name}" if others else ""
+            raise RunError(
+                f"the checkpoint {folder} is damaged: {problem or f'{_ABOUT} says that it is of another step'}. Restore it "
+                f"from a copy{instead}; or begin anew with replace=true"
+            )
+        return Saved(folder, about["step"], about)
+
+    def _numbered(self) -> list[Path]:
+        """Directories that are named like checkpoints, by their steps."""
+        if not self._folder.is_dir():
+            return []
+        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
+        return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
     def _point_at(self, target: Path) -> None:
         link = self.newest.with_name("checkpoint.writing")
         link.unlink(missing_ok=True)
         link.symlink_to(target.relative_to(self.newest.parent))
         os.replace(link, self.newest)
+        _flush(self.newest.parent)
 
-    def _prune(self, newest: Path) -> None:
-        whole = sorted(path for path in self._folder.glob("step-*") if path != newest)
-        for path in whole[: max(len(whole) - self._keep + 1, 0)]:
+    def _prune(self, newest: int) -> None:
+        """Remove what is beyond `keep`, and what a run that was resumed from an earlier step has left behind."""
+        own = [(about["step"], path) for path in self._numbered() if (about := _about(path)) is not None]
+        earlier = [path for step, path in own if step < newest]
+        later = [path for step, path in own if step > newest]
+        for path in [*earlier[: max(len(earlier) - self._keep + 1, 0)], *later]:
             shutil.rmtree(path, ignore_errors=True)
-        for path in self._folder.glob("writing-*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in self._folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _failed(self, step: int, temporary: Path, error: Exception) -> RunError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        whole = self.newest.exists()
+        kept = f"the one before is whole: {self.newest.resolve()}" if whole else "there is none before it"
+        return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
 
 
-def _sync(path: Path) -> None:
-    """Have the file on the disk before anything points at it."""
+def _about(folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of itself; None if turnwise has not written it, or has for another step than its name says."""
+    try:
+        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    named = _NAME.fullmatch(folder.name)
+    known = isinstance(about, dict) and isinstance(about.get("step"), int)
+    return about if known and (named is None or about["step"] == int(named.group(1))) else None
+
+
+def _damage(folder: Path) -> str | None:
+    """The first file that is not what its checksum says, or None."""
+    try:
+        lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        return f"{_SUMS} cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    if not {_ABOUT, _STATE} <= sums.keys():
+        return f"{_SUMS} does not name all files"
+    with ThreadPoolExecutor(4) as workers:
+        problems = workers.map(lambda name: _differs(folder / name, sums[name], name), sums)
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def _differs(path: Path, digest: str, name: str) -> str | None:
+    try:
+        return None if of_file(path) == digest else f"{name} is not what was written (its checksum differs)"
+    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+        return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+def _sync(path: Path) -> str:
+    """Have the file on the disk before anything points at it. Returns its checksum."""
+    digest = of_file(path)
+    _flush(path)
+    return digest
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

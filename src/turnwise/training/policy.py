@@ -10,7 +10,7 @@ import asyncio
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -82,7 +82,10 @@ class _Part:
 
 
 class Policy:
-    """A model, an optional frozen reference, and AdamW. `threads=0` finds out how many torch threads pay off."""
+    """A model, an optional frozen reference, and AdamW. `threads=0` finds out how many torch threads pay off.
+
+    The `reference` is the model before training, where `kl_coef` needs one; None takes a copy of `model`.
+    """
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Policy:
         *,
         sampling: Sampling,
         options: Optimization,
+        reference: Any | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
     ) -> None:
@@ -105,7 +109,12 @@ class Policy:
         self._sampling = sampling
         self._threads = Threads(threads)
         self._forward = Forward(model, sampling)
-        self._reference = Forward(_frozen(model), sampling) if options.kl_coef > 0 else None
+        self._reference = None
+        if options.kl_coef > 0:
+            frozen = _frozen(model) if reference is None else reference.requires_grad_(False)
+            if able and reference is not None:  # batches are packed for the attention that the model has now
+                try_tree_attention(frozen)
+            self._reference = Forward(frozen, sampling)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._workers = _workers(self._parameters) if threads == 0 else None
         self._masters = _masters(self._parameters)
@@ -123,8 +132,16 @@ class Policy:
         """Whether tokens without advantage matter to the loss."""
         return self._reference is not None or self._options.entropy_coef != 0.0
 
-    async def learn(self, batches: Sequence[Batch], *, lr: float, epochs: int = 1, beside: bool = False) -> Update:
-        """One optimizer step for each batch, `epochs` times over.
+    async def learn(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        beside: bool = False,
+        done: Callable[[], None] = lambda: None,
+    ) -> Update:
+        """One optimizer step for each batch, `epochs` times over. `done` is called after each micro-batch.
 
         With `beside`, gradients are computed in a thread, so that the event loop can hold conversations meanwhile. The
         weights themselves change in the event loop's own thread, and so never in the middle of an engine's step.
@@ -137,9 +154,9 @@ class Policy:
         for _ in range(epochs):
             for batch in batches:
                 if beside:
-                    loss, kl = await asyncio.to_thread(self._accumulate, batch, update)
+                    loss, kl = await asyncio.to_thread(self._accumulate, batch, update, done)
                 else:
-                    loss, kl = self._accumulate(batch, update)
+                    loss, kl = self._accumulate(batch, update, done)
                 norm = self._apply()
                 update.steps += 1
                 update.loss, update.kl, update.grad_norm = update.loss + loss, update.kl + kl, update.grad_norm + norm
@@ -161,7 +178,7 @@ class Policy:
             logprob_N = self._forward.logprobs(micro.to(self.model.device))[0].to(micro.old_logprob_N.device)
         return replace(micro, old_logprob_N=torch.where(micro.known_N, micro.old_logprob_N, logprob_N))
 
-    def _accumulate(self, batch: Batch, update: Update) -> tuple[float, float]:
+    def _accumulate(self, batch: Batch, update: Update, done: Callable[[], None]) -> tuple[float, float]:
         """Gradients of a batch, from its micro-batches. Returns its loss and its divergence."""
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
@@ -175,6 +192,7 @@ class Policy:
                 update.max_deviation = max(update.max_deviation, part.max_deviation)
             update.clipped += part.clipped
             update.tokens += part.tokens
+            done()
         return loss, kl
 
     def _parts(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_Part]:
@@ -278,8 +296,10 @@ class Policy:
         return {"optimizer": self._optimizer.state_dict(), "masters": masters}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave. The model's own weights are loaded with the model."""
+        """Go on from what `state` gave, with this policy's own options. The model's weights are loaded with the model."""
         self._optimizer.load_state_dict(state["optimizer"])
+        for group in self._optimizer.param_groups:  # they would be those of the state
+            group["betas"], group["weight_decay"] = self._options.betas, self._options.weight_decay
         with torch.no_grad():
             for master, saved in zip(self._masters, state["masters"] or self._masters, strict=True):
                 if master is not saved:

@@ -1,0 +1,67 @@
+"""What a run does at the moment, so that a long step shows that it is alive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+__all__ = ["Activity", "Heartbeat"]
+
+
+@dataclass(slots=True)
+class Activity:
+    """The part of a step that is being done. Written by the run, read by what shows it, from any thread."""
+
+    what: str = ""
+    """`step 4: conversations`; empty before the first step."""
+    done: int = 0
+    total: int = 0
+    """0 where there is nothing to count."""
+    began: float = field(default_factory=time.monotonic)
+    """When the step began, by `time.monotonic`."""
+
+    def step(self, step: int) -> None:
+        """A step begins, counted from 1."""
+        self.began = time.monotonic()
+        self.part(step, "conversations")
+
+    def part(self, step: int, what: str, total: int = 0) -> None:
+        """A part of a step begins, which has `total` pieces."""
+        self.what, self.done, self.total = f"step {step}: {what}", 0, total
+
+    def advance(self) -> None:
+        """A piece is finished."""
+        self.done += 1
+
+    def text(self) -> str:
+        """Such as `step 4: conversations 37 of 128, 61 s`."""
+        count = f" {self.done} of {self.total}" if self.total else ""
+        return f"{self.what}{count}, {time.monotonic() - self.began:.0f} s" if self.what else ""
+
+
+class Heartbeat:
+    """Prints a line now and then while a step takes long, where there is no live display."""
+
+    def __init__(self, activity: Activity, console: Console, *, seconds: float = 60.0) -> None:
+        self._activity = activity
+        self._console = console
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        if not self._console.is_terminal:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._seconds):
+            if time.monotonic() - self._activity.began >= self._seconds and (text := self._activity.text()):
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
