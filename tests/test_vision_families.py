@@ -20,8 +20,10 @@ from turnwise.rollout.media import Vision
 from turnwise.training.batch import pack
 from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy
-from turnwise.types import Sampling, Segment
+from turnwise.types import Media, Sampling, Segment
 
+models: Any = hf
+"""transformers, for what its stubs do not say."""
 TEXT: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -106,6 +108,75 @@ def idefics3() -> tuple[Any, ...]:
     return hf.Idefics3ForConditionalGeneration(config), made, hf.Idefics3Processor(images, made, image_seq_len=4)
 
 
+def llava_onevision() -> tuple[Any, ...]:
+    """An image becomes several, and processor_config.json says how many tokens each has."""
+    made = tokenizer("<image>", "<video>")
+    config = models.LlavaOnevisionConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**EYES, "model_type": "siglip_vision_model", "image_size": 16, "patch_size": 8},
+        image_token_index=made.convert_tokens_to_ids("<image>"),
+        video_token_index=made.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=[[16, 16], [16, 32], [32, 16]],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    images = models.LlavaOnevisionImageProcessorPil(
+        size={"height": 16, "width": 16}, image_grid_pinpoints=[[16, 16], [16, 32], [32, 16]]
+    )
+    processor = without_videos(
+        models.LlavaOnevisionProcessor, images, made, num_image_tokens=4, vision_feature_select_strategy="full"
+    )
+    return models.LlavaOnevisionForConditionalGeneration(config), made, processor
+
+
+def internvl() -> tuple[Any, ...]:
+    """processor_config.json says how many tokens an image has."""
+    core = tokenizer("<IMG_CONTEXT>", "<img>", "</img>", "<video>")
+    marks = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    made = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core._tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=core.chat_template,
+        extra_special_tokens={**marks, "video_token": "<video>"},
+    )
+    config = models.InternVLConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**EYES, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=made.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+    images = models.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=False)
+    processor = without_videos(models.InternVLProcessor, images, made, image_seq_length=4)
+    return models.InternVLForConditionalGeneration(config), made, processor
+
+
+def smolvlm() -> tuple[Any, ...]:
+    """Its class asks for a part for videos; an image becomes several."""
+    made = tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<video>")
+    config = models.SmolVLMConfig(
+        text_config={**TEXT, "model_type": "llama"},
+        vision_config={**EYES, "image_size": 16, "patch_size": 4},
+        image_token_id=made.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    images = models.SmolVLMImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return (
+        models.SmolVLMForConditionalGeneration(config),
+        made,
+        without_videos(models.SmolVLMProcessor, images, made, image_seq_len=4),
+    )
+
+
+def without_videos(family: Any, images: Any, reader: Any, **said: Any) -> Any:
+    """A processor as a model directory has it, saved on a machine that needs no torchvision."""
+    others = ["image_processor", "tokenizer"]
+    made: Any = type(family.__name__, (family,), {"get_attributes": classmethod(lambda cls: others)})
+    return made(images, reader, video_processor=None, **said)
+
+
 def gemma3() -> tuple[Any, ...]:
     """The tokens of an image see all of it, also what comes after them."""
     core = tokenizer("<start_of_image>", "<image_soft_token>", "<end_of_image>")
@@ -149,7 +220,17 @@ def hear(segment: Segment, vision: Vision, *parts: Any) -> None:
     segment.context(ids, vision.place(ids, found))
 
 
-@pytest.mark.parametrize(("make", "pads"), [(qwen3_vl, [4, 2]), (llava, [4, 4]), (idefics3, [20, 12])])
+@pytest.mark.parametrize(
+    ("make", "pads"),
+    [
+        (qwen3_vl, [4, 2]),
+        (llava, [4, 4]),
+        (idefics3, [20, 12]),
+        (llava_onevision, [10, 10]),
+        (internvl, [4, 12]),
+        (smolvlm, [20, 12]),
+    ],
+)
 def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: list[int], tmp_path: Path) -> None:
     model, vision = saved(make, tmp_path)
     engine, segment = LocalEngine(model, threads=1), Segment()
@@ -169,6 +250,45 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     assert update.grad_norm > 0
     eyes = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
     assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in eyes)
+
+
+def test_images_of_several_sizes_are_seen_and_trained_on_as_the_model_sees_them_one_by_one() -> None:
+    """Pixtral. Its processor needs torchvision, so the tokens are written here as it writes them."""
+    made = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    pad, line, end = made.convert_tokens_to_ids(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    torch.manual_seed(0)
+    model = models.LlavaForConditionalGeneration(
+        models.LlavaConfig(
+            text_config={**TEXT, "model_type": "llama"},
+            vision_config={**EYES, "model_type": "pixtral", "image_size": 32, "patch_size": 4, "head_dim": 16},
+            image_token_index=pad,
+            vision_feature_select_strategy="full",
+            vision_feature_layer=-1,
+        )
+    ).eval()
+    processor = models.PixtralImageProcessorPil(size={"longest_edge": 16}, patch_size=4)
+
+    def part(width: int, height: int) -> tuple[list[int], Media]:
+        image = picture(width, height, seed=width)
+        seen = processor(image, return_tensors="pt")
+        assert seen["image_sizes"].tolist() == [[height, width]]
+        row = [pad] * (width // 4)
+        ids = [*([*row, line] * (height // 4))[:-1], end]
+        return ids, Media(kind="image", start=1, length=len(ids) - 1, source=image, inputs=dict(seen))
+
+    engine, segment = LocalEngine(model, threads=1), Segment()
+
+    async def hold() -> None:
+        for turn, (width, height) in enumerate([(16, 16), (16, 8), (8, 12)]):
+            ids, media = part(width, height)
+            segment.context([9, *ids, 10, 11], [media])
+            segment.sampled(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
+
+    asyncio.run(hold())
+    policy = Policy(model, sampling=Sampling(), options=Optimization(lr=1e-3), threads=1)
+    update = asyncio.run(policy.learn([pack([trajectory(segment, [1.0, -1.0, 1.0])])], lr=1e-3))
+    assert update.max_deviation < 1e-3
+    assert update.grad_norm > 0
 
 
 def test_a_model_whose_images_look_ahead_is_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Eyes:
                 merged[name] = [item for part in parts for item in part]
                 continue
             if len({part.shape[1:] for part in parts}) > 1:
-                parts = _evened(name, parts)
+                parts = _padded(parts) if _says_its_size(name, media) else _evened(name, parts)
             merged[name] = torch.cat(parts)
         return merged
 
@@ -126,6 +126,29 @@ class Eyes:
             yield {"input_ids": token_ids_BT.masked_fill(stray_BT, self._other), **given}
         finally:
             _meant.reset(token)
+
+
+def _says_its_size(name: str, media: Sequence[Media]) -> bool:
+    """Whether each image [images, channels, height, width] comes with its height and width (Pixtral's `image_sizes`), so that
+    the model leaves out what lies beyond them."""
+    for one in media:
+        if name not in one.inputs:
+            continue
+        pixels, sizes = one.inputs[name], one.inputs.get("image_sizes")
+        if (
+            pixels.ndim != 4
+            or not isinstance(sizes, torch.Tensor)
+            or sizes.tolist() != [list(pixels.shape[2:])] * len(pixels)
+        ):
+            return False
+    return True
+
+
+def _padded(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Images [images, channels, height, width] in one height and width: zeros at the bottom and on the right, as the processor
+    pads images that it is given together."""
+    height, width = (max(part.shape[axis] for part in parts) for axis in (2, 3))
+    return [torch.nn.functional.pad(part, (0, width - part.shape[3], 0, height - part.shape[2])) for part in parts]
 
 
 def _evened(name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -126,7 +126,7 @@ def test_an_image_that_the_processor_refuses_is_told(vision: Vision) -> None:
 def test_a_video_needs_torchvision_or_is_processed(vision: Vision) -> None:
     parts = vision.parts(asked({"type": "video", "video": [picture(seed=n) for n in range(4)]}))
     if vision.processor.__dict__.get("video_processor") is None:
-        with pytest.raises(DataError, match="pip install torchvision"):
+        with pytest.raises(DataError, match=r"pip install 'turnwise\[vision\]'"):
             vision.expand("<|video_pad|>", parts)
     else:
         assert vision.expand("<|video_pad|>", parts)[1][0].kind == "video"

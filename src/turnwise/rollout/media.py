@@ -22,6 +22,7 @@ from typing import Any, Literal
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.images import digest, load_image, media_kind, media_value
 from turnwise.rollout.placeholders import SaidPlaceholders
+from turnwise.rollout.processors import load_processor
 from turnwise.types import Media, Message, Row
 
 __all__ = ["Part", "Vision", "for_readers", "has_media", "load_image", "ready_media", "refuse_media"]
@@ -176,7 +177,7 @@ class Vision:
         pads = {kind: token for kind in ("image", "video") if (token := _pad_of(config, kind)) is not None}
         if "image" not in pads:
             return None
-        return cls(_load_processor(where, config, tokenizer), pads=pads, files=files)
+        return cls(load_processor(where, config, tokenizer), pads=pads, files=files)
 
     @property
     def pads(self) -> Mapping[str, int]:
@@ -330,8 +331,8 @@ class Vision:
         processor, token = self.processor, self._placeholders[part.kind]
         if part.kind == "video" and getattr(processor, "video_processor", None) is None:
             raise DataError(
-                f"{part.where}: the processor of videos needs torchvision, which is not installed: pip install torchvision. "
-                f"Or give the frames as images"
+                f"{part.where}: transformers reads videos with torchvision, which is not installed: pip install "
+                f"'turnwise[vision]'. Or give the frames as images"
             )
         shown = {"images": [source]} if part.kind == "image" else {"videos": [source]}
         try:
@@ -414,23 +415,3 @@ def _pad_of(config: Any, kind: str) -> int | None:
         if isinstance(token := getattr(config, name, None), int):
             return token
     return None
-
-
-def _load_processor(path: str, config: Any, tokenizer: Any) -> Any:
-    """The model's processor; without torchvision, which reads videos, the same without its part for videos."""
-    from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoProcessor
-    from transformers.utils.import_utils import is_torchvision_available
-
-    family: Any = PROCESSOR_MAPPING.get(type(config), None)
-    try:
-        if is_torchvision_available() or family is None or "video_processor" not in family.get_attributes():
-            return AutoProcessor.from_pretrained(path)
-        others = [part for part in family.get_attributes() if part != "video_processor"]
-        seeing = type(family.__name__, (family,), {"get_attributes": classmethod(lambda cls: others)})
-        return seeing(AutoImageProcessor.from_pretrained(path), tokenizer)
-    except ImportError as error:
-        raise TemplateError(
-            f"the processor of {path!r} cannot be loaded: {error}. pip install 'turnwise[vision]'"
-        ) from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise TemplateError(f"the processor of {path!r} cannot be loaded: {error}") from error
