@@ -81,8 +81,9 @@ def ours(tokenizer: Counting) -> Cost:
     piece, kept = renderer.opening(opening, TOOLS), 0
     for n, (_, answer) in enumerate(rounds):
         started = time.process_time()
+        place = len(segment)
         segment.context(piece.token_ids)
-        script.hear(piece)
+        script.hear(piece, place)
         segment.token_ids.extend(sampled[n])
         script.say(renderer.parse(sampled[n], tools=TOOLS))
         piece = renderer.bridge(segment.token_ids[-1], [answer], again=script.tools_answered)

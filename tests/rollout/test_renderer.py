@@ -14,6 +14,7 @@ from support.conversations import RENDERER, STOP, Says, a_row, call, completion,
 from turnwise.environments.environment import Once
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
+from turnwise.rollout.one_pass import Held, OnePass
 from turnwise.rollout.renderer import Renderer
 from turnwise.types import Message, Segment
 
@@ -36,6 +37,11 @@ def one_pass(messages: list[Message], tools: list[Any] | None = None, *, cue: bo
     tokenizer = RENDERER.tokenizer
     text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=cue, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def drift(renderer: Renderer, segment: Segment, messages: list[Message]) -> str | None:
+    """What the sanity check finds in a segment of these messages."""
+    return OnePass(renderer).drift(Held(segment=segment, messages=messages), served=False)
 
 
 def segment_of(*parts: tuple[int, str]) -> Segment:
@@ -263,14 +269,14 @@ def test_strict_sees_every_difference_and_ignore_strippable_those_that_are_not_w
     said = [HI, {"role": "assistant", "content": "Yo"}]
     segment = segment_of((-1, written))
     tokenizer = RENDERER.tokenizer
-    assert (Renderer(tokenizer, sanity="strict").drift(segment, said) is None) is strict
-    assert (Renderer(tokenizer, sanity="ignore_strippable").drift(segment, said) is None) is ignore_strippable
-    assert Renderer(tokenizer, sanity="disable").drift(segment, said) is None
+    assert (drift(Renderer(tokenizer, sanity="strict"), segment, said) is None) is strict
+    assert (drift(Renderer(tokenizer, sanity="ignore_strippable"), segment, said) is None) is ignore_strippable
+    assert drift(Renderer(tokenizer, sanity="disable"), segment, said) is None
 
 
 def test_a_drift_says_where_it_begins_and_what_both_sides_say() -> None:
     segment = segment_of((-1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), (0, "Yo!"))
-    found = RENDERER.drift(segment, [HI, {"role": "assistant", "content": "Yes"}])
+    found = drift(RENDERER, segment, [HI, {"role": "assistant", "content": "Yes"}])
     assert found == (
         "what the model said, tokens 22 to 24: the tokens say 'o!' [81, 3] where the template says "
         "'es<|im_end|>\\n' [71, 85, 2, 201], after 'Y'"
@@ -291,7 +297,7 @@ def test_the_tokens_of_a_drift_are_those_that_differ(
     before: str, said: str, tokens: str, ids: str, theirs: str
 ) -> None:
     segment = segment_of((-1, before), (0, said + "<|im_end|>"))
-    found = RENDERER.drift(segment, [HI, {"role": "assistant", "content": "Yo"}])
+    found = drift(RENDERER, segment, [HI, {"role": "assistant", "content": "Yo"}])
     assert f"tokens {tokens}: the tokens say {ids}" in str(found)
     assert f"where the template says {theirs}" in str(found)
     first, last = map(int, tokens.split(" to "))
@@ -565,6 +571,9 @@ def test_calls_that_no_named_format_reads_are_read_as_the_tokenizer_says() -> No
 
 def test_a_thought_that_is_written_like_its_own_mark_is_found_where_it_stands() -> None:
     renderer = Renderer(byte_tokenizer(templates.THINKS))
-    said = renderer.parse(byte_tokenizer().encode("<think>\nthink\n</think>\n\nYo.<|im_end|>"))
-    word, message = renderer.probe(said, 3)
-    assert message["content"] == f"<think>\n{word}\n</think>\n\nYo."
+    said = ["<think>\nthink\n</think>\n\nYo.", "<think>\nYo.\n</think>\n\nYo."]
+    trajectory = hold(said, lambda: ScriptedUser(["No."]), renderer=renderer, thinking="branch")
+    assert [turn.reasoning for turn in trajectory.turns] == ["think", "Yo."]
+    assert len(trajectory.segments) == 2
+    assert "think" not in renderer.decode(trajectory.segments[1].token_ids[: trajectory.segments[1].turn.index(1)])
+    assert trajectory.drift is None

@@ -94,7 +94,7 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
-def test_no_template_raises_inside_a_conversation_and_the_sanity_check_is_content(
+def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_only_what_one_pass_writes_otherwise(
     path: Path, scenario: Scenario
 ) -> None:
     renderer = family_renderer(path)
@@ -113,7 +113,8 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_is_conten
     )
     assert trajectory.error is None, trajectory.error
     assert len(trajectory.turns) == len(scenario.rounds)
-    assert trajectory.drift is None
+    # the check renders calls as calls: it finds what a template writes in another way once they are followed by others
+    assert (trajectory.drift is not None) == (NOT_EXACT.get(path.stem, {}).get(scenario.name) == OTHER_WORDS)
     (segment,) = trajectory.segments
     for turn in trajectory.turns:
         assert turn.completion is not None

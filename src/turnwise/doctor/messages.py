@@ -10,14 +10,12 @@ from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
 from turnwise.rollout.probes import PLACEHOLDER, QUESTION, probe, words
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.tool_calls.reasoning import SCAFFOLD, without_open_thought
 from turnwise.types import Message
 
 __all__ = ["contents", "headers"]
 
 _MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>")
 """What families write headers with, where they have tokens of their own for them."""
-_BARE = re.compile(rf"{SCAFFOLD}|\s")
 _CONTENT = f"  {probe(7)}\n\n<b>&amp;</b> \"two\" 'one' {{x}} ä 你 " + "word " * 800 + f"{probe(8)}\n "
 """What no template should change: quotes, marks, white space on both sides, and more than a few words."""
 _ROLES = ("system", "user", "assistant", "tool")
@@ -51,14 +49,14 @@ def _prompt_problem(renderer: Renderer) -> str:
     """What is wrong with the generation prompt, or an empty text."""
     before, prompt, answered = _prompt(renderer)
     if not prompt:
-        header = without_open_thought(answered[len(before) :]) if answered.startswith(before) else ""
-        if not _BARE.sub("", header):
+        header = renderer.marks.without_open_thought(answered[len(before) :]) if answered.startswith(before) else ""
+        if not re.sub(rf"{renderer.marks.scaffold}|\s", "", header):
             return ""
         return (
             f"the template writes {header!r} before an assistant message, and nothing where add_generation_prompt is true, so "
             f"the model would speak without its header: add {{% if add_generation_prompt %}}...{{% endif %}} to its end"
         )
-    if answered.startswith((before + prompt, before + without_open_thought(prompt))):
+    if answered.startswith((before + prompt, before + renderer.marks.without_open_thought(prompt))):
         return ""
     place = next((n for n, (a, b) in enumerate(zip(before + prompt, answered, strict=False)) if a != b), len(answered))
     start = min(place, len(before))

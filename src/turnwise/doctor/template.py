@@ -11,6 +11,7 @@ from turnwise.errors import TemplateError
 from turnwise.rollout.conformance import SCENARIOS, Finding, Scenario, examine
 from turnwise.rollout.probes import TOOL, probe_call
 from turnwise.rollout.renderer import Renderer, Thinking
+from turnwise.rollout.strips import StripRule
 
 __all__ = ["Directory", "continuing", "features", "stops", "stops_note", "thinking", "tool_calls", "vocabulary"]
 
@@ -102,17 +103,17 @@ def thinking(renderer: Renderer, policy: Thinking | None) -> Check:
     if not renderer.thinks:
         return Check(name, "ok", "the template knows of no thinking")
     if policy in ("branch", "strip_at_user"):
-        where = f"at messages of {' and '.join(strips)}" if policy == "branch" else "at every user message"
+        where = str(renderer.strips) if policy == "branch" else "at every user message"
         return Check(name, "ok", f"thinking={policy}: a new segment without earlier thoughts begins {where}")
     if not strips:
         return Check(name, "ok", "the template keeps the thoughts of earlier turns")
-    return Check(name, "note", thinking_note(strips))
+    return Check(name, "note", thinking_note(renderer.strips))
 
 
-def thinking_note(strips: Sequence[str]) -> str:
+def thinking_note(strips: StripRule) -> str:
     """What the default policy means with a template that leaves thoughts out."""
     return (
-        f"the template leaves earlier thoughts out at messages of {' and '.join(strips)}, so a server would: thinking=keep "
+        f"the template leaves earlier thoughts out {strips}, so a server would: thinking=keep "
         f"trains with them, thinking=branch as it is served, thinking=strip_at_user without them at user messages only"
     )
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from turnwise.errors import TemplateError
 from turnwise.rollout.probes import probe_call
 from turnwise.rollout.renderer import Piece, Renderer
-from turnwise.rollout.tool_calls.reasoning import without_open_thought
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["PROBE_TOOL", "SCENARIOS", "Finding", "Scenario", "examine"]
@@ -172,7 +171,7 @@ class _Held:
     def append(self, piece: Piece) -> None:
         """The opening."""
         text = self._renderer.decode(piece.token_ids)
-        bare = without_open_thought(text)
+        bare = self._renderer.marks.without_open_thought(text)
         if not self.whole.startswith(text):
             self._cue_differs(text, bare, 0)
         self._take(piece, text if self.whole.startswith(text) else bare)
@@ -184,7 +183,7 @@ class _Held:
         for order, stop in enumerate(self._renderer.stop_token_ids):
             piece = self._renderer.bridge(stop, answers, again=again)
             text = decode(piece.token_ids)
-            for written in dict.fromkeys([text, without_open_thought(text)]):
+            for written in dict.fromkeys([text, self._renderer.marks.without_open_thought(text)]):
                 end = self.whole.find(written, self._at)
                 if end >= 0:
                     ends = self.whole[self._at : end].endswith(decode([stop]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from turnwise.errors import TemplateError
 from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
+from turnwise.rollout.tool_calls.reasoning import ThoughtMarks
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["REASONING", "lines"]
@@ -74,7 +74,7 @@ def _read(renderer: Renderer, message: Message) -> _Read:
     content = bare.get("content")
     if beside or not isinstance(content, str) or not renderer.thinks:
         return _Read(bare, beside.strip(), content if isinstance(content, str) else "", bool(beside))
-    reasoning, said = split_reasoning(content)
+    reasoning, said = renderer.marks.split(content)
     return _Read(bare, reasoning, said, False)
 
 
@@ -98,7 +98,7 @@ class _Line:
 
     def of(self, message: Message, answers: Sequence[Message], *, again: bool) -> str:
         read = _read(self.renderer, message)
-        opened = open_thought(self.cue)
+        opened = self.renderer.marks.open_thought(self.cue)
         words = ""
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
@@ -119,30 +119,23 @@ class _Line:
         for message in tried:
             words = self._said(message)
             self._refuse_lost_calls(words, message)
-            found.append(_inside(words, opened))
+            found.append(_inside(words, opened, self.renderer.marks))
         if read.reasoning and self.renderer.thinks:
             # the template leaves thoughts out of what it writes: they stand before the words all the same
-            opening, closing = self._marks(opened) or ("", "")
+            opening, closing = next(iter(self.renderer.marks.own), ("", ""))
             said = self._said({**read.message, "content": read.said})
-            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(said)
+            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(said, self.renderer.marks)
             if not read.beside and isinstance(read.message.get("content"), str) and not read.message.get("tool_calls"):
                 raw = f"{read.message['content']}{template.closing}"  # word for word, as it was written
             if opening or not read.beside:
-                found.append(_inside(raw, opened))
+                found.append(_inside(raw, opened, self.renderer.marks))
         return found
-
-    def _marks(self, opened: str) -> tuple[str, str] | None:
-        """What this template's thoughts stand between: by its cue, or else by its source."""
-        source, stops = self.renderer.template.source, self.renderer.stop_token_ids
-        ends = [self.renderer.decode([stop]) for stop in stops]  # <|end|> may be the end of a thought, or of a turn
-        known = [marks for marks in MARKS if marks[0] in opened or marks[0] in source]
-        return next(iter([*known, *(marks for marks in MARKS if marks[1] in source and marks[1] not in ends)]), None)
 
     def _said(self, message: Message) -> str:
         """What the template writes for the message."""
         template = self.renderer.template
         whole = template.render([*self.before, message], cue=False, tools=self.tools)
-        for begun in (self.cue, without_open_thought(self.cue)):
+        for begun in (self.cue, self.renderer.marks.without_open_thought(self.cue)):
             if whole.startswith(begun):
                 return whole[len(begun) :]
         # what stands before it is changed by what follows: it is asked behind a plain question
@@ -154,9 +147,11 @@ class _Line:
             return False
         if not read.reasoning:
             return True
-        if not self.renderer.thinks or not all(thought.text for thought in thoughts(words, opened=opened)):
+        if not self.renderer.thinks or not all(
+            thought.text for thought in self.renderer.marks.thoughts(words, opened=opened)
+        ):
             return False
-        return _letters(split_reasoning(words, opened=opened)[0]) == _letters(read.reasoning)
+        return _letters(self.renderer.marks.split(words, opened=opened)[0]) == _letters(read.reasoning)
 
     def _says(self, words: str, read: _Read) -> bool:
         return _letters(read.said) in _letters(words)
@@ -190,22 +185,22 @@ class _Line:
         return words + min((stop for stop in stops if stop in head), key=head.index, default="")
 
 
-def _inside(words: str, opened: str) -> str:
+def _inside(words: str, opened: str, marks: ThoughtMarks) -> str:
     """The words of a turn whose cue has opened a thought already."""
     if not opened:
         return words
     mark = opened.strip()
-    closing = dict(MARKS)[mark]
+    closing = next(closing for opening, closing in marks.closing_of.items() if opening.strip() == mark)
     bare = words.lstrip()
     if bare.startswith(mark):
         return bare.removeprefix(mark).lstrip("\n")
     return words if closing in words else f"\n{closing}\n\n{words}"
 
 
-def _without_thought(words: str) -> str:
+def _without_thought(words: str, marks: ThoughtMarks) -> str:
     """The words without an empty thought that the template puts before them."""
     bare = words.lstrip()
-    for opening, closing in MARKS:
+    for opening, closing in marks.closing_of.items():
         if bare.startswith(opening) and not bare.removeprefix(opening).partition(closing)[0].strip():
             return bare.removeprefix(opening).partition(closing)[2].lstrip()
     return words

@@ -9,27 +9,26 @@ the model sampled is never rendered and never encoded again. This module knows n
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.rollout.media import Vision, refuse_media
-from turnwise.rollout.probes import PLACEHOLDER, QUESTION, probe_call, words
-from turnwise.rollout.sanity import Context, Reading, SanityMode, Words, difference
+from turnwise.rollout.probes import PLACEHOLDER, probe_call, words
+from turnwise.rollout.sanity import SanityMode
 from turnwise.rollout.stops import find_stops, generation_stops, special_tokens
+from turnwise.rollout.strips import StripRule, find_strips
 from turnwise.rollout.template import Template
 from turnwise.rollout.tool_calls import FromResponseTemplate, ToolFormat, by_name, find_format
-from turnwise.rollout.tool_calls.reasoning import MARKS, open_thought, split_reasoning, thoughts, without_open_thought
+from turnwise.rollout.tool_calls.reasoning import ThoughtMarks
 from turnwise.rollout.turn_end import TurnEnd
-from turnwise.types import Media, Message, Segment, ToolCall, ToolSchema
+from turnwise.types import Media, Message, ToolCall, ToolSchema
 
 __all__ = ["Piece", "Renderer", "Said", "SanityMode", "Thinking"]
 
 Thinking = Literal["keep", "branch", "strip_at_user"]
-
-_THOUGHT = "thought-4b9e27"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +41,8 @@ class Piece:
     """The messages in it, as the template was given them."""
     thinking: str = ""
     """What its cue ends with where it opens a thought: `<think>` and a line end, say. The model then begins inside it."""
+    text: str = ""
+    """What was encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,13 @@ class Renderer:
         self.template = Template(tokenizer, self.where)
         self._own_format = None if (spec := _response_template(tokenizer)) is None else FromResponseTemplate(spec)
         self._named_format = None if tool_format == "auto" else self._format_named(tool_format)
-        self._special = special_tokens(tokenizer)
+        self.special = special_tokens(tokenizer)
+        """Tokens that no plain text is encoded to."""
         self._encode = functools.lru_cache(maxsize=512)(self._encode_text)
         self.stops = find_stops(tokenizer, self.template, generation_stop_ids, where=self.where)
         self.stop_token_ids = self.stops.token_ids
         self._end = TurnEnd(
-            self.template, encode=self.encode, decode=self.decode, special=self._special, stops=self.stop_token_ids
+            self.template, encode=self.encode, decode=self.decode, special=self.special, stops=self.stop_token_ids
         )
 
     @classmethod
@@ -159,8 +161,8 @@ class Renderer:
         found: ToolFormat | None = None
         if self.template.call_shape is not None:
             own = [] if self._own_format is None else [self._own_format]
-            stops = [self.decode([token]) for token in self.stop_token_ids if token in self._special]
-            found = find_format(write, own=own, ends=[self.template.closing.strip(), *stops])
+            stops = [self.decode([token]) for token in self.stop_token_ids if token in self.special]
+            found = find_format(write, own=own, ends=[self.template.closing.strip(), *stops], marks=self.marks)
         if found is None:
             why = (
                 "writes tool calls in a format that cannot be read back"
@@ -173,40 +175,36 @@ class Renderer:
             )
         return found
 
-    @functools.cached_property
+    @property
     def thinks(self) -> bool:
         """Whether the template knows of thinking: only then is a turn's text split into thoughts and words."""
-        if self.template.reasoning_key is not None:
-            return True
-        return any(opening in self.template.source or closing in self.template.source for opening, closing in MARKS)
+        return self.template.thoughts.thinks
+
+    @property
+    def marks(self) -> ThoughtMarks:
+        """The marks around thoughts that turns are read with."""
+        return self.template.thoughts.marks
 
     @functools.cached_property
+    def strips(self) -> StripRule:
+        """Which earlier thoughts the template leaves out when the conversation goes on."""
+        return find_strips(self.template, self._sample_turn) if self.thinks else StripRule()
+
+    @property
     def strips_at(self) -> tuple[str, ...]:
         """The roles of messages before which the template leaves out what the model has thought so far."""
-        if not self.thinks:
-            return ()
-        said = Said(
-            text=f"{_THOUGHT}</think>\n\nSaid.", message={"role": "assistant", "content": "Said."}, reasoning=_THOUGHT
-        )
-        if self.template.reasoning_key is not None:
-            sample: Message = {"role": "assistant", "content": "Said.", self.template.reasoning_key: _THOUGHT}
-            said = replace(said, text=self.template.said(sample).partition("Said.")[0] + "Said.")
-        else:
-            said = replace(said, text=f"<think>\n{said.text}")
-        return tuple(role for role in ("user", "tool") if not self._keeps(said, role))
+        return self.strips.at
 
-    def _keeps(self, said: Said, role: str) -> bool:
-        asked: Message = {"role": role, "content": "Go on."}
-        if role == "tool":
-            asked |= {"tool_call_id": "callprob0", "name": "probe_tool"}
-            if self.template.takes == "fields":
-                call = ToolCall(id="callprob0", name="probe_tool", arguments={"text": "x"}, text="")
-                said = replace(said, calls=(call,))
-        try:
-            handed = self.template.plan([asked]).apply([asked])
-            return _THOUGHT in self.template.render([QUESTION, self.spoken(said), *handed], cue=True)
-        except TemplateError:
-            return True  # it takes no such message: there is nothing that it would leave out
+    def _sample_turn(self, thought: str, calls: bool, number: int) -> Message:
+        opening, closing = next(iter(self.marks.own), ("", ""))
+        call = ToolCall(id=f"callprob{number}", name="probe_tool", arguments={"text": "x"}, text="")
+        said = Said(
+            text=f"{opening}\n{thought}\n{closing}\n\nSaid.",
+            message={"role": "assistant", "content": "Said."},
+            reasoning=thought,
+            calls=(call,) if calls else (),
+        )
+        return self.spoken(said)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
         """The opening messages, the tools' description and the first cue.
@@ -258,10 +256,12 @@ class Renderer:
         ids = token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_token_ids else token_ids
         text = before + self.decode(ids)
         if tools:
-            reading = self.tool_format.parse(text, first_id=first_call, thinking=bool(thinking), tools=tools)
+            reading = self.tool_format.parse(
+                text, first_id=first_call, thinking=bool(thinking), tools=tools, marks=self.marks
+            )
             reasoning, content, calls = reading.reasoning, reading.content, reading.calls
         elif self.thinks:
-            (reasoning, content), calls = split_reasoning(text, opened=bool(thinking)), ()
+            (reasoning, content), calls = self.marks.split(text, opened=bool(thinking)), ()
         else:
             reasoning, content, calls = "", text, ()
         message: Message = {"role": "assistant", "content": content}
@@ -273,35 +273,41 @@ class Renderer:
         return Said(text=text, message=message, reasoning=reasoning, calls=calls, opened=thinking)
 
     def spoken(self, said: Said) -> Message:
-        """A turn as the template is given it when the whole conversation is rendered: its own words wherever they are taken."""
-        text = said.text.removeprefix(self.template.lead)
-        if self.template.takes == "text":
-            return {"role": "assistant", "content": said.opened + text}
-        if self.template.takes == "thoughts apart":
-            text = self.without_thoughts(text, bool(said.opened))
-            message: Message = {"role": "assistant", "content": text}
+        """A turn as the template is given it when the whole conversation is rendered.
+
+        Its calls are given as calls, as a server does that has parsed them: what a template writes behind a turn may depend
+        on whether it called. Everything else is given in the turn's own words wherever the template takes them.
+        """
+        takes, calls = self.template.takes, self._given_calls(said)
+        text = self._before_calls(said) if calls and takes != "fields" else said.text.removeprefix(self.template.lead)
+        if takes == "text":
+            message: Message = {"role": "assistant", "content": said.opened + text}
+        elif takes == "thoughts apart":
+            message = {"role": "assistant", "content": self.without_thoughts(text, bool(said.opened))}
         else:
             message = {"role": "assistant", "content": said.message["content"]}
-        if said.reasoning and self.template.reasoning_key is not None:
+        if takes != "text" and said.reasoning and self.template.reasoning_key is not None:
             message[self.template.reasoning_key] = said.reasoning
-        if (
-            said.calls and self.template.takes == "fields"
-        ):  # those that could not be read too: an answer without a call is refused
-            message["tool_calls"] = [_written(call) for call in said.calls]
+        if calls:
+            message["tool_calls"] = [_written(call) for call in calls]
         return message
 
-    def probe(self, said: Said, number: int) -> tuple[str, Message]:
-        """A probe word, and the turn as `spoken` has it with the word for its thought."""
-        word = f"{_THOUGHT}-{number}-"
-        if self.template.takes != "text":
-            return word, self.spoken(replace(said, reasoning=word))
-        text = said.text
-        thought = next((one for one in thoughts(text, opened=bool(said.opened)) if one.text), None)
-        if thought is not None:
-            text = text[: thought.at] + word + text[thought.at + len(thought.text) :]
-        elif said.reasoning:  # a format has found it where there are no marks of thinking
-            text = text.replace(said.reasoning, word, 1)
-        return word, {"role": "assistant", "content": said.opened + text}
+    def _given_calls(self, said: Said) -> Sequence[ToolCall]:
+        """The calls of a turn that are given to the template as calls; none where the turn is given as text with its calls."""
+        if self.template.takes == "fields":  # those that could not be read too: an answer without a call is refused
+            return said.calls
+        readable = all(call.error is None for call in said.calls)
+        return said.calls if readable and self.template.takes_calls(len(said.calls)) else ()
+
+    def _before_calls(self, said: Said) -> str:
+        """A turn's text without its calls: its thought as it was written, and its content."""
+        text = said.text.removeprefix(self.template.lead)
+        thoughts = self.marks.thoughts(text, opened=bool(said.opened)) if self.thinks else []
+        content = str(said.message["content"] or "")
+        if not thoughts or text[: thoughts[0].start].strip():
+            return content
+        rest = text[thoughts[0].end :]
+        return text[: thoughts[0].end] + rest[: len(rest) - len(rest.lstrip())] + content
 
     def prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
         """How many of the tokens spell a beginning of `text`, and that beginning: whole tokens, as many as there are."""
@@ -315,7 +321,7 @@ class Renderer:
 
     def without_thoughts(self, text: str, opened: bool = False) -> str:
         """A turn's text without what was thought; `opened` says that it begins inside a thought."""
-        return split_reasoning(text, opened=opened)[1] if self.thinks else text
+        return self.marks.split(text, opened=opened)[1] if self.thinks else text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included, nothing tidied up."""
@@ -325,93 +331,38 @@ class Renderer:
         """The token ids of a plain text: of a scripted line, say."""
         return self._encode(text, None)
 
-    def drift(
-        self,
-        segment: Segment,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSchema] = (),
-        *,
-        resumed: Collection[int] = (),
-    ) -> str | None:
-        """The sanity check at the end of a trajectory: where the segment leaves what the template writes in one pass, or None.
-
-        `messages` is the segment's conversation as it was handed to the template, its turns as `spoken` has them. `resumed`
-        are the places of words that an environment has put into the model's mouth.
-        """
-        if self.sanity == "disable":
-            return None
-        written = self.decode(segment.token_ids)
+    def one_pass(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, cue: bool) -> str:
+        """A whole conversation as one text, images in their places, as it is encoded."""
         messages = self._hidden(messages)
-        try:
-            whole = self.template.render(messages, tools=tools, cue=False)
-        except TemplateError as error:  # it took them turn by turn
-            return f"in one pass, {error}"
+        whole = self.template.render(messages, tools=tools, cue=cue)
         if self.vision is not None:
             whole, _ = self.vision.expand(whole, self.vision.parts(messages))
             whole = self.vision.said.show(whole)
-        if whole.startswith(written):
-            return None
-        reading = Reading(
-            encode=self.encode,
-            decode=self.decode,
-            special=self._special,
-            plain=self.without_thoughts,
-            thoughts=self._thoughts,
-        )
-        return difference(self._runs(segment, resumed), whole, mode=self.sanity, reading=reading)
+        return whole
 
-    def _runs(self, segment: Segment, resumed: Collection[int]) -> list[Context | Words]:
-        """The segment as what was said by turns: context and the model's words, those among them that were put into its mouth."""
-        runs: list[Context | Words] = []
-        start, turns = 0, segment.turn
-        for end in range(1, len(segment) + 1):
-            if end < len(segment) and end not in resumed and (turns[end] < 0) == (turns[end - 1] < 0):
-                continue
-            words = turns[start] >= 0 or start in resumed  # what begins there belongs to a turn of the model
-            if words and end < len(segment) and (turns[end] >= 0 or end in resumed):
-                continue  # the turn goes on
-            ids = list(segment.token_ids[start:end])
-            if not words:
-                text = self.decode(ids)
-                runs.append(Context(text, ids, start, bare=without_open_thought(text)))
-            else:
-                closed = turns[end - 1] >= 0 and ids[-1] in self.stop_token_ids
-                ids = ids[:-1] if closed else ids
-                runs.append(
-                    Words(
-                        self.decode(ids),
-                        ids,
-                        start,
-                        compared=self.template.takes != "fields",
-                        opened=bool(runs) and bool(open_thought(runs[-1].text)),
-                        closed=closed,
-                    )
-                )
-            start = end
-        return runs
-
-    def _thoughts(self, text: str, opened: bool) -> Sequence[str]:
-        return [one.text for one in thoughts(text, opened=opened)] if self.thinks else []
+    def encode_once(self, text: str) -> Sequence[int]:
+        """The token ids of a long text that will not be encoded again."""
+        return self._encode_text(text)
 
     def ends_turns(self, token: int) -> bool:
         """Whether a token is one that no text is written with: a mark of the template's."""
-        return token in self._special
+        return token in self.special
 
     # tokens
 
     def _piece(self, text: str, messages: Sequence[Message], last_token: int | None) -> Piece:
-        thinking = open_thought(text)
+        thinking = self.marks.open_thought(text)
         if self.vision is None:
             refuse_media(messages, self.where)
-            return Piece(token_ids=self._encode(text, last_token), messages=messages, thinking=thinking)
+            return Piece(token_ids=self._encode(text, last_token), messages=messages, thinking=thinking, text=text)
         text, found = self.vision.expand(text, self.vision.parts(messages))
         words, text = self.vision.said.count(text), self.vision.said.show(text)
         ids = self._encode(text, last_token)
         media = self.vision.place(ids, found, words=words)
-        return Piece(token_ids=ids, media=media, messages=messages, thinking=thinking)
+        return Piece(token_ids=ids, media=media, messages=messages, thinking=thinking, text=text)
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
-        if behind is not None and behind in self._special:
+        if behind is not None and behind in self.special:
             # behind the token that it follows, as in one pass: some tokenizers put a space before what stands alone
             ids = self.tokenizer.encode(self.decode([behind]) + text, add_special_tokens=False)
             if ids and ids[0] == behind:

@@ -1,21 +1,25 @@
-"""The sanity check: the tokens that a conversation was held in, compared with the one text that the template makes of it.
+"""The tokens that a conversation was held in, compared with what the template makes of the same messages in one pass.
 
-What the model did not say must stand in both word for word. What it said is compared too, but for what a template is known
-to change about it: thoughts that it leaves out of earlier turns (the thinking policy says what is done about that), and the
-token that ends a turn (the model has chosen its own). Only the text that differs is shown.
+The token ids are compared first (`Renderer.drift`). Where they differ, this module explains in texts where and why. What the
+model did not say must stand in both word for word, and in the same tokens. What it said is compared too, but for what a
+template is known to change about it: thoughts that it leaves out of earlier turns (the thinking policy decides about
+those), how it writes the same calls, and the token that ends a turn (the model has chosen its own). Only the text that
+differs is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Context", "SanityMode", "Words", "difference"]
+__all__ = ["Context", "Difference", "Reading", "SanityMode", "Words", "differences", "recut", "told"]
 
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
 _SHOWN = 60  # characters of a difference, and a third as many ids
+_EDGE = 3  # tokens at the ends of a run that may be cut in another way beside sampled text
 _TRIED = 32  # places at which a text may stand
 
 
@@ -29,6 +33,7 @@ class Context:
     """Where they begin in their segment."""
     bare: str
     """The text without the thinking block that the cue at its end opens, or leaves empty."""
+    bare_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Words:
     """Whether they begin inside a thought."""
     closed: bool
     """Whether a token that ends a turn stood behind them."""
+    calls: bool
+    """Whether the template was given calls of this turn as calls, and so writes them in its own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +64,25 @@ class Reading:
     """A turn's text without its thoughts; with True, the text begins inside one."""
     thoughts: Callable[[str, bool], Sequence[str]]
     """The thoughts in a turn's text, likewise."""
+    calls: Callable[[str, bool], object]
+    """The calls in a turn's text and what else it says, likewise: equal for texts that call the same."""
 
 
-def difference(runs: Sequence[Context | Words], whole: str, *, mode: SanityMode, reading: Reading) -> str | None:
-    """The first place where the runs of a segment and the one-pass text differ, told for people; None where nowhere.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place where a segment and the one-pass text differ."""
+
+    kind: Literal["thoughts", "other"]
+    """`thoughts`: only in a thought that the template leaves out, empties or inserts."""
+    run: Context | Words
+    ours: str
+    theirs: str
+
+
+def differences(
+    runs: Sequence[Context | Words], whole: str, *, mode: SanityMode, reading: Reading
+) -> Iterator[Difference]:
+    """The places where the runs of a segment and the one-pass text differ, in order; none after a context that is not there.
 
     `ignore_strippable` does not count white space.
     """
@@ -78,16 +100,48 @@ def difference(runs: Sequence[Context | Words], whole: str, *, mode: SanityMode,
             begin = whole.find(squeeze(words.text), at) if words is not None else at
             begin = begin + len(squeeze(words.text)) if words is not None and begin >= 0 else at
             text = squeeze(run.bare)
-            return _told(run, text, _like(text, whole, begin), reading)
+            yield Difference("other", run, text, _like(text, whole, begin))
+            return
         found, end = place
-        if words is not None and not _same(words, whole[at:found], squeeze, reading):
-            return _told(words, squeeze(words.text), whole[at:found], reading)
+        if words is not None and (kind := _compared(words, whole[at:found], squeeze, reading)) is not None:
+            yield Difference(kind, words, squeeze(words.text), whole[at:found])
+        if end - found != len(squeeze(run.text)):
+            yield Difference("thoughts", run, squeeze(run.text), whole[found:end])
         words, at = None, end
     if words is None or (not words.closed and whole.startswith(squeeze(words.text), at)):
-        return None
-    if not _same(words, whole[at:], squeeze, reading):
-        return _told(words, squeeze(words.text), whole[at:], reading)
+        return
+    if (kind := _compared(words, whole[at:], squeeze, reading)) is not None:
+        yield Difference(kind, words, squeeze(words.text), whole[at:])
+
+
+def recut(runs: Sequence[Context | Words], whole: Sequence[int]) -> Context | None:
+    """The first run of context whose tokens are not those of the one pass, where the texts are alike; None where all are.
+
+    A token at either end may be another one: the text behind it or before it was sampled, and may be cut in another way.
+    """
+    haystack = array("q", whole).tobytes()
+    at = 0
+    for run in runs:
+        if not isinstance(run, Context):
+            continue
+        ids = list(run.token_ids)
+        thought = max(0, len(ids) - len(run.bare_ids))
+        ends = [*range(_EDGE + 1), *range(thought, thought + _EDGE + 1)]
+        parts = (ids[first : len(ids) - last] for last in dict.fromkeys(ends) for first in range(_EDGE + 1))
+        found = next((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), None)
+        if found is None and len(ids) > 2 * _EDGE:
+            return run
+        at = at if found is None else found
     return None
+
+
+def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
+    """Where in the one pass, in bytes, the tokens end; -1 where they are not found from `at` on."""
+    needle = array("q", part).tobytes()
+    found = haystack.find(needle, at)
+    while found >= 0 and found % 8:
+        found = haystack.find(needle, found + 1)
+    return found + len(needle) if found >= 0 else -1
 
 
 def _place(
@@ -104,31 +158,37 @@ def _place(
         for _ in range(_TRIED):
             if found < 0:
                 break
-            if _same(words, whole[at:found], squeeze, reading):
+            if _compared(words, whole[at:found], squeeze, reading) != "other":
                 return found, found + len(text)
             first = first or (found, found + len(text))
             found = whole.find(text, found + 1)
     return first
 
 
-def _same(words: Words, written: str, squeeze: Callable[[str], str], reading: Reading) -> bool:
-    """Whether the template wrote what the model said, but for its thoughts and the end of the turn."""
-    if not words.compared:
-        return True
+def _compared(
+    words: Words, written: str, squeeze: Callable[[str], str], reading: Reading
+) -> Literal["thoughts", "other"] | None:
+    """In what a turn differs from what the template wrote for it, the end of the turn aside; None where in nothing."""
+    ours, theirs = ([squeeze(one) for one in each] for each in _thoughts(words, written, reading))
+    if not words.compared:  # the template puts the turn together from fields: its thoughts are compared
+        return None if [one for one in ours if one] == [one for one in theirs if one] else "thoughts"
     said = squeeze(words.text)
     if written.startswith(said) and _only_special(written[len(said) :], reading):
-        return True
+        return None
     begin = written.find(said) if said else -1
     if begin > 0 and _only_special(written[begin + len(said) :], reading):
         before = written[:begin]
         if not reading.plain(before, False).strip() and not any(reading.thoughts(before, False)):
-            return True  # it only put an empty thought in front
-    ours, theirs = ([squeeze(one) for one in each if one] for each in _thoughts(words, written, reading))
+            return "thoughts"  # it only put an empty thought in front
+    if words.calls and reading.calls(words.text, words.opened) == reading.calls(written, False):
+        return None if ours == theirs else "thoughts"  # the calls are the same, and written in the template's own way
+    ours, theirs = [one for one in ours if one], [one for one in theirs if one]
     if len(theirs) >= max(len(ours), 1) or not set(theirs) <= set(ours):
-        return False  # no thought was left out: it is the words that differ
+        return "other"  # no thought was left out: it is the words that differ
     kept, plain = squeeze(reading.plain(words.text, words.opened)).strip(), reading.plain(written, False).strip()
     thought = kept != said.strip() or plain != written.strip()
-    return thought and plain.startswith(kept) and _only_special(plain[len(kept) :].strip(), reading)
+    alike = thought and plain.startswith(kept) and _only_special(plain[len(kept) :].strip(), reading)
+    return "thoughts" if alike else "other"
 
 
 def _thoughts(words: Words, written: str, reading: Reading) -> tuple[Sequence[str], Sequence[str]]:
@@ -146,8 +206,9 @@ def _like(text: str, whole: str, begin: int) -> str:
     return whole[begin : end + len(tail)] if end >= 0 else whole[begin : begin + len(text)]
 
 
-def _told(run: Context | Words, ours: str, theirs: str, reading: Reading) -> str:
-    """Both sides of a difference, without what they begin and end with alike."""
+def told(difference: Difference, reading: Reading) -> str:
+    """Both sides of a difference for people, without what they begin and end with alike."""
+    run, ours, theirs = difference.run, difference.ours, difference.theirs
     short = min(len(ours), len(theirs))
     head = next((n for n in range(short) if ours[n] != theirs[n]), short)
     tail = next((n for n in range(short - head) if ours[-1 - n] != theirs[-1 - n]), short - head)

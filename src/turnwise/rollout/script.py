@@ -1,16 +1,18 @@
 """What was said so far in a segment, as the template was given it: for the sanity check, and for what becomes of thoughts.
 
 Many templates leave out what the model has thought in earlier turns. The policy says what that means for a conversation that
-goes on: `keep` (it goes on with all its tokens), `branch` (wherever the template would leave thoughts out, a new segment
-begins with what the template writes, so that training sees what serving sees), `strip_at_user` (so it does at every user
-message, whatever the template would do). A token is sampled in one segment only and context in all later ones, so nothing
-is trained twice.
+goes on: `keep` (it goes on with all its tokens), `branch` (wherever a server would show the model another prompt, a new
+segment begins with that prompt: a thought is left out, emptied or inserted), `strip_at_user` (a new segment without earlier
+thoughts begins at every user message, whatever the template would do). A token is sampled in
+one segment only and context in all later ones, so nothing is trained twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from turnwise.rollout.one_pass import Held, OnePass
 from turnwise.rollout.renderer import Piece, Renderer, Said, Thinking
 from turnwise.types import Message, Segment, ToolSchema
 
@@ -22,6 +24,7 @@ class Script:
 
     def __init__(self, renderer: Renderer, thinking: Thinking) -> None:
         self._renderer = renderer
+        self._one_pass = OnePass(renderer)
         self._thinking: Thinking = thinking
         self.tools: Sequence[ToolSchema] = ()
         self.tools_answered = False
@@ -30,21 +33,30 @@ class Script:
         self._said: dict[int, Said] = {}
         """The model's turns, by their place in `_messages`."""
         self._thoughts: set[int] = set()
-        """Places of the turns whose thoughts stand in the segment."""
+        """Places of the turns whose thoughts stand in the segment, empty ones too."""
+        self._cue_thinks = False
+        """Whether the last generation prompt opens a thought, or writes an empty one."""
+        self._texts: dict[int, str] = {}
+        """What was encoded, by its place in the segment."""
+        self._first = 0
+        """Place of the first message of which the tokens were sampled or appended in this segment."""
         self._resumed: set[int] = set()
         """Places in the segment of words that an environment has put into the model's mouth."""
 
-    def hear(self, piece: Piece) -> None:
-        """Messages became tokens."""
+    def hear(self, piece: Piece, place: int) -> None:
+        """Messages became tokens, at `place` of the segment."""
         self._messages.extend(piece.messages)
         self.tools_answered = self.tools_answered or any(message["role"] == "tool" for message in piece.messages)
+        if piece.text:
+            self._texts[place] = piece.text
+            self._cue_thinks = self._renderer.marks.without_open_thought(piece.text) != piece.text
 
     def say(self, said: Said) -> None:
         """The model has spoken, in its own words."""
         place = len(self._messages)
         self._messages.append(self._renderer.spoken(said))
         self._said[place] = said
-        if said.reasoning:
+        if self._renderer.thinks and (said.reasoning or self._cue_thinks or self._renderer.marks.thoughts(said.text)):
             self._thoughts.add(place)
 
     def take_back(self) -> str:
@@ -60,42 +72,40 @@ class Script:
     def forget(self) -> None:
         """A new segment begins."""
         self._messages, self._said, self._thoughts, self._resumed = [], {}, set(), set()
+        self._texts, self._first = {}, 0
         self.tools_answered = False
 
     def drift(self, segment: Segment) -> str | None:
         """What the sanity check finds in the segment, or None."""
-        return self._renderer.drift(segment, self._messages, self.tools, resumed=self._resumed)
+        return self._one_pass.drift(self._held(segment), served=self._thinking == "branch")
 
-    def leaves_thoughts_out(self, heard: Sequence[Message]) -> bool:
-        """Whether the policy begins a new segment before the model answers `heard`."""
-        if self._thinking == "keep" or not self._thoughts:
+    def restarts(self, segment: Segment, heard: Sequence[Message], bridge: Piece) -> bool:
+        """Whether the policy begins a new segment before the model answers `heard`, to which `bridge` would lead on."""
+        if self._thinking == "keep" or not self._renderer.thinks:
             return False
         if self._thinking == "strip_at_user":
-            return any(message["role"] == "user" for message in heard)
-        return self._kept(heard) != self._thoughts
+            return bool(self._thoughts) and any(message["role"] == "user" for message in heard)
+        return self._one_pass.serves_otherwise(self._held(segment), bridge.messages, bridge)
 
-    def anew(self, heard: Sequence[Message]) -> Piece:
+    def restarted(self, heard: Sequence[Message]) -> Piece:
         """The first tokens of a new segment: everything so far, without the thoughts that are left out."""
         if self._thinking == "strip_at_user":
-            kept: set[int] = set()
-            messages = [self._stripped(place, message) for place, message in enumerate(self._messages)]
-        else:
-            kept = self._kept(heard)
-            messages = self._messages
-        handed = self._handed(heard)
-        piece = self._renderer.whole([*messages, *handed], self.tools)
-        self._messages, self._thoughts, self._resumed = list(messages), kept, set()
-        return Piece(token_ids=piece.token_ids, media=piece.media, messages=handed, thinking=piece.thinking)
+            self._messages = [self._stripped(place, message) for place, message in enumerate(self._messages)]
+        handed = self._renderer.template.plan(heard, again=self.tools_answered).apply(heard)
+        piece = self._renderer.whole([*self._messages, *handed], self.tools)
+        self._first, self._thoughts, self._resumed, self._texts = len(self._messages), set(), set(), {}
+        return replace(piece, messages=handed)
 
-    def _handed(self, heard: Sequence[Message]) -> list[Message]:
-        return self._renderer.template.plan(heard, again=self.tools_answered).apply(heard)
-
-    def _kept(self, heard: Sequence[Message]) -> set[int]:
-        """Places of the turns whose thoughts the template would still write."""
-        probes = {place: self._renderer.probe(self._said[place], place) for place in self._thoughts}
-        messages = [probes[place][1] if place in probes else message for place, message in enumerate(self._messages)]
-        whole = self._renderer.template.render([*messages, *self._handed(heard)], cue=True, tools=self.tools)
-        return {place for place, (probe, _) in probes.items() if probe in whole}
+    def _held(self, segment: Segment) -> Held:
+        turns = [place for place in sorted(self._said) if place >= self._first]
+        return Held(
+            segment=segment,
+            messages=self._messages,
+            tools=self.tools,
+            texts=self._texts,
+            injected=self._resumed,
+            called=[number for number, place in enumerate(turns) if self._messages[place].get("tool_calls")],
+        )
 
     def _stripped(self, place: int, message: Message) -> Message:
         if place not in self._said:

@@ -106,8 +106,9 @@ class Session:
             self._segment = Segment()
             self.trajectory.segments.append(self._segment)
         segment, trajectory = self._segment, self.trajectory
+        place = len(segment)
         segment.context(piece.token_ids, piece.media)
-        self._script.hear(piece)
+        self._script.hear(piece, place)
         self._heard, self._next = [], None
         if not self._goes_on:
             self._opened = piece.thinking
@@ -261,14 +262,14 @@ class Session:
                     if self.trajectory.tools:
                         _ = self._renderer.tool_format  # refuse before a token is spent
                     self._next = self._renderer.opening(self._heard, self.trajectory.tools)
-                elif self._script.leaves_thoughts_out(self._heard):
-                    self._check()
-                    self._next = self._script.anew(self._heard)
-                    self._segment = None
                 else:
                     self._next = self._renderer.bridge(
                         self._segment.token_ids[-1], self._heard, again=self._script.tools_answered
                     )
+                    if self._script.restarts(self._segment, self._heard, self._next):
+                        self._check()
+                        self._next = self._script.restarted(self._heard)
+                        self._segment = None
                 if self._prefill:
                     ids = self._next.token_ids
                     self._script.put_words(len(self._segment or ()) + len(ids))

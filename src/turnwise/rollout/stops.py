@@ -14,7 +14,6 @@ from typing import Any
 from turnwise.errors import TemplateError
 from turnwise.rollout.probes import PLACEHOLDER, probe, probe_call, words
 from turnwise.rollout.template import Template
-from turnwise.rollout.tool_calls.reasoning import MARKS
 from turnwise.types import Message
 
 __all__ = ["Stops", "find_stops", "generation_stops", "special_tokens"]
@@ -123,8 +122,8 @@ def _parts(template: Template) -> Iterator[tuple[str, str]]:
 
 def _marked_thoughts(template: Template) -> Iterator[str]:
     """Thoughts between the marks that the template looks for in the model's own text."""
-    for opening, closing in MARKS:
-        if opening in template.source or (closing in template.source and not template.closing.startswith(closing)):
+    for opening, closing in template.thoughts.marks.own:
+        if not template.closing.startswith(closing):
             yield f"{opening}\n{_LINES}\n{closing}\n\n"
 
 

@@ -33,7 +33,7 @@ from turnwise.rollout.probes import (
     with_short_ids,
     words,
 )
-from turnwise.rollout.tool_calls.reasoning import open_thought, without_open_thought
+from turnwise.rollout.thoughts import ThoughtProfile, find_thoughts
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["Template"]
@@ -106,7 +106,7 @@ class Template:
         whole = self.render([*before, message], cue=False, tools=tools)
         for begun in (
             cue,
-            without_open_thought(cue),
+            self.thoughts.marks.without_open_thought(cue),
         ):  # a thought that the cue opens need not stand in the written turn
             if whole.startswith(begun):
                 return whole[len(begun) :]
@@ -195,16 +195,14 @@ class Template:
         return None
 
     @functools.cached_property
+    def thoughts(self) -> ThoughtProfile:
+        """How the template writes thoughts: the field, the marks, the headers."""
+        return find_thoughts(self.render, self.source)
+
+    @property
     def reasoning_key(self) -> str | None:
         """Under which name the template writes an assistant message's reasoning, or None."""
-        for key in ("reasoning_content", "thinking", "reasoning"):
-            try:
-                whole = self.render([QUESTION, {**words("An answer."), key: PLACEHOLDER}], cue=False)
-            except TemplateError:
-                continue
-            if PLACEHOLDER in whole:
-                return key
-        return None
+        return self.thoughts.key
 
     @functools.cached_property
     def takes(self) -> Shape:
@@ -213,10 +211,12 @@ class Template:
         if self.reasoning_key is not None:
             sample[self.reasoning_key] = "Thought."
         said = self.said(sample).partition("Said.")[0] + "Said."
-        raw = words(open_thought(self.render([QUESTION], cue=True)) + said)
+        raw = words(self.thoughts.marks.open_thought(self.render([QUESTION], cue=True)) + said)
         try:
-            alike = self.render([QUESTION, raw], cue=False) == self.render([QUESTION, sample], cue=False)
-            self.render([QUESTION, raw, QUESTION], cue=True)
+            alike = all(
+                self.render([QUESTION, raw, *after], cue=False) == self.render([QUESTION, sample, *after], cue=False)
+                for after in ([], [QUESTION])  # in its history too, where thoughts may be left out
+            )
         except TemplateError:
             return "fields"
         if self.call_shape is not None:
@@ -229,6 +229,19 @@ class Template:
             except TemplateError:
                 return "fields"
         return "text" if alike else "thoughts apart"
+
+    def takes_calls(self, count: int) -> bool:
+        """Whether the template writes this many calls in one turn."""
+        return count > 0 and self.call_shape is not None and (count == 1 or self._writes_both)
+
+    @functools.cached_property
+    def _writes_both(self) -> bool:
+        """Whether it writes all calls of a turn; some refuse more than one, or write the first only."""
+        try:
+            whole = self.render([QUESTION, probe_call({"text": probe(0)}, {"text": probe(1)})], cue=False)
+        except TemplateError:
+            return False
+        return probe(0) in whole and probe(1) in whole
 
     @functools.cached_property
     def call_ends(self) -> tuple[str, str]:

@@ -10,16 +10,18 @@ formats and what each makes of the calls that usually go wrong.
 from turnwise.rollout.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.rollout.tool_calls.json_formats import Hermes
 from turnwise.rollout.tool_calls.reading import Reading, ToolFormat
-from turnwise.rollout.tool_calls.reasoning import MARKS, Thought, split_reasoning, thoughts
+from turnwise.rollout.tool_calls.reasoning import KNOWN, MARKS, Thought, ThoughtMarks, split_reasoning, thoughts
 from turnwise.rollout.tool_calls.response_template import FromResponseTemplate
 
 __all__ = [
     "FORMATS",
+    "KNOWN",
     "MARKS",
     "FromResponseTemplate",
     "Hermes",
     "Reading",
     "Thought",
+    "ThoughtMarks",
     "ToolFormat",
     "by_name",
     "detect",

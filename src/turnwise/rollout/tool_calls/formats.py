@@ -13,6 +13,7 @@ from turnwise.rollout.tool_calls.learned import Write, learn
 from turnwise.rollout.tool_calls.llama3 import Llama3
 from turnwise.rollout.tool_calls.pythonic import Lfm2, Pythonic
 from turnwise.rollout.tool_calls.reading import ToolFormat
+from turnwise.rollout.tool_calls.reasoning import KNOWN, ThoughtMarks
 from turnwise.rollout.tool_calls.xml_formats import Glm, MuseGlimmer, Qwen3Coder
 
 __all__ = ["FORMATS", "by_name", "detect", "find_format"]
@@ -53,7 +54,11 @@ def by_name(name: str) -> ToolFormat:
     return formats[name]
 
 
-def detect(write: Callable[[str, dict[str, Any]], str], formats: Sequence[ToolFormat] = FORMATS) -> ToolFormat | None:
+def detect(
+    write: Callable[[str, dict[str, Any]], str],
+    formats: Sequence[ToolFormat] = FORMATS,
+    marks: ThoughtMarks = KNOWN,
+) -> ToolFormat | None:
     """The format in which a template writes calls: the one that reads a probe back, in the words around it.
 
     `write(name, arguments)` renders a conversation that ends with an assistant message with that call.
@@ -61,17 +66,21 @@ def detect(write: Callable[[str, dict[str, Any]], str], formats: Sequence[ToolFo
     name = "probe_tool"
     written = write(name, _PROBE)
     for candidate in formats:
-        calls = [call for call in candidate.parse(written).calls if call.name == name and call.error is None]
+        calls = [
+            call for call in candidate.parse(written, marks=marks).calls if call.name == name and call.error is None
+        ]
         if len(calls) == 1 and dict(calls[0].arguments) == _PROBE:
             return candidate
     return None
 
 
-def find_format(write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = ()) -> ToolFormat | None:
+def find_format(
+    write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = (), marks: ThoughtMarks = KNOWN
+) -> ToolFormat | None:
     """The format in which a template writes calls: a named one, the tokenizer's `own`, or one learned from the template.
 
     `write(calls)` gives what the model has to say for the template to write calls of `probe_tool` with these arguments;
-    `ends` are the texts that end a turn of the model.
+    `ends` are the texts that end a turn of the model, `marks` those around its thoughts.
     """
 
     def alone(name: str, arguments: dict[str, Any]) -> str:
@@ -81,14 +90,14 @@ def find_format(write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[
 
     def clean(format: ToolFormat) -> bool:
         """Whether it reads not the call alone, but what the template puts around it too: else it is another format."""
-        return not format.parse(alone("probe_tool", {"text": "x"})).content.strip()
+        return not format.parse(alone("probe_tool", {"text": "x"}), marks=marks).content.strip()
 
     marked = [format for format in FORMATS if format.name not in _BARE]
     tries: tuple[Callable[[], ToolFormat | None], ...] = (
-        lambda: detect(alone, marked),
-        lambda: detect(alone, own),
+        lambda: detect(alone, marked, marks),
+        lambda: detect(alone, own, marks),
         lambda: learn(write, ends=ends),
-        lambda: detect(alone),
+        lambda: detect(alone, FORMATS, marks),
     )
     for attempt in tries:
         if (format := attempt()) is not None and clean(format):

@@ -8,7 +8,6 @@ from typing import Any
 
 from turnwise.rollout.tool_calls.json_text import decode
 from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
-from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.types import ToolSchema
 
 __all__ = ["FunctionGemma", "Gemma4"]
@@ -140,4 +139,3 @@ class FunctionGemma(_Gemma):
     name = "functiongemma"
     how = "<start_function_call>call:<tool>{<name>:<escape><text><escape>,<name>:<number>}<end_function_call>"
     opening, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
-    scaffold = SCAFFOLD

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from turnwise.rollout.tool_calls.json_text import arguments_of, decode
 from turnwise.rollout.tool_calls.reading import Problem, Reading, malformed, numbered, skip_space, well_formed
-from turnwise.rollout.tool_calls.reasoning import joined
+from turnwise.rollout.tool_calls.reasoning import KNOWN, ThoughtMarks, joined
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Harmony"]
@@ -33,10 +33,17 @@ class Harmony:
     how = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
     def parse(
-        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ThoughtMarks = KNOWN,
     ) -> Reading:
         content: list[str] = [""]
         thoughts: list[str] = [""]
+        channels = {"analysis", *(found["name"] for opening, _ in marks.own if (found := _CHANNEL.search(opening)))}
         calls: list[ToolCall] = []
         at = self._body(text, 0, thoughts) if thinking else 0
         while at < len(text):
@@ -49,7 +56,7 @@ class Harmony:
                 call, at = self._call(text, header, to["name"])
                 calls.append(call)
             else:
-                thought = channel is not None and channel["name"] == "analysis"
+                thought = channel is not None and channel["name"] in channels
                 at = self._body(text, header.end(), thoughts if thought else content)
         return Reading(
             content=joined([*content, ""]), reasoning=joined([*thoughts, ""]), calls=numbered(calls, first_id)

@@ -12,7 +12,6 @@ from typing import Any
 
 from turnwise.rollout.tool_calls.json_text import arguments_of, decode, named
 from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed, with_written_id
-from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonTagged", "Kimi", "Mistral", "NameFirst"]
@@ -204,7 +203,7 @@ class DeepSeek(NameFirst):
     how = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><tool><｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     opening = "<｜tool▁call▁begin｜>"
     close, closing = "(?:```\\s*)?(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))|```\\s*\\Z", "<｜tool▁call▁end｜>"
-    scaffold = f"{SCAFFOLD}|<｜tool▁calls▁(?:begin|end)｜>"
+    scaffold = "<｜tool▁calls▁(?:begin|end)｜>"
     head = re.compile(
         r"\s*(?:function<｜tool▁sep｜>\s*)?(?P<name>[^\s<{}`\"']+)\s*(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?"
     )
@@ -220,7 +219,7 @@ class Kimi(NameFirst):
     )
     opening = r"<\|tool_call_begin\|>"
     close, closing = r"(?:<\|tool_call_end\|>|(?=<\|tool_calls_section_end\|>))", "<|tool_call_end|>"
-    scaffold = rf"{SCAFFOLD}|<\|tool_calls_section_(?:begin|end)\|>"
+    scaffold = r"<\|tool_calls_section_(?:begin|end)\|>"
     head = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{}:\"']+)(?::\d+)?)"
         r"\s*(?:<\|tool_call_argument_begin\|>|(?=<\|tool_call_end\|>))"

@@ -17,7 +17,6 @@ from turnwise.rollout.tool_calls.json_text import arguments_of, decode, named
 from turnwise.rollout.tool_calls.llama3 import Llama3
 from turnwise.rollout.tool_calls.pythonic import PythonCalls
 from turnwise.rollout.tool_calls.reading import Found, Problem, ToolFormat, skip_space
-from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.rollout.tool_calls.xml_formats import MarkedArguments
 from turnwise.types import ToolCall, ToolSchema
 
@@ -64,7 +63,7 @@ class _Marks:
 
     @property
     def scaffold(self) -> str:
-        return "|".join([SCAFFOLD, *(_flexible(text) for text in self.around if text.strip())])
+        return "|".join(_flexible(text) for text in self.around if text.strip())
 
 
 def learn(write: Write, *, ends: Sequence[str] = ()) -> ToolFormat | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from turnwise.rollout.tool_calls.reasoning import OPENING, SCAFFOLD, joined, opened_thought, thought_at
+from turnwise.rollout.tool_calls.reasoning import KNOWN, ThoughtMarks, joined
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = [
@@ -53,12 +53,18 @@ class ToolFormat(Protocol):
     name: str
 
     def parse(
-        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ThoughtMarks = KNOWN,
     ) -> Reading:
         """Take a turn apart. The ids of calls are `call_<n>`, counted from `first_id`.
 
         `thinking` says that the text begins inside a thinking block, because the template's cue has opened it. `tools` are
-        those on offer, for formats that do not say of which type a value is.
+        those on offer, for formats that do not say of which type a value is. `marks` are the marks around thoughts.
         """
         ...
 
@@ -81,25 +87,32 @@ class Tagged(abc.ABC):
     """How a call is to be written, for the message about one that cannot be read."""
     opening: str
     """Regular expression of what a call begins with."""
-    scaffold: str = SCAFFOLD
-    """Regular expression of marks around calls and content that mean nothing themselves."""
+    scaffold: str = ""
+    """Regular expression of marks around calls and content that mean nothing themselves, the headers of messages aside."""
 
     def parse(
-        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ThoughtMarks = KNOWN,
     ) -> Reading:
         content: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         at = 0
         if thinking:
-            thought = opened_thought(text)
+            thought = marks.opened_thought(text)
             thoughts.append(thought.text)
             content.append("")
             at = thought.end
         begin = at  # of the piece of content that is being read
-        while mark := self._mark.search(text, at):
+        pattern = self._mark(marks)
+        while mark := pattern.search(text, at):
             if mark["thought"] is not None:
-                thought = thought_at(text, mark.start())
+                thought = marks.thought_at(text, mark.start())
                 thoughts.append(thought.text)
                 at = thought.end
             elif mark["scaffold"] is not None:
@@ -117,10 +130,8 @@ class Tagged(abc.ABC):
             content=joined(content).strip("\n"), reasoning=joined(["", *thoughts, ""]), calls=numbered(calls, first_id)
         )
 
-    @functools.cached_property
-    def _mark(self) -> re.Pattern[str]:
-        kinds = (("thought", OPENING), ("scaffold", self.scaffold), ("call", self.opening))
-        return re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in kinds if pattern))
+    def _mark(self, marks: ThoughtMarks) -> re.Pattern[str]:
+        return _compiled(marks, self.scaffold, self.opening)
 
     @abc.abstractmethod
     def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
@@ -129,6 +140,13 @@ class Tagged(abc.ABC):
     def bad(self, problem: Problem | str, text: str, name: str = "") -> ToolCall:
         """A call that cannot be read."""
         return malformed(problem, text, how=self.how, name=name)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(marks: ThoughtMarks, scaffold: str, call: str) -> re.Pattern[str]:
+    """What a turn is searched for: an opening mark of a thought, a header, or the beginning of a call."""
+    headers = f"{marks.scaffold}|{scaffold}" if scaffold else marks.scaffold
+    return re.compile(f"(?P<thought>{marks.opening})|(?P<scaffold>{headers})|(?P<call>{call})")
 
 
 def well_formed(name: str, arguments: dict[str, Any], text: str, written_id: str = "") -> ToolCall:

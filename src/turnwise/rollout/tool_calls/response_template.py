@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.rollout.tool_calls.json_text import arguments_of, refuse_unwritable
 from turnwise.rollout.tool_calls.reading import Problem, Reading, malformed, numbered, well_formed
-from turnwise.rollout.tool_calls.reasoning import split_reasoning
+from turnwise.rollout.tool_calls.reasoning import KNOWN, ThoughtMarks
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["FromResponseTemplate"]
@@ -41,7 +41,13 @@ class FromResponseTemplate:
         self._opened = next((opening for opening in openings if isinstance(opening, str)), "")
 
     def parse(
-        self, text: str, *, first_id: int = 0, thinking: bool = False, tools: Sequence[ToolSchema] = ()
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ThoughtMarks = KNOWN,
     ) -> Reading:
         from transformers.utils.chat_parsing import parse_response
 
@@ -51,7 +57,7 @@ class FromResponseTemplate:
                     text, self._spec, prefix=self._opened if thinking else "", tools=list(tools) or None
                 )
         except Failed as failed:
-            reasoning, said = split_reasoning(text, opened=thinking)
+            reasoning, said = marks.split(text, opened=thinking)
             calls = [malformed(failed.failure.message, said, how=self.how)]
             return Reading(content="", reasoning=reasoning, calls=numbered(calls, first_id))
         return Reading(

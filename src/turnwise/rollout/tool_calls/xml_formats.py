@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.rollout.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
-from turnwise.rollout.tool_calls.reasoning import SCAFFOLD
 from turnwise.rollout.tool_calls.untyped import properties, typed
 from turnwise.types import ToolSchema
 
@@ -127,7 +126,7 @@ class MuseGlimmer(MarkedArguments):
         "</atem:invoke>\n</atem:function_calls>"
     )
     opening = "<atem:invoke\\b"
-    scaffold = rf"{SCAFFOLD}|</?atem:function_calls>| to=[^\s<]+<\|message\|>|<\|eom\|>"
+    scaffold = r"</?atem:function_calls>| to=[^\s<]+<\|message\|>|<\|eom\|>"
     begins = re.compile(r'<atem:invoke\s+name="(?P<name>[^"<>\n]+)">')
     ends = re.compile(r"\s*</atem:invoke>")
     argument = re.compile(r'\s*<atem:parameter\s+name="(?P<key>[^"<>\n]+)">')
