@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from turnwise.errors import ConfigError
+from turnwise.json_yaml import PlainLoader, parse_yaml, read_text
 
 __all__ = ["MISSING", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
 
@@ -24,11 +23,11 @@ _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _DEEPEST = 20  # interpolations of interpolations
 
 
-class _Yaml(yaml.SafeLoader):
-    """YAML in which `1e-6` is a number, as OmegaConf has it."""
+class _Yaml(PlainLoader):
+    """YAML in which `1e-6` is a number, a date a text and a key that stands twice an error, as OmegaConf has it."""
 
 
-_Yaml.yaml_implicit_resolvers = {key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Yaml.yaml_implicit_resolvers = {key: list(value) for key, value in PlainLoader.yaml_implicit_resolvers.items()}
 _Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -40,11 +39,9 @@ def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
     Raises ConfigError.
     """
     try:
-        tree = _parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what} {path} is not YAML: {error}") from None
+        tree = _parse(read_text(path, error=ConfigError), where=str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{what} {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{what} {path} must hold a mapping; it holds {'nothing' if tree is None else repr(tree)[:80]}"
@@ -105,10 +102,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
                 raise ConfigError(f"{text!r}: the configuration says nothing of {key[1:]}")
             del node[last]
             continue
-        try:
-            node[last] = _parse(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{text!r}: the value is not YAML: {error}") from None
+        node[last] = _parse(value, where=f"{text!r}: the value")
 
 
 def at(tree: Any, key: str) -> Any:
@@ -143,7 +137,7 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
         name, colon, rest = expression.partition(":")
         first, comma, default = rest.partition(",")
         if colon and name.strip() in ("oc.env", "env"):  # texts, defaults too, as OmegaConf has them
-            text = _parse(default.strip()) if comma else MISSING
+            text = _parse(default.strip(), where=f"{key}: the default") if comma else MISSING
             text = str(text) if isinstance(text, int | float) else text
             return os.environ.get(first.strip(), text)
         if colon and name.strip() == "oc.select":
@@ -152,7 +146,7 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
             return MISSING
         else:
             return look_up(expression.strip(), key, depth)
-        return _parse(default.strip()) if found is MISSING and comma else found
+        return _parse(default.strip(), where=f"{key}: the default") if found is MISSING and comma else found
 
     def look_up(wanted: str, key: str, depth: int) -> Any:
         if wanted.startswith("."):  # relative to the key's own mapping, a further dot for each one above
@@ -188,8 +182,8 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
     return replace(tree, ""), left
 
 
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Yaml)
+def _parse(text: str, *, where: str) -> Any:
+    return parse_yaml(text, where=where, error=ConfigError, loader=_Yaml)
 
 
 def _merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
@@ -219,7 +213,7 @@ def _default(entry: Any) -> Iterator[tuple[str, str]]:
 
 def _package(path: Path, package: str) -> str:
     """Where a file's keys belong; a comment in its first lines may say so itself."""
-    head = path.read_text(encoding="utf-8")[:1000]
+    head = read_text(path, error=ConfigError)[:1000]
     found = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
     if found is None:
         return "" if package == "_global_" else package
