@@ -384,3 +384,18 @@ def test_what_was_guessed_is_told(tmp_path: Path) -> None:
     assert (
         guessed(converted(f"--rlhf_type grpo --tuner_type full --max_steps 1 --model {model} --dataset {data}")) == {}
     )
+
+
+def test_scripts_of_megatron_and_files_for_ray_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "ray.yaml"
+    file.write_text(
+        "rlhf_type: grpo\nmodel: M\ndataset: d.jsonl\nvllm_mode: server\ncolocate_groups: [[train, rollout]]\n"
+        "train: {gpus: 8, tuner_type: full, lr: 5e-5, train_iters: 120, micro_batch_size: 2, global_batch_size: 64}\n"
+        "rollout: {gpus: 8, multi_turn_scheduler: tool_call_scheduler, max_turns: 3}\nnum_generations: 8\n"
+        "steps_per_generation: 4\nattention_backend: flash\nno_save_optim: true\nrecompute_granularity: selective\n"
+    )
+    found = from_swift_arguments(file)
+    train = found.recipe["train"]
+    assert (train["lr"], train["rows"], train["minibatches"], train["steps"]) == (5e-5, 32, 4, 30)
+    assert found.recipe["environment"]["arguments"]["name"] == "tool_call_scheduler"
+    assert found.refused() == []

@@ -32,7 +32,8 @@ _PREFIXES = {"cosine": "cosine_", "repetition": "repetition_", "soft_overlong": 
 COMPUTED = (
     "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-    "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "top_k",
+    "global_batch_size", "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon",
+    "epsilon_high", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     *REWARD_ARGUMENTS,
@@ -324,12 +325,17 @@ class _Conversion:
             "gradient_accumulation_steps",
             "generation_batch_size",
             "steps_per_generation",
+            "global_batch_size",
         )
         processes, group = self._given.processes, int(self._value("num_generations"))
         each = int(self._value("per_device_train_batch_size")) * processes
         accumulate = int(self._value("gradient_accumulation_steps") or max(1, math.ceil(16 / each)))
         per_generation = int(self._value("steps_per_generation") or accumulate)
         whole = int(self._value("generation_batch_size") or each * per_generation)
+        of_all = self._given.values.get("global_batch_size")
+        if of_all is not None:  # of megatron: the conversations of an optimizer step
+            each, accumulate = int(of_all), 1
+            whole = int(self._value("generation_batch_size") or each * int(self._value("steps_per_generation") or 1))
         self._set("train.rows", max(1, whole // group))
         told = f"train.rows, train.minibatches ({whole} conversations a step, with {processes} processes)"
         self._carry(told, *keys)

@@ -140,6 +140,10 @@ def _file(given: Given, path: Path) -> None:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of arguments; it holds a {type(tree).__name__}")
+    for part in ("rollout", "train"):  # as files for Ray have them
+        if isinstance(tree.get(part), dict):
+            given.rollout = "given" if part == "rollout" else given.rollout
+            tree = {**tree.pop(part), **tree}
     for key, value in tree.items():
         given.add(str(key), _value(value) if isinstance(value, str) else value)
 

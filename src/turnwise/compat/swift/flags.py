@@ -43,6 +43,11 @@ ALIASES: Mapping[str, str] = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size",
     "data_parallel_size": "vllm_data_parallel_size",
+    "lr": "learning_rate",  # of `megatron rlhf`, and the four below
+    "train_iters": "max_steps",
+    "micro_batch_size": "per_device_train_batch_size",
+    "lr_warmup_fraction": "warmup_ratio",
+    "lr_warmup_iters": "warmup_steps",
     "plugin": "external_plugins",
     "stop": "stop_words",
     "dtype": "torch_dtype",
@@ -146,11 +151,13 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing.*|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|optim|"
-     r"average_tokens_across_devices|ddp|local_rank", "about memory and devices: train.micro_batch_tokens and model.device"),
+     r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"
+     r"optimizer_cpu_offload|use_precision_aware_optimizer|colocate_groups|gpus",
+     "about memory and devices: train.micro_batch_tokens and model.device"),
     (r"logging_.*|report_to|log_.*|run_name|wandb_.*|swanlab_.*|tensorboard.*|num_completions_to_print|"
      r"disable_tqdm|add_version|create_checkpoint_symlink|push_to_hub|hub_.*|use_hf|check_model|ignore_args_error|"
      r"save_only_model|save_strategy|save_safetensors|safe_serialization|eval_strategy|eval_on_start|metric.*|"
-     r"load_best_model_at_end|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
+     r"load_best_model_at_end|no_save_(optim|rng)|no_load_(optim|rng)|finetune|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
      "about files and logs: the run's directory holds all (docs/record.md)"),
     (r"model_type|template|template_backend", "the model says what it is, and its own chat template is used"),
     (r"lora_.*|target_modules|target_regex|target_parameters|modules_to_save|use_rslora|use_dora|init_weights|"
