@@ -399,3 +399,14 @@ def test_scripts_of_megatron_and_files_for_ray_are_read(tmp_path: Path) -> None:
     assert (train["lr"], train["rows"], train["minibatches"], train["steps"]) == (5e-5, 32, 4, 30)
     assert found.recipe["environment"]["arguments"]["name"] == "tool_call_scheduler"
     assert found.refused() == []
+
+
+def test_a_script_for_a_launcher_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "A=1 torchrun --nproc_per_node=2 --node_rank=0 swift/cli/rlhf.py --rlhf_type grpo --model M --tuner_type full \\\n"
+        "  --dataset d.jsonl --max_steps 1 --per_device_train_batch_size 8 --gradient_accumulation_steps 1\n"
+    )
+    found = from_swift_arguments(script)
+    assert found.recipe["train"]["rows"] == 2
+    assert left(found) == {"A": False}

@@ -172,13 +172,14 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
     variables: dict[str, str] = {}
     for line in _lines(text, path):
         words = [re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: _variable(match, variables), word) for word in line]
+        words = [part for word in words for part in _launched(word)]
         at = next((n for n, word in enumerate(words) if word.rpartition("/")[2] in ("swift", "megatron")), len(words))
         if words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
             pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
             variables.update({name: value for name, _, value in pairs})
             continue
         kind = words[at + 1]
-        words = [*(word for word in words[:at] if "=" in word), *words[at + 2 :]]
+        words = [*(word for word in words[:at] if re.match(r"\w+=", word)), *words[at + 2 :]]
         words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]
         if unset := [word for word in words if re.search(r"\$[\w{(]", word)]:
             raise ConfigError(f"{path}: {unset[0]!r} is set nowhere in the script; write its value")
@@ -186,6 +187,15 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
     if not found:
         raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
     return found
+
+
+def _launched(word: str) -> list[str]:
+    """A word, or the command that it stands for: launchers are given `swift/cli/rlhf.py`, and how many processes."""
+    if match := re.fullmatch(r"(?:.*/)?swift/cli/(rlhf|rollout)\.py", word):
+        return ["swift", match.group(1)]
+    if match := re.fullmatch(r"--nproc_per_node=(\d+)", word):
+        return [f"NPROC_PER_NODE={match.group(1)}"]
+    return [word]
 
 
 def _lines(text: str, path: Path) -> Iterator[list[str]]:
