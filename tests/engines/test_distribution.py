@@ -39,7 +39,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.5},
     {"temperature": 1.7},
     *({"top_k": k} for k in (1, 2, 5, 6, 99)),
-    *({"top_p": p} for p in (1e-9, 0.5, 0.8, 0.9999999)),
+    *({"top_p": p} for p in (1e-9, 0.5, 0.8, 0.98, 0.9999)),
     *({"min_p": p} for p in (1e-6, 1e-3, 0.3, 0.7, 0.999)),
     {"top_k": 3, "top_p": 0.7},
     {"top_k": 1, "min_p": 0.5},
