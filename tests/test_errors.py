@@ -6,7 +6,12 @@ import asyncio
 
 import pytest
 
+from support import byte_tokenizer
+from support.conversations import Says, hold
+from support.templates import STRANGE_CALLS
+from turnwise.environments.tools import Tool, Tools
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary, nearest
+from turnwise.rollout.renderer import Renderer
 from turnwise.types import Failure
 
 
@@ -68,3 +73,16 @@ def test_a_hint_names_what_is_near_and_nothing_else() -> None:
     assert nearest("lrr", ["lr", "steps"]) == "; did you mean 'lr'?"
     assert nearest("colour", ["lr", "steps"]) == ""
     assert nearest("x", []) == ""
+
+
+def test_an_error_of_ours_that_no_line_of_a_user_led_to_has_no_traceback() -> None:
+    tool = Tool.of(print_text)
+    trajectory = hold(Says("a"), lambda: Tools([tool]), renderer=Renderer(byte_tokenizer(STRANGE_CALLS)))
+    assert trajectory.error is not None
+    assert "Name the format (tool_format=hermes, say)" in trajectory.error.message
+    assert trajectory.error.traceback == ""
+
+
+def print_text(text: str) -> str:
+    """Print a text."""
+    return text

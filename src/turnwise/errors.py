@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import functools
 import os
 import threading
 import traceback
@@ -87,6 +88,7 @@ OWN_CODE = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _MACHINERY = (
     os.path.dirname(os.path.realpath(asyncio.__file__)) + os.sep,
     os.path.realpath(contextlib.__file__),
+    os.path.realpath(functools.__file__),
     os.path.realpath(threading.__file__),
     *(os.path.join(OWN_CODE, *path.split("/")) for path in ("errors.py", "user_code.py", "environments/aside.py")),
 )
@@ -143,14 +145,17 @@ def text_of(value: object) -> str:
 def traceback_of(error: BaseException, *, depth: int = 3) -> str:
     """The frames of an exception and of `depth` exceptions that caused it, innermost last, as Python prints them.
 
-    Frames of our own code are left out, unless there are no others.
+    Frames of our own code are left out, unless there are no others; an error of ours without others has none.
     """
     frames = [
         one
         for one in traceback.extract_tb(error.__traceback__)
         if not os.path.realpath(one.filename).startswith(_MACHINERY)
     ]
-    frames = [one for one in frames if not os.path.realpath(one.filename).startswith(OWN_CODE)] or frames
+    others = [one for one in frames if not os.path.realpath(one.filename).startswith(OWN_CODE)]
+    if not others and isinstance(error, TurnwiseError):
+        return ""  # its message says what to do, and no line of the user's led to it
+    frames = others or frames
     missing = len(frames) - _FIRST_FRAMES - _LAST_FRAMES
     lines = traceback.format_list(frames if missing <= 0 else frames[:_FIRST_FRAMES])
     if missing > 0:
