@@ -7,7 +7,7 @@ end. It refuses to know how any of it is produced: no torch, no tokenizer, no en
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -320,6 +320,14 @@ class Segment:
                 self.turn[place] = self.version[place] = NOT_SAMPLED
 
 
+@dataclass(frozen=True, slots=True)
+class EnvironmentHandle:
+    """The object behind an environment, kept after its conversation until reward functions have been asked."""
+
+    instance: Any
+    release: Callable[[], None]
+
+
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
     """One conversation: the only source of truth about it. Reward and advantage live here, never on a segment."""
@@ -349,6 +357,8 @@ class Trajectory:
     drift: str | None = None
     """What the sanity check found, or None where the tokens are those of the template."""
     seconds: float = 0.0
+    environment: EnvironmentHandle | None = None
+    """For reward functions that look at the environment; None once the trajectory is scored. Not part of the record."""
 
     @property
     def failed(self) -> bool:

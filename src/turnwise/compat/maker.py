@@ -40,8 +40,10 @@ class Maker:
         *,
         wants: Sequence[str],
         check: Callable[[Any], None] | None = None,
+        keep: Callable[[Any], None] | None = None,
     ) -> Maker:
-        """Of a class or function, or a reference to one. One object is made to see whether it can be, and closed.
+        """Of a class or function, or a reference to one. One object is made to see whether it can be, and closed, or
+        handed to `keep`.
 
         `wants` are the methods that it must have; `check` raises where something else is wrong with it. Raises ConfigError.
         """
@@ -68,7 +70,9 @@ class Maker:
             with boundary("environment"):
                 if check is not None:
                     check(made)
-                if not inspect.iscoroutinefunction(getattr(made, "close", None)):
+                if keep is not None:
+                    keep(made)
+                elif not inspect.iscoroutinefunction(getattr(made, "close", None)):
                     end(made)
         except Failed as failed:
             raise ConfigError(f"{name}: {failed.failure.message}") from failed

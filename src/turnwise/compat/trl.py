@@ -10,21 +10,23 @@ the conversation. The facts are those of TRL 1.16.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
 from turnwise.compat.maker import InFront, Maker, end, number, opened
+from turnwise.environments.aside import aside
 from turnwise.environments.environment import Environment
 from turnwise.environments.foreign import Foreign, columns_for
 from turnwise.environments.tool import Tool, Toolbox
 from turnwise.environments.tool_result import ToolResponse
 from turnwise.environments.tools import Tools
-from turnwise.errors import ConfigError, nearest
-from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.errors import ConfigError, boundary, nearest
+from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 
 __all__ = ["TrlEnvironments"]
 
@@ -41,6 +43,17 @@ class _Kind:
     """Its tools; None where it has none."""
     scores: bool
     """Whether it has `get_reward`."""
+    free: list[Any]
+    """Instances that no conversation uses: as in TRL, they are made once and reset often."""
+    retired: list[Any]
+    """Instances with a tool call that was given up and still runs: no conversation gets them, and `aclose` closes them."""
+
+    def draw(self) -> Any:
+        """An instance for one conversation."""
+        try:
+            return self.free.pop()
+        except IndexError:
+            return self.maker.make()
 
 
 class TrlEnvironments:
@@ -82,7 +95,14 @@ class TrlEnvironments:
         return _Chosen(self._kind_of, in_front)
 
     async def aclose(self) -> None:
-        """Nothing is shared."""
+        """Close the instances, which conversations have used one after the other."""
+        for kind in self._kinds.values():
+            while kind.free or kind.retired:
+                made = (kind.free or kind.retired).pop()
+                with boundary("environment"):
+                    result = await aside(lambda made=made: end(made), name=kind.maker.name, kind="environment")
+                    if inspect.isawaitable(result):
+                        await result
 
     def _kind_of(self, row: Row) -> tuple[_Kind, Row]:
         if not self._named:
@@ -121,6 +141,9 @@ class _Chosen:
     async def settle(self) -> float:
         return 0.0 if self._inner is None else await self._inner.settle()
 
+    def exposed(self) -> EnvironmentHandle | None:
+        return None if self._inner is None else self._inner.exposed()
+
     async def close(self) -> None:
         if self._outer is not None:
             await self._outer.close()
@@ -132,7 +155,9 @@ class _Played:
     def __init__(self, kind: _Kind) -> None:
         self._kind = kind
         self._name = kind.maker.name
-        self._foreign = Foreign(kind.maker.make, end, name=self._name)
+        self._foreign = Foreign(kind.draw, self._end, name=self._name)
+        self._lent = False
+        self._running: list[str] = []  # the tools that have been called and have not answered
 
     async def begin(self, row: Row) -> Opening:
         self._made = await self._foreign.make()
@@ -155,6 +180,18 @@ class _Played:
         reward = await self._foreign.ask(self._made.get_reward)
         return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
 
+    def exposed(self) -> EnvironmentHandle:
+        """The instance. When it is released, another conversation may have it."""
+        self._lent = True
+        return EnvironmentHandle(self._made, self._give_back)
+
+    def _give_back(self) -> None:
+        (self._kind.retired if self._running else self._kind.free).append(self._made)
+
+    def _end(self, made: Any) -> Any:
+        # an instance whose conversation broke may still be busy: it is closed and not used again
+        return None if self._lent else end(made)
+
     async def close(self) -> None:
         await self._foreign.close()
 
@@ -162,7 +199,7 @@ class _Played:
         """The methods of this conversation's instance, told as TRL tells them."""
         assert self._kind.box is not None
         methods = {tool.name: getattr(self._made, tool.name) for tool in self._kind.box.tools}
-        return SimpleNamespace(**{name: _told(method) for name, method in methods.items()})
+        return SimpleNamespace(**{name: _told(method, self._running) for name, method in methods.items()})
 
 
 def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, timeout: float) -> _Kind:
@@ -176,26 +213,38 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
         box = Toolbox(make=object, name=type(made).__name__, tools=tools) if tools else None
         boxes.append((box, "get_reward" in public))
 
-    maker = Maker.of(found, arguments, wants=("reset",), check=look)
+    free: list[Any] = []
+    maker = Maker.of(found, arguments, wants=("reset",), check=look, keep=free.append)
     ((box, scores),) = boxes
-    return _Kind(maker, box, scores)
+    return _Kind(maker, box, scores, free, [])
 
 
-def _told(method: Callable[..., Any]) -> Callable[..., Any]:
+def _told(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
     """A tool whose result is told as in TRL: content blocks as they are, anything else as `str` has it."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
         async def waiting(**arguments: Any) -> Any:
-            return _content(await method(**arguments))
+            with _listed(method.__name__, running):
+                return _content(await method(**arguments))
 
         return waiting
 
     @wraps(method)
     def at_once(**arguments: Any) -> Any:
-        return _content(method(**arguments))
+        with _listed(method.__name__, running):
+            return _content(method(**arguments))
 
     return at_once
+
+
+@contextlib.contextmanager
+def _listed(name: str, running: list[str]) -> Iterator[None]:
+    running.append(name)
+    try:
+        yield
+    finally:
+        running.remove(name)
 
 
 def _content(result: Any) -> Any:

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 from turnwise.environments.foreign import Foreign
-from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 
-__all__ = ["Environment", "EnvironmentFactory", "Once", "Settles", "environment", "say"]
+__all__ = ["Environment", "EnvironmentFactory", "Exposes", "Once", "Settles", "environment", "say"]
 
 P = ParamSpec("P")
 
@@ -50,6 +50,16 @@ class Settles(Protocol):
     async def settle(self) -> float:
         """What is added to the last turn's reward. Asked once, if a limit ended the conversation and nothing broke: an
         environment that ends it itself says so in its last Reply."""
+        ...
+
+
+@runtime_checkable
+class Exposes(Protocol):
+    """An environment whose object reward functions may look at after the conversation."""
+
+    def exposed(self) -> EnvironmentHandle | None:
+        """Called after a conversation that did not break, before `close`, which must leave the object as it is. The scorer
+        calls `release` when the reward functions have been asked."""
         ...
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
-from turnwise.environments.environment import Environment, EnvironmentFactory, Settles
+from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, Settles
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer, Thinking
@@ -117,6 +117,8 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
             environment = _UserEnvironment(made)
             with boundary("internal"):
                 await _converse_in_time(session, environment, table)
+            with boundary("environment"):
+                trajectory.environment = made.exposed() if isinstance(made, Exposes) else None
         except Failed as failed:
             trajectory.fail(failed.failure)
             _log.info("%s broke: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))

@@ -103,6 +103,10 @@ class Scorer:
             await _together([self._score_together(reward, pending) for reward in self.groups])
         for one in pending:
             one.write()
+        for trajectory in trajectories:
+            handle, trajectory.environment = trajectory.environment, None
+            if handle is not None:
+                handle.release()
 
     async def _score_apart(self, scores: _Scores) -> None:
         """Ask the functions of a trajectory and those of its turns."""

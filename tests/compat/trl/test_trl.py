@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,8 @@ def _forgotten() -> None:
 
 
 def play(*said: Any, environment: Any = GuessEnv, row: Any = None, limits: Limits = ROOM, **options: Any) -> Trajectory:
-    make = TrlEnvironments(environment, **options)
     MADE.clear()
+    make = TrlEnvironments(environment, **options)
     return hold(Says(*said), make, row=row or a_row("Guess!", secret=7), limits=limits)
 
 
@@ -193,8 +194,6 @@ IMAGE = Image.new("RGB", (2, 2))
     ],
 )
 def test_what_reset_shows_stands_behind_the_prompt(shown: Any, messages: list[Any]) -> None:
-    import asyncio
-
     class Shows(Bare):
         pass
 
@@ -204,9 +203,11 @@ def test_what_reset_shows_stands_behind_the_prompt(shown: Any, messages: list[An
     assert (list(opening.messages), list(opening.tools)) == (messages, [])
 
 
-def test_an_environment_without_tools_and_reward_listens_once_and_is_closed() -> None:
+def test_an_environment_without_tools_and_reward_listens_once_and_is_kept() -> None:
     trajectory = play("a", environment=Bare, row=a_row())
-    assert (trajectory.stop, trajectory.turns[0].reward, MADE[0].closed) == ("done", 0.0, 1)
+    assert (trajectory.stop, trajectory.turns[0].reward, MADE[0].closed) == ("done", 0.0, 0)
+    assert trajectory.environment is not None
+    assert trajectory.environment.instance is MADE[0]  # kept for reward functions, then for the next conversation
 
 
 def test_content_blocks_of_a_tool_are_told_as_they_are(tmp_path: Path) -> None:
@@ -232,9 +233,9 @@ def test_content_blocks_of_a_tool_are_told_as_they_are(tmp_path: Path) -> None:
 
 
 def test_several_environments_are_chosen_by_the_row() -> None:
+    MADE.clear()
     make = TrlEnvironments({"guess": GuessEnv, "bare": Bare})
     assert [tool.name for tool in make.tools()] == ["guess", "peek"]
-    MADE.clear()
     guessing = hold(Says(guess(7), "7"), make, row=a_row(environment="guess", secret=7))
     assert (guessing.reward, [turn.reward for turn in guessing.turns]) == (None, [0.0, 1.0])
     assert "environment" not in MADE[0].given
@@ -313,10 +314,17 @@ def test_a_tool_that_hangs_is_told_to_the_model() -> None:
             """Wait."""
             gate.wait()
 
-    trajectory = play(call("wait"), "b", environment=Hangs, row=a_row(), timeout=0.05)
-    gate.set()
+    MADE.clear()
+    make = TrlEnvironments(Hangs, timeout=0.05)
+    trajectory = hold(Says(call("wait"), "b"), make, row=a_row(), limits=ROOM)
     assert told(trajectory) == ["Error: wait took longer than 0.05 s"]
-    assert [env.closed for env in MADE] == [1]
+    assert trajectory.environment is not None
+    trajectory.environment.release()
+    hold(Says("b"), make, row=a_row(), limits=ROOM)
+    assert len(MADE) == 2  # the first one is still busy
+    gate.set()
+    asyncio.run(make.aclose())
+    assert MADE[0].closed == 1
 
 
 @pytest.mark.parametrize(

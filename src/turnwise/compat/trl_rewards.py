@@ -1,0 +1,126 @@
+"""TRL's reward functions (`reward_funcs` of its GRPOTrainer), as they are.
+
+    reward:
+      group:
+        - {use: turnwise.compat.trl_rewards:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
+
+A function of `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with one item
+for each conversation, that gives a list of numbers; sync or async. It is asked once for each row, about all conversations of
+it. The facts are those of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from turnwise.errors import ConfigError
+from turnwise.references import resolve
+from turnwise.types import Message, Trajectory
+
+__all__ = ["TrlReward"]
+
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class TrlReward:
+    """A reward function of TRL, as a function of the trajectories of a group.
+
+    None and NaN say that it does not apply to a conversation. What it logs by `log_extra` and `log_metric` is kept in the
+    `info` of the last turns.
+    """
+
+    def __init__(self, function: str | Callable[..., Any]) -> None:
+        """`function` is a function, or a reference to one.
+
+        Raises ConfigError if it cannot be called as TRL does, or asks for the state of TRL's trainer.
+        """
+        found = resolve(function, key="reward.group.arguments.function") if isinstance(function, str) else function
+        self.__name__ = getattr(found, "__name__", type(found).__name__)
+        if not callable(found):
+            raise ConfigError(
+                f"reward.group.arguments.function: {function} is a {type(found).__name__}; it must be a function of "
+                f"prompts, completions and columns"
+            )
+        parameters = inspect.signature(found).parameters.values()
+        self._everything = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._names = {one.name for one in parameters}
+        self._needs_environments = any(one.name == "environments" and one.default is one.empty for one in parameters)
+        if "trainer_state" in self._names:
+            raise ConfigError(
+                f"reward.group.arguments.function: {self.__name__} asks for trainer_state, the state of TRL's trainer, which "
+                f"there is none of here: take the parameter out"
+            )
+        self._function = found
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None] | Awaitable[list[float | None]]:
+        given = self._given(trajectories)
+        values = self._function(**{name: one for name, one in given.items() if self._everything or name in self._names})
+        return self._awaited(values) if inspect.isawaitable(values) else _numbers(values)
+
+    async def _awaited(self, values: Awaitable[Any]) -> list[float | None]:
+        return _numbers(await values)
+
+    def _given(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            for one, value in zip(trajectories, values, strict=True):
+                _last_info(one)[column] = value
+
+        def log_metric(name: str, value: float) -> None:
+            for one in trajectories:
+                _last_info(one)[name] = float(value)
+
+        prompts, completions = zip(*(_parted(one) for one in trajectories), strict=True)
+        names = dict.fromkeys(name for one in trajectories for name in one.row.fields if name not in _NOT_COLUMNS)
+        given: dict[str, Any] = {name: [one.row.fields.get(name) for one in trajectories] for name in names}
+        given |= {
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "completion_ids": [_completion_ids(one) for one in trajectories],
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        handles = [one.environment for one in trajectories]
+        if all(handle is not None for handle in handles):
+            given["environments"] = [handle.instance for handle in handles if handle is not None]
+        elif self._needs_environments:
+            raise TypeError(
+                f"{self.__name__} wants `environments`, and the recipe's environment has no objects to look at; use "
+                f"turnwise.compat.trl:TrlEnvironments"
+            )
+        return given
+
+
+def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
+    """The messages before the model spoke for the first time, and those from there on.
+
+    Without tools the model's own words are whole, thoughts included; with tools they are parsed, as in TRL.
+    """
+    turns = {id(turn.message): turn for turn in trajectory.turns}
+    messages = trajectory.messages
+    first = next((n for n, message in enumerate(messages) if id(message) in turns), len(messages))
+    completion = [dict(message) for message in messages[first:]]
+    if not trajectory.tools:
+        for message, copy in zip(messages[first:], completion, strict=True):
+            if (turn := turns.get(id(message))) is not None:
+                copy["content"] = turn.text
+    return [dict(message) for message in messages[:first]], completion
+
+
+def _completion_ids(trajectory: Trajectory) -> list[int]:
+    """The tokens of the last segment from the first one on that the model sampled."""
+    if not trajectory.segments:
+        return []
+    segment = trajectory.segments[-1]
+    first = next((n for n, turn in enumerate(segment.turn) if turn >= 0), len(segment))
+    return list(segment.token_ids[first:])
+
+
+def _last_info(trajectory: Trajectory) -> dict[str, Any]:
+    return trajectory.turns[-1].info if trajectory.turns else {}
+
+
+def _numbers(values: Any) -> list[float | None]:
+    return [None if value is None or math.isnan(float(value)) else float(value) for value in values]
