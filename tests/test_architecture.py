@@ -52,6 +52,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "resume_rules": {"config", "errors", "options"},
     "activity": set(),
     "stopping": set(),
+    "trying_out": {"errors"},
     "record": {"types", "errors", "config", "gallery", "json_yaml", "run_lock"},
     "serve": {"errors", "json_yaml"},
     "compat": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,66 @@ def test_a_script_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'["caf\xe9"]')
     with pytest.raises(DataError, match=r"latin\.jsonl is not UTF-8: "):
         build.scripts(str(tmp_path / "latin.jsonl"))
+
+
+TRIED_OUT = """
+from pathlib import Path
+
+LOG = Path(__file__).with_suffix(".log")
+
+class Place:
+    def __init__(self):
+        self.tell("made")
+    def tell(self, what):
+        with LOG.open("a") as file:
+            file.write(f"{type(self).__name__} {what}\\n")
+    async def begin(self, row):
+        raise RuntimeError
+    async def step(self, turn):
+        raise RuntimeError
+    async def close(self):
+        self.tell("closed")
+
+class Box:
+    def __init__(self):
+        self._tell("made")
+    def _tell(self, what):
+        Place.tell(self, what)
+    async def close(self):
+        self._tell("closed")
+    async def look(self) -> str:
+        \'\'\'Look.\'\'\'
+        return "nothing"
+
+class Unready(Place):
+    async def close(self):
+        raise AttributeError("not begun")
+"""
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in an event loop"])
+def test_what_is_made_to_be_tried_out_is_closed_also_where_close_is_async(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool
+) -> None:
+    file = tmp_path / "places.py"
+    file.write_text(TRIED_OUT)
+
+    def make(environment: str) -> None:
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train": "x.jsonl"},
+            "environment": f"{file}:{environment}",
+            "tools": [f"{file}:Box"],
+        }
+        build.environment_factory(Config.model_validate(tree))
+
+    async def make_inside() -> None:
+        make("Place")
+
+    if inside:
+        asyncio.run(make_inside())
+    else:
+        make("Place")
+    assert file.with_suffix(".log").read_text().splitlines() == ["Box made", "Box closed", "Place made", "Place closed"]
+    make("Unready")  # warned of only: it was not begun
+    assert "made to be tried out, could not be closed: AttributeError: not begun" in caplog.text

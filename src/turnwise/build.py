@@ -26,6 +26,7 @@ from turnwise.rollout.renderer import Renderer
 from turnwise.scoring.credit import Credit, grpo
 from turnwise.scoring.mask import RULES, Rule, custom, takes_trajectory
 from turnwise.scoring.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
+from turnwise.trying_out import close_tried, close_tried_environment
 from turnwise.types import Row
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ def _try_out(box: Toolbox, *, key: str) -> None:
     try:
         with boundary("tool"):
             one = box.make()
-            if box.closes and not inspect.iscoroutinefunction(one.close):
-                one.close()
+            if box.closes:
+                close_tried(one.close)
     except Failed as failed:
         raise ConfigError(f"{key}: {box.name} cannot be made: {failed.failure.message}") from failed
 
@@ -202,7 +203,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
         with boundary("environment"):
-            one = make()  # one is made to see whether it can be; it is not begun, so there is nothing to close
+            one = make()  # one is made to see whether it can be
             source = one if isinstance(one, EnvironmentSource) else None
             behind = source.tools() if source is not None else ()
             Tools([*tools, *behind])
@@ -214,6 +215,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
             f"environment: {config.environment.use} makes a {type(one).__name__} without {', '.join(missing)}; an "
             f"environment has async begin(row), step(turn) and close(), or is an async generator under @environment"
         )
+    if source is None and isinstance(one, Environment):
+        close_tried_environment(one.close, config.environment.use)
     if source is not None and config.environment.thread:
         raise ConfigError(
             f"environment.thread has no effect with {config.environment.use}, which runs the methods of other classes: make "
