@@ -12,7 +12,6 @@ import yaml
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
 from turnwise.config import Config
-from turnwise.data.rows import read_rows
 from turnwise.environments.environment import Once, environment
 from turnwise.environments.tools import Tools
 from turnwise.errors import RunError
@@ -301,11 +300,7 @@ def test_info_that_cannot_be_written_ends_nothing(info: Any, part: str, tmp_path
 
 
 def test_a_deeply_nested_row_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"prompt": "Hi", "odd": nested(900)}) + "\n" + json.dumps({"prompt": "Ho"}) + "\n"
-    )
-    rows = read_rows(str(tmp_path / "rows.jsonl"))
-    held = [hold(["a"], row=row) for row in rows]
+    held = [hold(["a"], row=a_row("Hi", id=str(n), odd=nested(depth))) for n, depth in enumerate((900, 1))]
     write_trajectories(tmp_path / "t.jsonl", held)
     records = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [record["stop"] for record in records] == ["done", "done"]

@@ -76,6 +76,7 @@ def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
                 "text": call.text,
                 "content": outcome.content if outcome else None,
                 "error": outcome.error if outcome else None,
+                **({"traceback": outcome.traceback} if outcome and outcome.traceback else {}),
                 "reward": outcome.reward if outcome and math.isfinite(outcome.reward) else None,
                 "attempts": outcome.attempts if outcome else None,
                 "seconds": round(outcome.seconds, 4) if outcome else None,

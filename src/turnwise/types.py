@@ -214,6 +214,8 @@ class ToolOutcome:
     seconds: float = 0.0
     attempts: int = 1
     """How often the tool was tried."""
+    traceback: str = field(default="", compare=False)
+    """The frames of the exception, where the tool raised one; the model is not told of them."""
 
 
 @dataclass(slots=True, kw_only=True)

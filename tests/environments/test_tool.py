@@ -263,3 +263,27 @@ def test_the_bound_of_a_layer_in_front_of_a_layer_is_the_stricter_one() -> None:
     assert [outcome.error for outcome in reply.outcomes] == [None, "parallel"]
     with pytest.raises(ConfigError, match="max_parallel_calls=0 allows no call at all"):
         Tools([note], max_parallel_calls=0)
+
+
+def test_an_exception_keeps_its_traceback_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def helper() -> None:
+        raise LookupError("no such page")
+
+    async def page(n: int) -> str:
+        """Read a page."""
+        helper()
+        return ""
+
+    async def talks(n: int) -> str:
+        """Read a page."""
+        raise ValueError("give another number")
+
+    tool = Tool.of(page)
+    outcomes = [asyncio.run(tool.run(ToolCall(id="1", name="page", arguments={"n": n}, text=""))) for n in range(3)]
+    assert [one.content for one in outcomes] == ["Error: LookupError: no such page"] * 3
+    for one in outcomes:
+        assert "in page" in one.traceback
+        assert one.traceback.splitlines()[-1].strip() == 'raise LookupError("no such page")'
+    asyncio.run(Tool.of(talks).run(ToolCall(id="1", name="talks", arguments={"n": 1}, text="")))
+    (message,) = caplog.messages
+    assert message.startswith("the tool page raised LookupError: no such page\n  File ")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 import time
 import weakref
@@ -22,10 +23,13 @@ from turnwise.environments.tool_result import Answer, Result, failed, read_resul
 from turnwise.environments.tool_schema import Arguments, FromSchema, WrongArguments, schema_of
 from turnwise.environments.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.types import ToolCall, ToolOutcome, ToolSchema
+from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
 
 __all__ = ["Tool", "Toolbox", "own_copy", "requires"]
 
+_log = logging.getLogger(__name__)
+_logged: set[str] = set()
+_MOST_LOGGED = 100
 _PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
 
 
@@ -139,6 +143,7 @@ class Tool:
         attempt = 0
         while True:
             attempt += 1
+            traceback = ""
             try:
                 result = await self._attempt(call.arguments)
             except TimeoutError:  # ours: the function's own became a Failed at the boundary
@@ -147,10 +152,14 @@ class Tool:
                 cause = failure.__cause__
                 kind = "arguments" if isinstance(cause, WrongArguments) else "raised"
                 text, again = _told(failure), not isinstance(cause, ValueError | WrongArguments)
+                traceback = failure.failure.traceback if kind == "raised" else ""
+                if again:  # a defect, and not the tool talking to the model
+                    _tell_once(self.name, failure.failure)
             else:
                 return Answer.of(call, result, seconds=time.perf_counter() - started, attempts=attempt)
             if not again or attempt > self.retries:
-                return failed(call, kind, text, seconds=time.perf_counter() - started, attempts=attempt)
+                seconds = time.perf_counter() - started
+                return failed(call, kind, text, seconds=seconds, attempts=attempt, traceback=traceback)
             await asyncio.sleep(min(_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
@@ -187,8 +196,8 @@ def requires(check: Callable[[], object]) -> Callable[[F], F]:
     run, and raises ConfigError where that is not there."""
 
     def decorated(function: F) -> F:
-        assert isinstance(function, FunctionType)
-        _requirements[function] = check
+        if isinstance(function, FunctionType):
+            _requirements[function] = check
         return function
 
     return decorated
@@ -310,6 +319,14 @@ def _refuse_unfit(function: Callable[..., Any], parameters: Mapping[str, Any], n
                 f"the function of the tool {name!r} needs the argument {parameter.name!r}, and its schema does not require "
                 f"it: add it to `required`, or give it a default"
             )
+
+
+def _tell_once(name: str, failure: Failure) -> None:
+    """Log an exception of a tool, the first time that it is raised on that line."""
+    key = f"{name}\n{failure.traceback or failure.message}"
+    if key not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(key)
+        _log.warning("the tool %s raised %s\n%s", name, failure.message, failure.traceback)
 
 
 def _told(failure: Failed) -> str:

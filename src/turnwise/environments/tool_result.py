@@ -108,7 +108,9 @@ class Answer:
         }
 
 
-def failed(call: ToolCall, kind: str, text: str, *, seconds: float = 0.0, attempts: int = 1) -> Answer:
+def failed(
+    call: ToolCall, kind: str, text: str, *, seconds: float = 0.0, attempts: int = 1, traceback: str = ""
+) -> Answer:
     """The answer to a call that went wrong; `kind` is one of those of `ToolOutcome.error`."""
     text = _encodable(f"Error: {text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + ' ...'}")
     outcome = ToolOutcome(
@@ -119,6 +121,7 @@ def failed(call: ToolCall, kind: str, text: str, *, seconds: float = 0.0, attemp
         error=kind,
         seconds=seconds,
         attempts=attempts,
+        traceback=traceback,
     )
     return Answer(outcome=outcome, content=text)
 
