@@ -130,7 +130,7 @@ def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
             piece = held.turn(answers, again=answered)
             answered = answered or any(message["role"] == "tool" for message in piece.messages)
     held.last()
-    if not held.differs and held.ids != list(renderer.encode(held.whole))[: len(held.ids)]:
+    if not held.differs and held.ids != held.whole_ids[: len(held.ids)]:
         held.differs, held.harmless = "cuts the same text into other tokens in one pass", True
     return Finding(
         scenario=scenario.name,
@@ -161,7 +161,9 @@ class _Held:
 
     def __init__(self, renderer: Renderer, whole: str) -> None:
         self._renderer = renderer
-        self.whole = whole
+        self.whole_ids = list(renderer.encode_once(whole))
+        # as the tokens read: some tokenizers write a blank before every stretch of text
+        self.whole = renderer.decode(self.whole_ids)
         self.ids: list[int] = []
         self.differs = ""
         self.harmless = False
@@ -178,6 +180,8 @@ class _Held:
 
     def turn(self, answers: Sequence[Message], *, again: bool) -> Piece:
         """What the model says next, and what it is answered."""
+        if (exact := self._turn_by_ids(answers, again=again)) is not None:
+            return exact
         decode = self._renderer.decode
         found: list[tuple[bool, int, int, Piece, str]] = []
         for order, stop in enumerate(self._renderer.stop_token_ids):
@@ -208,6 +212,24 @@ class _Held:
         self._take(piece, written)
         return piece
 
+    def _turn_by_ids(self, answers: Sequence[Message], *, again: bool) -> Piece | None:
+        """The same where the tokens are those of the one pass so far and go on so; None where texts must tell why not."""
+        if self.ids != self.whole_ids[: len(self.ids)]:
+            return None
+        found: list[tuple[int, Piece]] = []
+        for stop in self._renderer.stop_token_ids:
+            piece = self._renderer.bridge(stop, answers, again=again)
+            place = _find(self.whole_ids, [stop, *piece.token_ids], len(self.ids)) if piece.token_ids else -1
+            if place >= 0:
+                found.append((place + 1, piece))
+        if not found:
+            return None
+        place, piece = min(found, key=lambda one: one[0])
+        self.ids = self.whole_ids[: place + len(piece.token_ids)]
+        self.encoded += len(piece.token_ids)
+        self._at = len(self._renderer.decode(self.ids))
+        return piece
+
     def _instead(self, text: str, answers: Sequence[Message]) -> str:
         """The text that was expected, and what stands there in the one pass: from where they differ, laid over the answer."""
         content = str(answers[0].get("content"))
@@ -223,6 +245,11 @@ class _Held:
 
     def last(self) -> None:
         """The model's last turn, up to its stop token."""
+        if self.ids == self.whole_ids[: len(self.ids)]:
+            rest = self.whole_ids[len(self.ids) :]
+            end = next((n for n, token in enumerate(rest, 1) if token in self._renderer.stop_token_ids), len(rest))
+            self.ids += rest[:end]
+            return
         text = self.whole[self._at :]
         stops = [self._renderer.decode([token]) for token in self._renderer.stop_token_ids]
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
@@ -258,6 +285,12 @@ class _Held:
         self._note(
             f"writes {self.whole[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}", harmless=False
         )
+
+
+def _find(whole: Sequence[int], part: Sequence[int], at: int) -> int:
+    """Where the tokens of a part stand in the one pass from `at` on, or -1."""
+    part, last = list(part), len(whole) - len(part)
+    return next((n for n in range(at, last + 1) if whole[n : n + len(part)] == part), -1) if part else -1
 
 
 def _shapes(asked: Sequence[Message], given: Sequence[Message]) -> set[str]:
