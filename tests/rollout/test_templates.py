@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from support import CHATML, byte_tokenizer
 from support.conversations import a_row, hold, scripted
 from support.families import family_renderer, template_files
+from turnwise.config import Config
+from turnwise.doctor.preflight import preflight
 from turnwise.environments.environment import environment
 from turnwise.errors import TemplateError
 from turnwise.rollout.conformance import SCENARIOS, Scenario, examine
@@ -134,3 +137,25 @@ def test_forty_turns_encode_no_token_twice(path: Path) -> None:
     assert not found.refused
     # only what the model did not say is encoded at all
     assert found.encoded <= found.kept
+
+
+NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}" + CHATML
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scenario) -> None:
+    renderer = Renderer(byte_tokenizer(NEEDS_TOOLS))
+    assert renderer.template.probe_tools
+    assert renderer.tool_format.name == "hermes"
+    found = examine(renderer, scenario)
+    assert found.exact, found.differs or found.refused
+
+
+def test_a_recipe_without_tools_is_refused_where_the_template_works_only_with_tools() -> None:
+    config = Config.model_validate({"model": {"path": "x"}, "data": {"train": "x.jsonl"}})
+    with pytest.raises(TemplateError, match="refuses conversations without tools, and the recipe has none"):
+        preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)))
+    assert preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)), tools=True) == []
+    trajectory = hold(["4"], renderer=Renderer(byte_tokenizer(NEEDS_TOOLS)))
+    assert trajectory.error is not None
+    assert "no tools" in trajectory.error.message

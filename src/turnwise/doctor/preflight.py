@@ -20,6 +20,11 @@ def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> lis
     tools = tools or bool(config.tools) or config.mcp.servers is not None
     if tools:
         _ = renderer.tool_format
+    elif renderer.template.probe_tools:
+        raise TemplateError(
+            f"the chat template of {renderer.where} refuses conversations without tools, and the recipe has none: add tools, "
+            f"or use another chat template"
+        )
     policy = thinking(renderer, config.thinking)
     if policy.status == "fail":
         raise TemplateError(policy.text)

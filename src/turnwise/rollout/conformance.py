@@ -108,7 +108,7 @@ def examine(renderer: Renderer, scenario: Scenario) -> Finding:
 
 def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
     template = renderer.template
-    tools = scenario.tools if template.call_shape is not None else []
+    tools = (scenario.tools if template.call_shape is not None else []) or template.probe_tools
     opening = renderer.opening(scenario.opening, tools)
     messages, handed = list(opening.messages), _shapes(scenario.opening, opening.messages)
     answered = False

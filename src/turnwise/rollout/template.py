@@ -59,31 +59,31 @@ class Template:
                 f"the model directory, or use the instruction-tuned variant of the model"
             )
         self.source = str(tokenizer.chat_template)
+        self.probe_tools: Sequence[ToolSchema] = ()
+        """The tools that probes are rendered with: none, or one where the template works only with tools."""
         self._in_parts = False
-        if not self._writes_content():
-            self._in_parts = True
-            if not self._writes_content():
-                self._in_parts = False
-                raise TemplateError(
-                    f"the chat template of {where} does not write an assistant message's content as it is, so a conversation "
-                    f"cannot be continued without rendering it again. It wrote: "
-                    f"{self.render([QUESTION, words(PLACEHOLDER)], cue=False)[-200:]!r}"
-                )
+        if not self._find_content():
+            raise TemplateError(
+                f"the chat template of {where} does not write an assistant message's content as it is, so a conversation "
+                f"cannot be continued without rendering it again. It wrote: "
+                f"{self.render([QUESTION, words(PLACEHOLDER)], cue=False)[-200:]!r}"
+            )
         self._plan = functools.lru_cache(maxsize=1024)(self._find_plan)
         self._check_closing()
 
     # what it writes
 
-    def render(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] = ()) -> str:
+    def render(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] | None = None) -> str:
         """The messages as one text, with the cue for the next model turn if asked for.
 
-        Raises TemplateError if the template refuses them.
+        `tools` are those of the conversation; None for a probe. Raises TemplateError if the template refuses them.
         """
         return self._write([self._shaped(message) for message in messages], cue=cue, tools=tools)
 
-    def _write(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] = ()) -> str:
+    def _write(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] | None = None) -> str:
         import jinja2
 
+        tools = self.probe_tools if tools is None else tools
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=cue, tokenize=False
@@ -99,7 +99,7 @@ class Template:
             raise TemplateError(f"the chat template refuses messages of the roles [... {roles}]: {error}") from error
 
     def said(
-        self, message: Message, *, before: Sequence[Message] = (QUESTION,), tools: Sequence[ToolSchema] = ()
+        self, message: Message, *, before: Sequence[Message] = (QUESTION,), tools: Sequence[ToolSchema] | None = None
     ) -> str:
         """What the model has to say, end of turn included, for the template to write this assistant message."""
         cue = self.render(before, cue=True, tools=tools)
@@ -326,6 +326,24 @@ class Template:
         """What is written behind the placeholder's last occurrence, or None where it is lost."""
         _, found, after = self.render(messages, cue=cue).rpartition(PLACEHOLDER)
         return after if found else None
+
+    def _find_content(self) -> bool:
+        """Whether it writes a content as it is: as text or in parts, without tools or, where it refuses that, with a tool."""
+        first: TemplateError | None = None
+        for tools in ((), (TOOL,)):
+            for in_parts in (False, True):
+                self.probe_tools, self._in_parts = tools, in_parts
+                try:
+                    if self._writes_content():
+                        return True
+                except TemplateError as error:
+                    if "no valid Jinja" in str(error):
+                        raise
+                    first = first or error
+        self.probe_tools, self._in_parts = (), False
+        if first is not None:
+            raise first
+        return False
 
     def _writes_content(self) -> bool:
         try:
