@@ -124,7 +124,8 @@ def test_a_second_ctrl_c_says_which_checkpoint_there_is(recipe: Path) -> None:
     time.sleep(2)
     if started.poll() is None:
         started.send_signal(signal.SIGINT)
-    assert started.wait(timeout=240) == 130
+    # the latter where it came when all was said, and Python was shutting down
+    assert started.wait(timeout=240) in (130, -signal.SIGINT)
     log = recipe.with_name("log.txt").read_text()
     link = recipe.with_name("run") / "checkpoint"
     step = int(link.resolve().parent.name.removeprefix("step-"))
