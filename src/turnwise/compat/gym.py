@@ -11,6 +11,7 @@ its own; it runs beside the event loop and is closed once.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -50,6 +51,8 @@ class GymEnvironments:
         seed: str | None = None,
         options: str | None = None,
         invalid_reward: float = 0.0,
+        render: bool = False,
+        info: bool = False,
     ) -> None:
         """`environment` is a class, a function that makes one, a reference to either, or a registered id such as
         `FrozenLake-v1`; `arguments` are what it is made with.
@@ -61,12 +64,16 @@ class GymEnvironments:
         `seed` and `options` name the columns that `reset` is given. Without them these are `seed` and `options` where a row
         has them, and a row without a seed has one of its own. `invalid_reward` is what an answer earns that is no action.
 
+        `render` shows the text of `render()` behind the observation (make the game with `render_mode: ansi`), `info` the
+        information of `reset` and `step` as JSON.
+
         Raises ConfigError.
         """
         if isinstance(environment, str) and _REGISTERED.search(environment):
             environment = _registered(environment)
         self._read = None if action is None else referred(action, "action")
         self.show = None if observation is None else referred(observation, "observation")
+        self.render, self.info = render, info
         self._seed, self._options = seed, options
         if isinstance(invalid_reward, bool) or not isinstance(invalid_reward, int | float):
             raise ConfigError(f"environment.arguments.invalid_reward is {invalid_reward!r}; it must be a number")
@@ -95,6 +102,11 @@ class GymEnvironments:
                 f"its reset cannot be called with seed and options ({error}), as gymnasium does. A class with reset() and "
                 f"step(action) -> (observation, done) is played by turnwise.compat.gym:ToolEnvironments"
             ) from None
+        if self.render and (mode := getattr(made, "render_mode", None)) != "ansi":
+            raise ConfigError(
+                f"environment.arguments.render shows texts, and the game has the render_mode {mode!r}; set "
+                f"environment.arguments.arguments.render_mode to ansi"
+            )
         self.actions(made)
 
     def actions(self, made: Any) -> Actions:
@@ -138,7 +150,7 @@ class _Game:
         answered = await self._foreign.ask(partial(self._made.reset, seed=seed, options=options))
         if not isinstance(answered, tuple) or len(answered) != 2:
             raise TypeError(f"{self._name}.reset gave {_form(answered)}; gymnasium's gives (observation, info)")
-        return Opening(messages=opened(row.messages, await self._shown(answered[0])))
+        return Opening(messages=opened(row.messages, await self._shown(*answered)))
 
     async def step(self, turn: Turn) -> Reply:
         text = str(turn.message.get("content") or "")
@@ -162,7 +174,7 @@ class _Game:
             raise TypeError(f"{self._name}.step gave the info {info!r:.80}; it must be a dictionary")
         ends = {name: True for name, over in (("terminated", terminated), ("truncated", truncated)) if over}
         return Reply(
-            messages=messages_of(await self._shown(observation), "user"),
+            messages=messages_of(await self._shown(observation, info), "user"),
             reward=number(reward, f"{self._name}.step"),
             done=bool(ends),
             info={**plain(info), **ends},
@@ -171,9 +183,25 @@ class _Game:
     async def close(self) -> None:
         await self._foreign.close()
 
-    async def _shown(self, observation: Any) -> Any:
-        show = self._rules.show
-        return observation if show is None else await self._foreign.ask(partial(show, observation))
+    async def _shown(self, observation: Any, info: Any) -> Any:
+        rules = self._rules
+        shown = observation if rules.show is None else await self._foreign.ask(partial(rules.show, observation))
+        if not rules.render and not rules.info:
+            return shown
+        texts = [message["content"] for message in messages_of(shown, "user")]
+        if rules.render:
+            frame = await self._foreign.ask(self._made.render)
+            if not isinstance(frame, str):
+                raise TypeError(
+                    f"{self._name}.render gave {frame!r:.80}; environment.arguments.render shows texts: make the game with "
+                    f"arguments: {{render_mode: ansi}}"
+                )
+            texts.append(frame.strip("\n"))
+        if rules.info:
+            texts.append(json.dumps(plain(info), ensure_ascii=False))
+        if any(not isinstance(text, str) for text in texts):
+            raise TypeError("environment.arguments.render and info are shown behind a text; the observation is no text")
+        return "\n".join(texts)
 
 
 class ToolEnvironments:

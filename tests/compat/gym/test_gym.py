@@ -400,3 +400,17 @@ def test_a_recipe_names_a_game_and_the_tools_in_front_of_it(tmp_path: Path) -> N
     trajectory = hold(Says(call("calculator", '{"expression": "1+1"}'), "I take 2"), environments)
     assert [turn.reward for turn in trajectory.turns] == [0.0, 2.0]
     assert trajectory.messages[0]["content"] == "Hi\n\nGo"
+
+
+def test_the_text_of_render_and_the_information_are_shown_where_they_are_asked_for() -> None:
+    make = GymEnvironments(
+        "FrozenLake-v1", arguments={"is_slippery": False, "render_mode": "ansi"}, render=True, info=True
+    )
+    shown = hold(Says("2", "0"), make, limits=Limits(turns=2)).messages
+    board = "\x1b[41mS\x1b[0mFFF\nFHFH\nFFFH\nHFFG"
+    assert shown[0]["content"].endswith(f'0\n{board}\n{{"prob": 1}}')
+    assert shown[2]["content"] == '1\n  (Right)\nS\x1b[41mF\x1b[0mFF\nFHFH\nFFFH\nHFFG\n{"prob": 1.0}'
+    with pytest.raises(ConfigError, match="has the render_mode None"):
+        GymEnvironments("FrozenLake-v1", render=True)
+    with pytest.raises(ConfigError, match="NoSuchGame"):
+        GymEnvironments("NoSuchGame-v1")
