@@ -48,6 +48,7 @@ __all__ = [
     "sampling",
     "scorer",
     "scripts",
+    "short_enough",
 ]
 
 
@@ -393,6 +394,21 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         system=data.system,
         limit=min(bounds, default=None),
     )
+
+
+def short_enough(config: Config, rows: Sequence[Row], renderer: Renderer) -> tuple[list[Row], list[str]]:
+    """The rows that data.max_prompt_tokens leaves, and a note that says how many it leaves out.
+
+    Raises DataError if none is left.
+    """
+    most = config.data.max_prompt_tokens
+    if most is None:
+        return list(rows), []
+    left = [row for row in rows if len(renderer.opening(row.messages, ()).token_ids) <= most]
+    if rows and not left:
+        raise DataError(f"all {len(rows)} prompts have more than data.max_prompt_tokens={most} tokens: raise it")
+    out = len(rows) - len(left)
+    return left, [f"{out} of {len(rows)} rows are left out: data.max_prompt_tokens={most}"] if out else []
 
 
 def scripts(path: str) -> list[list[str]]:

@@ -46,7 +46,9 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
 async def _collect(
     config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
 ) -> dict[str, Any]:
-    rows = build.rows(config, limit=config.rollout.rows)
+    rows, notes = build.short_enough(config, build.rows(config, limit=config.rollout.rows), renderer)
+    for note in notes:
+        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     scorer, mask = build.scorer(config), build.loss_mask(config)
     rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]

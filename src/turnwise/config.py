@@ -70,9 +70,9 @@ class Model(Part):
 class Data(Part):
     """Where conversations start."""
 
-    train: NonEmpty
-    """A .jsonl or .parquet file, a directory saved by `datasets`, or a hub id."""
-    eval: NonEmpty | None = None
+    train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
+    """A .jsonl or .parquet file, a directory saved by `datasets`, or a hub id; or a list of these."""
+    eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """Held-out rows, likewise."""
     split: NonEmpty = "train"
     """Of a data set with splits."""
@@ -86,6 +86,8 @@ class Data(Part):
     shuffle: bool = True
     limit: Positive | None = None
     """Use only the first rows."""
+    max_prompt_tokens: Positive | None = None
+    """Leave out rows whose prompt has more tokens than this in the chat template, tools not counted."""
     return_multi_modal_inputs: bool | None = None
     """Of rows with images: true runs the processor on them once at the start, and the tensors ride with the row
     (`multi_modal_inputs`); false leaves it to the conversations that show them, as null does."""

@@ -38,7 +38,7 @@ RULES: Mapping[str, Rule] = {
     # where the rows come from is free; which rows they are is compared by their contents
     **_all("rows", "data.", "train split subset columns system limit"),
     **_all("free", "data.", "eval eval_split"),
-    "data.shuffle": "named",
+    **_all("named", "data.", "max_prompt_tokens shuffle"),  # the comparison of rows is made before any is left out
     "data.return_multi_modal_inputs": "free",
     # what answers the model
     **_all("named", "environment.", "use arguments"),

@@ -40,6 +40,10 @@ def refuse_sft_without_effect(config: Config) -> None:
             "data.eval_split has no effect without data.eval",
         ),
         (
+            data.max_prompt_tokens is not None,
+            "data.max_prompt_tokens has no effect in fine-tuning: sft.too_long says what becomes of long conversations",
+        ),
+        (
             config.environment != Config.model_fields["environment"].default,
             f"environment={config.environment.use} has no effect in fine-tuning (the data says what comes after the model's "
             f"turn); remove it",

@@ -236,6 +236,9 @@ def assemble(config: Config) -> Run:
     renderer = Renderer.from_pretrained(opened.source, sanity=config.sanity, tool_format=config.tool_format)
     opened.compare_tokenizer(renderer)
     findings = preflight(config, renderer)
+    rows, left_out = build.short_enough(config, rows, renderer)
+    held_out, held_out_left_out = build.short_enough(config, held_out, renderer)
+    findings += [*left_out, *(f"held-out rows: {note}" for note in held_out_left_out)]
     environments = build.environment_factory(config, encode=renderer.encode)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]

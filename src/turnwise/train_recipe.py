@@ -130,8 +130,9 @@ def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
 def file_problems(data: Data) -> list[tuple[bool, str]]:
     """Of options that say which part of a data set is meant, and whether they say it of a single file."""
 
-    def is_file(source: str | None) -> bool:
-        return source is not None and source.endswith(FILES)
+    def is_file(source: str | list[str] | None) -> bool:
+        several = [source] if isinstance(source, str) else source
+        return several is not None and all(one.endswith(FILES) for one in several)
 
     only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
     return [

@@ -22,7 +22,7 @@ from turnwise import build, sft
 from turnwise.config import Config
 from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
 from turnwise.engines.local import LocalEngine
-from turnwise.errors import ConfigError, EngineError
+from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.recipe import load
 from turnwise.report import Report
 from turnwise.sft_report import SftReport
@@ -276,6 +276,22 @@ def test_evaluations_are_as_many_as_the_recipe_says(
     assert [one["step"] for one in read(tmp_path / "run" / "evaluations.jsonl")] == steps
     held = [one["step"] for one in read(tmp_path / "run" / "eval_trajectories.jsonl")]
     assert held == [step for step in steps for _ in range(conversations)]
+
+
+def test_rows_with_longer_prompts_are_left_out(model: Path, recipe: Path, tmp_path: Path) -> None:
+    long = {"prompt": [{"role": "user", "content": "x" * 500}]}
+    for name in ("train", "eval"):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(long) + "\n")
+    made = assemble(load(recipe, ["data.max_prompt_tokens=100"])[0])
+    assert (len(made.rows), len(made.held_out)) == (4, 3)
+    assert [note for note in made.notes if "left out" in note] == [
+        "1 of 5 rows are left out: data.max_prompt_tokens=100",
+        "held-out rows: 1 of 4 rows are left out: data.max_prompt_tokens=100",
+    ]
+    assert len(assemble(load(recipe, [f"output={tmp_path}/other"])[0]).rows) == 5
+    with pytest.raises(DataError, match=r"all 5 prompts have more than data\.max_prompt_tokens=3"):
+        assemble(load(recipe, ["data.max_prompt_tokens=3", f"output={tmp_path}/third"])[0])
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ _ELSEWHERE = {
 
 
 def read_conversations(
-    source: str,
+    source: str | Sequence[str],
     *,
     columns: Mapping[str, str] | None = None,
     split: str = "train",

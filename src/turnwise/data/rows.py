@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
 def read_rows(
-    source: str,
+    source: str | Sequence[str],
     *,
     columns: Mapping[str, str] | None = None,
     split: str = "train",
@@ -36,7 +36,8 @@ def read_rows(
 ) -> list[Row]:
     """Read a data set.
 
-    `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id. `columns` maps
+    `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id; or a list of these,
+    whose rows follow each other and are numbered through. `columns` maps
     our names to the data's: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
     messages; `id` is optional. The columns `images` and `videos` are put into the messages where they say `<image>` and
     `<video>`. `system` is put before prompts that have no system message of their own.
@@ -50,17 +51,20 @@ def read_rows(
 
 
 def made_rows(
-    source: str, make: Callable[[Found, Path | None], Row], *, split: str, subset: str | None, limit: int | None
+    source: str | Sequence[str],
+    make: Callable[[Found, Path | None], Row],
+    *,
+    split: str,
+    subset: str | None,
+    limit: int | None,
 ) -> list[Row]:
     """What `make` makes of each record and the folder that its files are relative to.
 
     Raises DataError if two rows have one id, or there is none at all.
     """
-    path = Path(source).expanduser()
-    folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
     where: dict[str, str] = {}
     rows: list[Row] = []
-    for found in islice(records(source, split=split, subset=subset), limit):
+    for found, folder in islice(_all_records(source, split, subset), limit):
         row = make(found, folder)
         if row.id in where:
             raise DataError(
@@ -72,6 +76,20 @@ def made_rows(
     if not rows:
         raise DataError(f"{source} has no rows; at least one is needed")
     return rows
+
+
+def _all_records(source: str | Sequence[str], split: str, subset: str | None) -> Iterator[tuple[Found, Path | None]]:
+    """The records of one or several data sets, each with the folder that its files are relative to."""
+    several = [source] if isinstance(source, str) else source
+    before = 0
+    for one in several:
+        path = Path(one).expanduser()
+        folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
+        last = 0
+        for found in records(one, split=split, subset=subset):
+            last = found.number
+            yield (replace(found, number=before + found.number) if before else found), folder
+        before += last
 
 
 class Order:

@@ -154,6 +154,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     "data.eval_split": Shown(_held_out),
     **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system", "limit")},
     "data.shuffle": Shown(_streams),
+    "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": Proven(
         "rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"
     ),

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from compat.verl.verl_files import an_interaction, written
+from turnwise import build
+from turnwise.cli import main
 from turnwise.compat.converted import Converted
 from turnwise.compat.verl.arguments import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
@@ -215,8 +218,6 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], "by verl's names: token-mean, seq-mean-token-mean"),
         (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
         (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the template is rendered without keywords"),
-        (["data.train_files=[a.parquet,b.parquet]"], "data.train is one file: put the rows into one"),
-        (["data.val_files=[a.parquet,b.parquet]"], "data.eval is one file: put the rows into one"),
         (["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"], "has no second bound"),
         (["trainer.resume_mode=resume_path"], "resume knows, by verl's names: auto, disable"),
         (["trainer.device=npu"], "model.device knows, by verl's names: cuda, cpu"),
@@ -239,22 +240,26 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
         ("trainer.n_gpus_per_node=8", "one process does it"),
         ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and every conversation are written anyway"),
         ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has its own"),
+        ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has its own"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has its own"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "one process does it"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "one process does it"),
         ("critic.optim.lr=1e-5", "there is no critic with adv_estimator=grpo, in verl neither"),
         ("algorithm.gamma=1.0", "has no effect with adv_estimator=grpo, in verl neither"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.01", "belongs to use_kl_loss, which is off"),
-        ("data.filter_overlong_prompts=True", "teaches nothing, since all of its group are alike"),
         ("data.return_multi_modal_inputs=False", "no row holds an image"),
-        ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "an evaluation samples as training does"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "there are no held-out rows: data.val_files"),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+            "val_kwargs.temperature says how an evaluation samples",
+        ),
         (f"{TURNS}.max_parallel_calls=1", "there are no tools"),
     ],
 )
 def test_a_key_that_changes_nothing_that_is_learnt_is_named(key: str, told: str, grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, key])
     (left,) = found.left
-    assert (left.key, left.matters) == (key.partition("=")[0], False)
+    assert (left.key, left.matters) == (key.lstrip("+").partition("=")[0], False)
     assert told in left.reason
     whole(found)
 
@@ -373,3 +378,141 @@ def test_the_page_names_every_key_that_is_carried_or_refused() -> None:
     page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
     for key in [*PLAIN, *HANDLED, *FIXED]:
         assert f"`{key.removeprefix('actor_rollout_ref.')}`" in page, key
+
+
+def test_an_evaluation_samples_as_verl_s(grpo: list[str], rows: str) -> None:
+    held_out = [*grpo, f"data.val_files={rows}"]
+    config = whole(from_verl_arguments(held_out))
+    assert config.eval.sampling.model_dump(exclude_none=True) == {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    keys = ["temperature=0.6", "top_p=0.9", "top_k=20", "n=4"]
+    found = from_verl_arguments([*held_out, *(f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in keys)])
+    config = whole(found)
+    assert config.eval.sampling.model_dump(exclude_none=True) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert (config.eval.samples, found.left) == (4, [])
+
+
+def test_the_objective_is_that_of_verl_s_trainer(grpo: list[str]) -> None:
+    tools, interaction = f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.interaction_config_path=i.yaml"
+    function = "custom_reward_function.path=f.py"
+
+    def rewards(*keys: str) -> tuple[str | None, int, int]:
+        found = from_verl_arguments([*grpo, *keys])
+        config = whole(found)
+        return config.environment.arguments.get("rewards"), len(config.reward.trajectory), len(found.guessed)
+
+    assert rewards(tools) == ("record", 1, 0)  # the grader alone
+    assert rewards(tools, function) == ("record", 1, 0)
+    assert rewards(interaction, function) == ("record", 1, 0)
+    assert rewards(interaction) == (None, 0, 1)  # verl has no grader for most of them: said, not silently another one
+
+
+def test_rounds_of_tools_are_bounded_as_since_v0_7(grpo: list[str]) -> None:
+    tools = [*grpo, f"{TURNS}.tool_config_path=t.yaml", f"{TURNS}.max_user_turns=3"]
+    assert whole(from_verl_arguments(tools)).limits.turns == 4
+    assert whole(from_verl_arguments([*tools, f"{TURNS}.max_assistant_turns=2"])).limits.turns == 2
+    assert whole(from_verl_arguments([*tools, f"{TURNS}.max_assistant_turns=9"])).limits.turns == 4
+
+
+def test_several_files_are_one_data_set(grpo: list[str], rows: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(a_row(extra_info={"index": 7})) + "\n")
+    found = from_verl_arguments(
+        [*grpo, f"data.train_files=['{rows}','{other}']", f"data.val_files=['{other}','{rows}']"]
+    )
+    config = whole(found)
+    assert (config.data.train, config.data.eval) == ([rows, str(other)], [str(other), rows])
+    assert config.train.steps == 3 * (11 // 4)
+    read = build.rows(config)
+    assert [row.id for row in read] == [str(n) for n in range(1, 12)]
+    assert read[-1]["extra_info"]["index"] == 7
+    assert len(build.rows(config, held_out=True)) == 11
+
+
+def test_overlong_prompts_are_left_out(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "data.filter_overlong_prompts=True", "data.max_prompt_length=77"])
+    assert (whole(found).data.max_prompt_tokens, found.left) == (77, [])
+    found = from_verl_arguments([*grpo, "data.filter_overlong_prompts=False"])
+    assert (whole(found).data.max_prompt_tokens, found.left) == (None, [])
+
+
+def test_a_reward_function_may_stand_where_later_versions_have_it(grpo: list[str]) -> None:
+    keys = ["reward.custom_reward_function.path=f.py", "reward.custom_reward_function.name=g", "reward.num_workers=8"]
+    found = from_verl_arguments([*grpo, *keys])
+    (use,) = whole(found).reward.trajectory
+    assert use.arguments == {"path": "f.py", "name": "g"}
+    assert [left.key for left in found.left] == ["reward.num_workers"]
+    both = from_verl_arguments([*grpo, *keys, "custom_reward_function.path=other.py"])
+    assert "is another one: leave one out" in matters(both)["custom_reward_function.path"]
+
+
+def test_hydra_s_own_directory_of_verl_s_configuration_is_not_read(grpo: list[str]) -> None:
+    found = from_verl_arguments(grpo, folder="./config", name="ppo_megatron_trainer")
+    assert found.recipe == from_verl_arguments(grpo).recipe
+
+
+SCRIPT = """\
+#!/bin/bash
+set -x
+PROJECT_DIR="$(pwd)"
+export CONFIG_PATH="$PROJECT_DIR/conf"
+BATCH=${BATCH:-4}
+function now() {
+    date '+%d-%H-%M'
+}
+NAME="run_$(now)"
+# python3 -m verl.trainer.main_ppo commented=out
+ACTOR=(
+    actor_rollout_ref.model.path="some model"  # where it is
+    actor_rollout_ref.actor.ppo_mini_batch_size=$BATCH
+)
+ACTOR+=(actor_rollout_ref.rollout.n=5)
+
+PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
+    --config-path="$CONFIG_PATH" \\
+    --config-name 'mine' \\
+    data.train_batch_size=$BATCH \\
+    data.max_response_length=$((1024 * 3)) \\
+    data.max_prompt_length=$(( (BATCH + 1) * 100 )) \\
+    data.train_files="['$ROWS']" \\
+    trainer.experiment_name=$NAME \\
+    trainer.logger='["console","wandb"]' \\
+    "${ACTOR[@]}" \\
+    trainer.total_epochs=3 $@ 2>&1 | tee log.txt
+"""
+
+
+def test_a_shell_script_is_read_and_never_run(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").mkdir()
+    written(tmp_path / "conf" / "mine.yaml", "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n")
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROWS", rows)
+    found = from_verl_arguments(["run.sh", "trainer.total_epochs=1"])
+    config = whole(found)
+    assert (config.model.path, config.data.train, config.train.rows, config.train.group) == ("some model", rows, 4, 5)
+    assert (config.limits.response_tokens, config.limits.context) == (3072, 3572)
+    assert (config.train.steps, matters(found)) == (2, {})  # what is given behind the script counts
+    (guessed,) = found.guessed
+    assert (guessed.key, guessed.value) == ("trainer.experiment_name", "run_$(now)")
+    assert not (tmp_path / "log.txt").exists()
+    assert main(["convert", "run.sh"]) == 0
+    told = capsys.readouterr().out
+    assert "# guessed: trainer.experiment_name='run_$(now)': only a shell knows what this is" in told
+    assert yaml.safe_load(told)["train"]["rows"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("echo hello", "has 0 commands with verl.trainer.main_ppo; it must have one"),
+        ("python -m verl.trainer.main_ppo a=1\npython -m verl.trainer.main_ppo b=1", "has 2 commands"),
+    ],
+)
+def test_a_script_without_the_one_command_says_so(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        from_verl_arguments([str(tmp_path / "run.sh")])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_verl_arguments([str(tmp_path / "none.sh")])

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.converted import Converted
+from turnwise.compat.converted import Converted, Left
 from turnwise.compat.verl import optimization
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
 from turnwise.compat.verl.ledger import Ledger
 from turnwise.compat.verl.reward_score import GRADED
+from turnwise.compat.verl.script import read_script
 from turnwise.compat.yaml_files import MISSING, at, compose, leaves, override, resolved
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest
@@ -38,14 +39,23 @@ def from_verl_arguments(
 ) -> Converted:
     """A recipe of what `python -m verl.trainer.main_ppo --config-path=FOLDER --config-name=NAME OVERRIDES` was given.
 
-    Without a folder there are the overrides only. Raises ConfigError if the configuration cannot be read.
+    Without a folder there are the overrides only. The first word may be one of verl's shell scripts, `run.sh`, whose arguments
+    come first. Raises ConfigError if the configuration cannot be read.
     """
     tree: dict[str, Any] = {}
+    unknown: list[str] = []
+    if overrides and overrides[0].endswith(".sh") and "=" not in overrides[0]:
+        script = read_script(Path(overrides[0]).expanduser())
+        overrides = [*script.overrides, *overrides[1:]]
+        folder, name, unknown = folder or script.folder, name or script.name, script.unknown
     if folder is not None:
         path = Path(folder).expanduser()
-        if not path.is_dir():
+        if not path.is_dir() and name in _THEIRS:
+            path = None  # `--config-path=./config` is Hydra's: verl's own directory, which is not read
+        elif not path.is_dir():
             raise ConfigError(f"--config-path: there is no directory {path.absolute()}")
-        tree = compose(path, name or _THEIRS[0], leaving_out=_is_theirs)
+        if path is not None:
+            tree = compose(path, name or _THEIRS[0], leaving_out=_is_theirs)
     elif name is not None and name not in _THEIRS:
         raise ConfigError(f"--config-name={name} needs --config-path, the directory of {name}.yaml")
     _switched(tree)
@@ -53,7 +63,15 @@ def from_verl_arguments(
         override(tree, [one])
         _switched(tree)
     tree, unresolved = resolved(tree, lambda key: DEFAULTS.get(key, MISSING))
-    return _Conversion(tree, unresolved).result()
+    found = _Conversion(tree, unresolved).result()
+    reason = "only a shell knows what this is: set the key, or the variable"
+    found.guessed.extend(Left(*_parted(word), reason) for word in unknown)
+    return found
+
+
+def _parted(word: str) -> tuple[str, str]:
+    key, _, value = word.lstrip("+").partition("=")
+    return key, value
 
 
 def _is_theirs(target: str) -> bool:
@@ -79,6 +97,7 @@ class _Conversion:
         self._given = dict(leaves(tree))
         self._book = Ledger(tree, DEFAULTS)
         self._unresolved = unresolved
+        self._guessed: list[Left] = []
         self._rows: Sequence[Mapping[str, Any]] | None = None
         """Those of data.train_files, or None where they cannot be read."""
 
@@ -99,7 +118,7 @@ class _Conversion:
         optimization.trainer(self._book, optimization.steps(self._book, self._count()))
         self._reward(interactive)
         self._others()
-        return Converted(self._book.recipe, self._book.carried, self._book.left)
+        return Converted(self._book.recipe, self._book.carried, self._book.left, self._guessed)
 
     def _fixed(self) -> None:
         for key, (values, reason) in FIXED.items():
@@ -122,12 +141,10 @@ class _Conversion:
         for key, option in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
             value = self._book.value(key)
             files = list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
-            if len(files) == 1:
-                self._book.set(option, files[0], key)
+            if files:
+                self._book.set(option, files[0] if len(files) == 1 else files, key)
                 if option == "data.train":
-                    self._read()
-            elif files:
-                self._book.leave(key, f"{option} is one file: put the rows into one", matters=True)
+                    self._read(files)
             elif option == "data.train":
                 self._book.leave(key, "name the file of the rows", matters=True, default=True)
         for key, ours in (("data.prompt_key", "prompt"), ("data.image_key", "images"), ("data.video_key", "videos")):
@@ -142,6 +159,10 @@ class _Conversion:
         if (most := self._book.whole("data.train_max_samples")) is not None:
             self._book.set("data.limit", most, "data.train_max_samples")
         self._book.carry("all rows", "data.train_max_samples")
+        key = "data.filter_overlong_prompts"
+        if self._book.value(key) is True and (longest := self._book.whole("data.max_prompt_length")) is not None:
+            self._book.set("data.max_prompt_tokens", longest, key)
+        self._book.carry("no row is left out", key)
 
     def _conversation(self) -> bool:
         """Who answers, and how often. Returns whether there is an interaction."""
@@ -152,7 +173,8 @@ class _Conversion:
         if on is False and (interaction or tools):
             self._book.leave(switch, "it contradicts the interaction or tool file: leave one out", matters=True)
         self._book.carry("limits.turns", switch)
-        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": self._user_turns(bool(interaction))}
+        most_answers = self._user_turns(bool(interaction), bool(tools))
+        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": most_answers}
         if interaction or tools:
             given = {name: value for name, value in arguments.items() if value is not None}
             self._book.set("environment", {"use": f"{_PLACE}:Conversations", "arguments": given})
@@ -175,9 +197,12 @@ class _Conversion:
         self._book.carry("environment", *keys)
         return next(iter(named), None)
 
-    def _user_turns(self, interactive: bool) -> int | None:
+    def _user_turns(self, interactive: bool, tools: bool) -> int | None:
         key = f"{TURNS}.max_user_turns"
         most = self._book.whole(key)
+        if most is not None and tools and not interactive:  # since v0.7 the rounds of tools count
+            self._book.carry("limits.turns: so many rounds of tools, and an answer", key)
+            return None
         if most is not None and not interactive:
             self._book.leave(
                 key, "it counts an interaction's answers, and there is none: say max_assistant_turns", matters=True
@@ -189,12 +214,19 @@ class _Conversion:
     def _turns(self, many: bool) -> None:
         key, other = f"{TURNS}.max_assistant_turns", "rollout.multiturn.max_turns"
         most = self._book.whole(key) or self._book.whole(other)
+        rounds = self._book.whole(f"{TURNS}.max_user_turns")
+        if many and rounds is not None and "max_user_turns" not in self._arguments():
+            most = min(rounds + 1, most or rounds + 1)
         if many and most is None:  # verl's own bound where it has none
             lengths = [self._book.whole(f"data.max_{name}_length") or 0 for name in ("prompt", "response")]
             most = max(1, sum(lengths) // 3)
         if not many and self._book.says(key):
             self._book.leave(key, "multi_turn is off, so there is one turn", matters=True)
         self._book.set("limits.turns", most if many else 1, key, other)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Those of the environment so far."""
+        return self._book.recipe.get("environment", {}).get("arguments", {})
 
     def _tool_calls(self, tools: bool) -> None:
         options = ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
@@ -243,13 +275,12 @@ class _Conversion:
         self._book.carry("limits.turns", f"{place}.enabled")
         return on
 
-    def _read(self) -> None:
+    def _read(self, files: Sequence[str]) -> None:
         """Read the rows, where they are on this machine."""
-        source = self._book.recipe["data"]["train"]
-        if not Path(source).expanduser().exists():
+        if not all(Path(file).expanduser().exists() for file in files):
             return
         try:
-            self._rows = [one.record for one in records(source, split="train", subset=None)]
+            self._rows = [one.record for file in files for one in records(file, split="train", subset=None)]
         except DataError:
             return
         image, video, prompt = (self._book.value(f"data.{name}_key") for name in ("image", "video", "prompt"))
@@ -269,10 +300,18 @@ class _Conversion:
 
     def _reward(self, interactive: bool) -> None:
         """A user's function; or what an interaction gives; or verl's grader for the data."""
-        path, name = "custom_reward_function.path", "custom_reward_function.name"
-        given = "custom_reward_function.reward_kwargs"
+        old, new = "custom_reward_function", "reward.custom_reward_function"  # the latter since v0.8
+        place = new if self._book.says(f"{new}.path") else old
+        if place == new and self._book.says(f"{old}.path"):
+            self._book.leave(f"{old}.path", f"{new}.path is another one: leave one out", matters=True)
+        for part in ("path", "name", "reward_kwargs"):
+            self._book.leave(f"{old if place == new else new}.{part}", "there is no path beside it")
+        path, name, given = (f"{place}.{part}" for part in ("path", "name", "reward_kwargs"))
+        if self._arguments() and (self._book.says(path) or not interactive):
+            # verl's trainer records what tools and interactions give; its objective is the reward function alone
+            self._arguments()["rewards"] = "record"
         if self._book.says(path):
-            arguments = {"path": self._book.value(path), "name": self._book.value(name)}
+            arguments = {"path": self._book.value(path), "name": self._book.value(name) or "compute_score"}
             if self._book.says(given):
                 arguments["arguments"] = self._book.value(given)
             self._book.set(
@@ -280,9 +319,14 @@ class _Conversion:
             )
             return
         for key in (name, given):
-            self._book.leave(key, "belongs to custom_reward_function.path")
+            self._book.leave(key, f"belongs to {path}")
         self._book.carry("the rewards of the conversation itself", path)
         if interactive:
+            reason = (
+                "what the interaction and its tools give is the reward here; verl's trainer only records it, and grades the "
+                "whole response by data_source: environment.arguments.rewards=record and a function in reward.trajectory do that"
+            )
+            self._guessed.append(Left(path, None, reason))
             return
         self._book.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
         column = self._book.value("data.reward_fn_key")

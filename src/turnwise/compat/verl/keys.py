@@ -32,6 +32,9 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.top_k": -1,
     f"{ROLLOUT}.top_p": 1.0,
     f"{ROLLOUT}.val_kwargs.n": 1,
+    f"{ROLLOUT}.val_kwargs.temperature": 0.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -1,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
     f"{TURNS}.max_parallel_calls": 1,
     f"{TURNS}.max_tool_response_length": 256,
     f"{TURNS}.tool_response_truncate_side": "middle",
@@ -80,16 +83,19 @@ HANDLED: tuple[str, ...] = (
     f"{ACTOR}.fsdp_config.model_dtype", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.loss_agg_mode",
     f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio",
     f"{ACTOR}.optim.warmup_style", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.use_kl_loss",
-    f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.top_k", f"{ROLLOUT}.val_kwargs.n",
+    f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.top_k", f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature",
+    f"{ROLLOUT}.val_kwargs.top_k", f"{ROLLOUT}.val_kwargs.top_p",
     f"{ROLLOUT}.interaction_config_file", f"{ROLLOUT}.tool_kwargs.tools_config_file",
     f"{ROLLOUT}.prompt_length", f"{ROLLOUT}.response_length",
     f"{TURNS}.enable", f"{TURNS}.format", f"{TURNS}.interaction_config_path", f"{TURNS}.max_assistant_turns",
     f"{TURNS}.max_parallel_calls", f"{TURNS}.max_tool_response_length", f"{TURNS}.max_user_turns",
     f"{TURNS}.tool_config_path", f"{TURNS}.tool_response_truncate_side",
-    "data.image_key", "data.max_prompt_length", "data.max_response_length", "data.prompt_key", "data.return_raw_chat",
-    "data.reward_fn_key", "data.tool_config_path", "data.train_files", "data.train_max_samples", "data.val_files",
-    "data.val_max_samples", "data.video_key",
+    "data.filter_overlong_prompts", "data.image_key", "data.max_prompt_length", "data.max_response_length",
+    "data.prompt_key", "data.return_raw_chat", "data.reward_fn_key", "data.tool_config_path", "data.train_files",
+    "data.train_max_samples", "data.val_files", "data.val_max_samples", "data.video_key",
     "custom_reward_function.name", "custom_reward_function.path", "custom_reward_function.reward_kwargs",
+    "reward.custom_reward_function.name", "reward.custom_reward_function.path",
+    "reward.custom_reward_function.reward_kwargs",
     "rollout.multiturn.enabled", "rollout.multiturn.max_turns", "rollout.multiturn.stop_tokens",
     "rollout.multiturn.environment.tools", "rollout.multiturn.environment.type",
     "trainer.default_local_dir", "trainer.device", "trainer.experiment_name", "trainer.max_actor_ckpt_to_keep",
@@ -151,6 +157,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "reward_model.reward_manager": (("naive",), "one score for a conversation: custom_reward_function"),
     "reward_model.sandbox_fusion.url": ((None,), "ask the service in a reward function: custom_reward_function"),
     "reward_manager.name": (("naive",), "one score for a conversation: custom_reward_function"),
+    "reward.reward_manager.name": (("naive",), "one score for a conversation: reward.custom_reward_function"),
+    "reward.reward_model.enable": ((False,), "ask the reward model in a reward function: custom_reward_function"),
     "reward_manager.source": (("register",), "one score for a conversation: custom_reward_function"),
     "trainer.val_only": ((False,), "use `turnwise rollout`"),
     "trainer.resume_from_path": ((None,), "set trainer.default_local_dir to the run's directory, and resume_mode=auto"),
@@ -178,6 +186,9 @@ IDLE: dict[str, str] = {
     "trainer.critic_warmup": "there is no critic with adv_estimator=grpo, in verl neither",
     "trainer.max_critic_ckpt_to_keep": "there is no critic with adv_estimator=grpo, in verl neither",
     "reward_model.*": "belongs to reward_model.enable",
+    "reward.reward_model.*": "belongs to reward_model.enable",
+    "reward.reward_manager.*": "belongs to another reward manager than naive",
+    "reward.sandbox_fusion.*": "belongs to verl's graders of programs",
     "reward_manager.*": "belongs to another reward manager than naive",
 }
 """Keys that do nothing, and why, as long as those of `FIXED` are what they are there."""
@@ -185,7 +196,7 @@ IDLE: dict[str, str] = {
 _WORK = "how verl spreads the work and spends memory; here one process does it, train.micro_batch_tokens at a time"
 _ENGINE = "an option of verl's engines; the embedded engine has its own (docs/recipes.md, engine.*)"
 _WATCH = "metrics.jsonl, the curve and every conversation are written anyway (docs/record.md)"
-_SAME = "an evaluation samples as training does"
+_GREEDY = "val_kwargs.temperature says how an evaluation samples; 0, verl's own, takes the most likely token"
 MACHINERY: dict[str, str] = {
     "*._target_": "a class of verl",
     "hydra.*": "Hydra's own",
@@ -238,7 +249,7 @@ MACHINERY: dict[str, str] = {
     "actor_rollout_ref.model.tiled_mlp.*": _WORK,
     f"{ROLLOUT}.agent.num_workers": _WORK,
     f"{ROLLOUT}.agent.*": "belongs to an agent loop of one's own",
-    f"{ROLLOUT}.val_kwargs.*": _SAME,
+    f"{ROLLOUT}.val_kwargs.*": _GREEDY,
     f"{ROLLOUT}.over_sample_rate": "no conversation is thrown away for being slow; limits.seconds bounds them",
     f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are always kept, and compared with the trainer's",
     f"{ROLLOUT}.log_prob_*": _WORK,
@@ -247,6 +258,8 @@ MACHINERY: dict[str, str] = {
     f"{ROLLOUT}.trace.*": _WATCH,
     f"{ROLLOUT}.prometheus.*": _WATCH,
     f"{ROLLOUT}.engine_kwargs.*": _ENGINE,
+    f"{ROLLOUT}.server.*": _ENGINE,
+    f"{ROLLOUT}.sglang_rollout_mode": _ENGINE,
     f"{ROLLOUT}.quantization_config_file": "belongs to quantization",
     f"{ROLLOUT}.skip_dump_dir": "belongs to skip_rollout",
     f"{ROLLOUT}.mtp*": "belongs to mtp.enable",
@@ -278,12 +291,11 @@ MACHINERY: dict[str, str] = {
             "seed",
         )
     },
+    "reward.num_workers": _WORK,
     "data.use_shm": _WORK,
     "data.val_batch_size": _WORK,
     "data.dataloader_num_workers": _WORK,
     "data.filter_overlong_prompts_workers": _WORK,
-    "data.filter_overlong_prompts": "a prompt without room for an answer ends its conversations at once (stop=context) "
-    "and teaches nothing, since all of its group are alike",
     "data.return_raw_input_ids": "conversations are held on messages",
     "data.return_full_prompt": "conversations are held on messages",
     "data.image_patch_size": "the model's own processor knows it",

@@ -138,6 +138,16 @@ def trainer(book: Ledger, steps: int | None) -> None:
         "data.val_max_samples": ("eval.rows", book.whole("data.val_max_samples")),
         f"{ROLLOUT}.val_kwargs.n": ("eval.samples", book.whole(f"{ROLLOUT}.val_kwargs.n")),
     }
+    sampling = {
+        f"{ROLLOUT}.val_kwargs.temperature": ("temperature", book.number(f"{ROLLOUT}.val_kwargs.temperature")),
+        f"{ROLLOUT}.val_kwargs.top_p": ("top_p", book.number(f"{ROLLOUT}.val_kwargs.top_p")),
+        f"{ROLLOUT}.val_kwargs.top_k": ("top_k", book.whole(f"{ROLLOUT}.val_kwargs.top_k") or 0),
+    }
+    for key, (option, drawn) in sampling.items():
+        if "eval" in book.recipe.get("data", {}):
+            book.set(f"eval.sampling.{option}", drawn, key)
+        else:
+            book.leave(key, "there are no held-out rows: data.val_files")
     for key, (option, value) in held_out.items():
         if "eval" not in book.recipe.get("data", {}):
             book.leave(key, "there are no held-out rows: data.val_files")

@@ -1,0 +1,177 @@
+"""verl's shell scripts: the arguments of `python -m verl.trainer.main_ppo` in them. Scripts are read and never run.
+
+Understood are variables and their defaults (`${NAME:-512}`), whole-number arithmetic, arrays, `$(pwd)` and the environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from turnwise.errors import ConfigError
+
+__all__ = ["Script", "read_script"]
+
+_ENTRY = re.compile(r"(^|[./])main_ppo(\.py)?$")
+_ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[@\])?(?::?[-=]([^{}]*))?\})")
+_ARITHMETIC = re.compile(r"\$\(\(([^$`]*?)\)\)")
+_POSITIONAL = re.compile(r"\$(?:[@*#0-9]|\{[@*0-9][^{}]*\})")
+_ENDS = re.compile(r"[|;&<>]|\d+>")
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(slots=True)
+class Script:
+    """What a script gives to verl."""
+
+    folder: str | None = None
+    """`--config-path`."""
+    name: str | None = None
+    """`--config-name`."""
+    overrides: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Words that hold what only a shell could say: a command's output, a variable that is set nowhere."""
+
+
+def read_script(path: Path) -> Script:
+    """The arguments of the one command in a script that starts verl's trainer.
+
+    Raises ConfigError if there is none, or several, or the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    variables: dict[str, list[str]] = {}
+    found: list[list[str]] = []
+    for command in _commands(text):
+        words = _words(command, variables)
+        at = next((n for n, word in enumerate(words) if _ENTRY.search(word)), None)
+        if at is not None:
+            given = words[at + 1 :]
+            found.append(given[: next((n for n, word in enumerate(given) if _ENDS.match(word)), None)])
+        elif (assigned := _ASSIGNED.fullmatch(command.strip())) is not None:
+            name, more, value = assigned.groups()
+            new = _words(value.strip()[1:-1] if value.startswith("(") else value, variables)
+            new = new if value.startswith("(") else [" ".join(new)]
+            variables[name] = [*variables.get(name, []), *new] if more else new
+    if len(found) != 1:
+        raise ConfigError(f"{path} has {len(found)} commands with verl.trainer.main_ppo; it must have one")
+    return _script(found[0])
+
+
+def _script(words: list[str]) -> Script:
+    script = Script()
+    waiting = iter(words)
+    for word in waiting:
+        flag, equals, value = word.partition("=")
+        if flag in ("--config-path", "-cp", "--config-dir", "-cd", "--config-name", "-cn"):
+            value = value if equals else next(waiting, "")
+            if "name" in flag or flag == "-cn":
+                script.name = value
+            else:
+                script.folder = value
+        elif not word.startswith("-") and word:
+            script.overrides.append(word)
+            if re.search(r"\$[\w{(]|`", word):
+                script.unknown.append(word)
+    return script
+
+
+def _commands(text: str) -> Iterator[str]:
+    """The commands of a script; one goes on behind a backslash, and while a quotation or an array is open."""
+    waiting = ""
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            continue
+        if line.rstrip().endswith("\\"):
+            waiting += line.rstrip()[:-1] + " "
+            continue
+        waiting += line
+        array = re.match(r"\s*(export\s+)?\w+\+?=\(", waiting)
+        if _open(waiting) or (array is not None and not re.search(r"\)\s*(#.*)?$", waiting)):
+            waiting += "\n"
+            continue
+        yield waiting
+        waiting = ""
+    if waiting and not _open(waiting):
+        yield waiting
+
+
+def _open(text: str) -> bool:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
+    """The words of a command, with what is known put in."""
+    text = text.replace("$(pwd)", os.getcwd()).replace("`pwd`", os.getcwd())
+    while (match := _ARITHMETIC.search(text)) is not None:  # before it is split: it may hold blanks
+        value = _number(match.group(1), variables)
+        if value is None:
+            break
+        text = text[: match.start()] + str(value) + text[match.end() :]
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        return []
+    found: list[str] = []
+    for word in words:
+        whole = re.fullmatch(r"\$\{(\w+)\[@\]\}|\$(\w+)", word)
+        several = variables.get(whole.group(1) or whole.group(2)) if whole is not None else None
+        if several is not None:  # an array, or a text of several words
+            found += several if len(several) != 1 else several[0].split()
+        elif put := _POSITIONAL.sub("", _put(word, variables)):
+            found.append(put)
+    return found
+
+
+def _put(word: str, variables: Mapping[str, list[str]]) -> str:
+    """A word with its variables put in; those that are set nowhere stay."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(2)
+        known = " ".join(variables[name]) if name in variables else os.environ.get(name)
+        return known if known else match.group(0) if match.group(3) is None else match.group(3)
+
+    for _ in range(10):  # a default may hold another variable
+        before, word = word, _VARIABLE.sub(value, word)
+        if word == before:
+            break
+    return word
+
+
+def _number(expression: str, variables: Mapping[str, list[str]]) -> int | None:
+    """What whole-number arithmetic gives, or None where it is anything else."""
+    named = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: _put(f"${match.group(1)}", variables), expression)
+
+    def of(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](of(node.left), of(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            return -of(node.operand)
+        raise ValueError
+
+    try:
+        return of(ast.parse(named.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return None
