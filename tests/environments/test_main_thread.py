@@ -128,6 +128,12 @@ def test_threads_that_are_not_ours_are_refused_as_ever() -> None:
     assert "main thread" in told[0]
 
 
+def test_another_run_is_not_concerned() -> None:
+    assert asyncio.run(aside(lambda: swallowing(0.01), name="one", kind="tool")) == "False"
+    where = asyncio.run(aside(threading.current_thread, name="one", kind="tool"))
+    assert where is not threading.main_thread()
+
+
 def test_math_verify_grades_in_tools_and_sync_environments() -> None:
     math_verify = pytest.importorskip("math_verify")
 

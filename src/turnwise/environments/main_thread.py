@@ -7,11 +7,13 @@ ValueError, which libraries catch (math-verify then gives 0). Here the call is s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,7 +26,8 @@ __all__ = ["MainThreadNeeded", "is_needed", "required", "run"]
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _here = threading.local()
-_needed: set[tuple[str, str]] = set()
+_needed: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+"""Kind and name of the functions that have needed the main thread, for each event loop: another run has other functions."""
 _installing = threading.Lock()
 
 
@@ -34,7 +37,7 @@ class MainThreadNeeded(BaseException):
 
 def is_needed(kind: str, name: str) -> bool:
     """Whether a function of this name has needed the main thread before."""
-    return (kind, name) in _needed
+    return (kind, name) in _needed.get(asyncio.get_running_loop(), ())
 
 
 @contextlib.contextmanager
@@ -63,8 +66,9 @@ def run(function: Callable[[], T], *, name: str, kind: str) -> T:
             f"{name} sets a signal handler, which Python allows in the main thread only, and this run is in another"
         )
         raise Failed(Failure(kind, message))
-    if (kind, name) not in _needed:
-        _needed.add((kind, name))
+    known = _needed.setdefault(asyncio.get_running_loop(), set())
+    if (kind, name) not in known:
+        known.add((kind, name))
         _log.info(
             "%s sets a signal handler: from now on it runs in the main thread, where everybody waits for it", name
         )
