@@ -186,7 +186,7 @@ class Tool:
         return read_result(result).shortened(self.truncation)
 
 
-_requirements: weakref.WeakKeyDictionary[FunctionType, Callable[[], object]] = weakref.WeakKeyDictionary()
+_requirements: weakref.WeakKeyDictionary[Callable[..., Any], Callable[[], object]] = weakref.WeakKeyDictionary()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -196,8 +196,7 @@ def requires(check: Callable[[], object]) -> Callable[[F], F]:
     run, and raises ConfigError where that is not there."""
 
     def decorated(function: F) -> F:
-        if isinstance(function, FunctionType):
-            _requirements[function] = check
+        _requirements[function] = check
         return function
 
     return decorated
