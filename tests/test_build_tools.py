@@ -169,7 +169,7 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
             "mcp.timeout has no effect without servers: set mcp.servers to a file that names them",
         ),
         ({"mcp": {"select": ["a"]}}, "mcp.select has no effect without servers"),
-        ({"mcp": {"servers": "nowhere.json"}}, "the MCP servers cannot be read: [Errno 2] No such file"),
+        ({"mcp": {"servers": "nowhere.json"}}, "nowhere.json cannot be read: No such file or directory"),
         (
             {"mcp": {"servers": "x", "use": "{user}:Other"}},
             "mcp.use: {user}:Other must be a subclass of turnwise.environ",

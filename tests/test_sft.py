@@ -479,6 +479,7 @@ def test_the_checkpoint_is_trained_on_and_neither_command_takes_the_others_run(r
     training = {
         "model": {"path": str(out / "checkpoint")},
         "data": {"train": str(rows)},
+        "environment": "turnwise.environments.users:checked_answer",
         "limits": {"turns": 2},
         "output": str(out),
     }

@@ -159,7 +159,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
                 f"begins with data:image/<kind>;base64,"
             ) from None
         if not found:
-            raise DataError(f"{where}: there is no image file {_short(str(path.absolute()))}")
+            raise DataError(f"{where}: there is no image file {str(path.absolute())[:300]}")
         return path
     raise DataError(
         f"{where} is {_short(value)}; an image is a PIL image, a path, bytes, a data: URI, or {{'bytes': ..., 'path': ...}}"

@@ -145,6 +145,7 @@ _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
 
+_THREADS = Proven("environments/test_thread_loop.py::test_a_recipe_asks_for_threads")
 EVIDENCE: Mapping[str, Evidence] = {
     "model.path": Named("the model"),
     "model.dtype": _LEARNT,
@@ -158,7 +159,12 @@ EVIDENCE: Mapping[str, Evidence] = {
     "data.return_multi_modal_inputs": Proven(
         "rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"
     ),
-    "environment": Named("who answers the model"),
+    "environment.use": Named("who answers the model"),
+    "environment.arguments": Proven(
+        "test_build.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments"
+    ),
+    "environment.thread": _THREADS,
+    "tools[].thread": _THREADS,
     "tools[].use": Named("a tool"),
     "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
     **{f"tools[].{name}": _PATIENCE for name in ("timeout", "retries", "retry_timeouts")},
@@ -266,7 +272,9 @@ def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[t
         def put(new: Any, name: str = name) -> Any:
             return whole(part.model_copy(update={name: new}))
 
-        if isinstance(value, Part) and not isinstance(value, Use):
+        if not field.is_required() and value == field.default:
+            continue
+        if isinstance(value, Part) and type(value) is not Use:
             yield from _changed(value, f"{prefix}{name}.", put)
         elif isinstance(value, list) and value and all(isinstance(one, Part) for one in value):
             for place, one in enumerate(value):
@@ -277,7 +285,7 @@ def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[t
                 yield from _changed(one, f"{prefix}{name}[].", put_one)
         elif field.is_required():
             yield f"{prefix}{name}", whole(part)
-        elif value != field.default:
+        else:
             yield f"{prefix}{name}", put(field.default)
 
 
