@@ -126,7 +126,13 @@ def _explain(error: ValidationError, source: str) -> str:
     """All that is wrong, a line each: the key, the rule, the value, the nearest name."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
-        path = [part for part in problem["loc"] if part not in ("local", "scripted")]
+        # pydantic puts the branch of a union into the place: `list[...]`, `function-after[...]`, `local`
+        branch = str(problem["loc"][-1])
+        if branch.startswith("list[") and not isinstance(problem["input"], list):
+            continue  # a text where a text or a list may stand: the other branch says what is wrong with it
+        if branch.startswith("function-after[") and isinstance(problem["input"], list):
+            continue
+        path = [part for part in problem["loc"] if part not in ("local", "scripted") and "[" not in str(part)]
         key = ".".join(str(part) for part in path)
         if problem["type"] == "extra_forbidden":
             lines.append(_unknown(path, key, problem["loc"]))

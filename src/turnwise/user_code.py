@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_Stretch = tuple[tuple[float, str] | None, tuple[float, str]]
+_Stretch = tuple[tuple[float, str] | None, tuple[float, str], float]
 
 GRACE = 1.0
 """Seconds that a cancelled call has to clean up, before it is abandoned."""
@@ -104,11 +104,11 @@ class _Loop:
         if self._watching is None:
             self._watching = threading.Thread(target=_look, args=(weakref.ref(self),), name="loop-watch", daemon=True)
             self._watching.start()
-        return outer, running
+        return outer, running, time.thread_time()
 
     def end(self, stretch: _Stretch, account: _Account | None) -> None:
         """The stretch is over."""
-        outer, (began, name) = stretch
+        outer, (began, name), worked = stretch
         seconds = time.monotonic() - began
         self._running = outer
         if outer is not None:  # it is a part of that one
@@ -116,12 +116,16 @@ class _Loop:
         self.blocked += seconds
         if account is not None:
             account.blocked += seconds
-        if seconds >= BLOCKED:
+        if seconds >= BLOCKED and (self._was_seen(began) or time.thread_time() - worked >= seconds / 2):
             self._tell(name, seconds, began)
+        # else the watching thread did not run either, and this one did not compute: the machine was busy with others
+
+    def _was_seen(self, began: float) -> bool:
+        return self._seen is not None and self._seen[0] == began
 
     def _tell(self, name: str, seconds: float, began: float, *, still: bool = False) -> None:
         seen = self._seen
-        place = seen[1] if seen is not None and seen[0] == began else ""
+        place = seen[1] if seen is not None and self._was_seen(began) else ""
         key = f"{still}{place or name}"
         if key in self._told or len(self._told) > 100:
             return
