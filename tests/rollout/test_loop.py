@@ -300,7 +300,8 @@ class Answers(Once):
         (Reply(messages={"role": "user", "content": "No."}), "one of them is 'role'"),  # type: ignore[arg-type]
         (Reply(messages=[{"content": "No."}]), "one of them is {'content': 'No.'}"),
         (Reply(rewrite=["Hi"]), "one of them is 'Hi'"),  # type: ignore[list-item]
-        (Reply(reward="high"), "TypeError"),  # type: ignore[arg-type]
+        (Reply(reward="1.0"), "TypeError: Reply(reward=...) gave the text '1.0'; a reward must be a number"),  # type: ignore[arg-type]
+        (Reply(reward=None), "TypeError: Reply(reward=...) gave None; a reward must be a number"),  # type: ignore[arg-type]
         (Reply(info=5), "TypeError"),  # type: ignore[arg-type]
     ],
 )
@@ -312,6 +313,18 @@ def test_an_answer_that_is_no_reply_breaks_its_own_conversation_only(reply: Any,
     assert part in message
     assert bad.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a"}]
     assert (good.stop, good.error) == (Stop.DONE, None)
+
+
+def test_a_text_for_a_final_reward_is_no_number() -> None:
+    class Settled(Answers):
+        async def settle(self) -> Any:
+            return "1.0"
+
+    one = hold(Says("a"), lambda: Settled(reply=say("And?")), limits=Limits(turns=1))
+    assert the_failure(one) == (
+        "environment",
+        "TypeError: settle() gave the text '1.0'; a reward must be a number: give float(...) of it",
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, say
@@ -87,7 +88,10 @@ def test_two_functions_of_one_name_are_added() -> None:
     assert one.reward == 4.0
 
 
-@pytest.mark.parametrize("value", [1, True, np.float32(1.0), np.array([1.0]).sum(), Fraction(1), "1"])
+@pytest.mark.parametrize(
+    "value",
+    [1, True, np.float32(1.0), np.array([1.0]).sum(), np.array([1.0]), np.True_, torch.tensor([1]), Fraction(1)],
+)
 def test_numbers_of_every_kind_are_rewards(value: Any) -> None:
     one = a_trajectory(0.0)
     score(Scorer(trajectory=[TrajectoryReward("f", lambda _: value)]), one)
@@ -113,9 +117,21 @@ async def raises_later(trajectory: Trajectory) -> float:
         (lambda _: -math.inf, "the reward function 'f' gave -inf; a reward must be a finite number"),
         (
             lambda _: None,
-            "the reward function 'f': TypeError: float() argument must be a string or a real number, not 'NoneType'",
+            "the reward function 'f' gave None; a reward must be a number, such as 0.0: is a `return` missing?",
         ),
-        (lambda _: "good", "the reward function 'f': ValueError: could not convert string to float: 'good'"),
+        (
+            lambda _: "1.0",
+            "the reward function 'f' gave the text '1.0'; a reward must be a number: give float(...) of it",
+        ),
+        (
+            lambda _: [1.0],
+            "the reward function 'f' gave [1.0] (list); a reward must be one number: float() argument must be a string or "
+            "a real number, not 'list'",
+        ),
+        (
+            lambda _: 10**400,
+            f"the reward function 'f' gave 1{'0' * 79} (int); a reward must be one number: int too large to convert to float",
+        ),
     ],
 )
 def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, message: str) -> None:

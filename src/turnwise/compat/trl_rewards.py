@@ -18,6 +18,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError
 from turnwise.references import resolve
+from turnwise.reward_number import reward_number
 from turnwise.types import Message, Trajectory
 
 __all__ = ["TrlReward"]
@@ -58,10 +59,15 @@ class TrlReward:
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None] | Awaitable[list[float | None]]:
         given = self._given(trajectories)
         values = self._function(**{name: one for name, one in given.items() if self._everything or name in self._names})
-        return self._awaited(values) if inspect.isawaitable(values) else _numbers(values)
+        return self._awaited(values) if inspect.isawaitable(values) else self._numbers(values)
 
     async def _awaited(self, values: Awaitable[Any]) -> list[float | None]:
-        return _numbers(await values)
+        return self._numbers(await values)
+
+    def _numbers(self, values: Any) -> list[float | None]:
+        who = f"the reward function {self.__name__}"
+        numbers = [None if value is None else reward_number(value, who) for value in values]
+        return [None if number is None or math.isnan(number) else number for number in numbers]
 
     def _given(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         def log_extra(column: str, values: Iterable[Any]) -> None:
@@ -120,7 +126,3 @@ def _completion_ids(trajectory: Trajectory) -> list[int]:
 
 def _last_info(trajectory: Trajectory) -> dict[str, Any]:
     return trajectory.turns[-1].info if trajectory.turns else {}
-
-
-def _numbers(values: Any) -> list[float | None]:
-    return [None if value is None or math.isnan(float(value)) else float(value) for value in values]

@@ -19,6 +19,7 @@ from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, Settles
 from turnwise.errors import Failed, boundary
+from turnwise.reward_number import reward_number
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.session import Session
@@ -141,7 +142,7 @@ async def _converse_in_time(session: Session, environment: _UserEnvironment, tab
                 async with deadline(limits.seconds_per_turn):
                     settled = await environment.settle()
                 with boundary("environment"):
-                    trajectory.turns[-1].reward += settled
+                    trajectory.turns[-1].reward += reward_number(settled, "settle()")
             session.finish(stop)
     except TimeoutError:
         turn = session.answered

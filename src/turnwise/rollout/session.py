@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from turnwise.engines.engine import Engine
 from turnwise.errors import Failed, boundary
+from turnwise.reward_number import reward_number
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.media import for_readers
 from turnwise.rollout.renderer import Piece, Renderer, Thinking
@@ -182,7 +183,7 @@ class Session:
             for index in reply.learn_from:
                 _check_learn_from(index, trajectory.turns)
                 trajectory.turns[index].learn_from = True
-            turn.reward += float(reply.reward)
+            turn.reward += reward_number(reply.reward, "Reply(reward=...)")
             turn.info.update(reply.info)
             turn.outcomes = tuple(reply.outcomes)
         self.answered += 1
@@ -303,8 +304,6 @@ def _check_reply(reply: Reply, turn: Turn) -> None:
 
 def _check_parts(reply: Reply) -> None:
     """What is not messages: of the types that are said."""
-    if isinstance(reply.reward, str):
-        raise TypeError(f"Reply(reward={reply.reward!r:.80}): the reward is a text; give a number, such as reward=1.0")
     if not isinstance(reply.info, Mapping):
         raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
     if not isinstance(reply.prefill, str):

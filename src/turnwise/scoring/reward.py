@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.reward_number import reward_number
 from turnwise.types import Failure, Group, Trajectory, Turn
 from turnwise.user_code import call, call_blocking, conversation, deadline
 
@@ -229,9 +230,11 @@ def _listed(who: str, values: Any, count: int) -> list[Any]:
 
 
 def _number(who: str, value: Any) -> float:
-    """A reward as a float; tensors and numpy numbers of one element are numbers too. Raises Failed."""
-    with boundary("reward", where=who):
-        number = float(value)
+    """A reward as a finite float. Raises Failed."""
+    try:
+        number = reward_number(value, who)
+    except TypeError as error:
+        raise Failed(Failure("reward", str(error))) from error
     if not math.isfinite(number):
         raise Failed(Failure("reward", f"{who} gave {number}; a reward must be a finite number"))
     if abs(number) > LARGEST:

@@ -152,6 +152,14 @@ def test_anything_but_one_number_for_one_completion_breaks_the_trajectory(values
         asyncio.run(ask(odd, spoken("x"), "odd"))
 
 
+def test_a_text_among_the_numbers_is_refused() -> None:
+    def odd(completions: Sequence[str], **kwargs: Any) -> Any:
+        return ["1.0"]
+
+    with pytest.raises(TypeError, match=r"the reward function odd gave the text '1\.0'; a reward must be a number"):
+        asyncio.run(ask(odd, spoken("x"), "odd"))
+
+
 def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() -> None:
     def breaks(completions: Sequence[str], **kwargs: Any) -> Any:
         raise RuntimeError("no judge")

@@ -262,7 +262,7 @@ def test_a_model_that_breaks_finalizes_once(user: ModuleType, tmp_path: Path) ->
         ((True, "a", 1.0), "returned (True, 'a', 1.0); it must return"),
         ((True, 7, 1.0, {}), "returned 7 for a text"),
         ((True, "a", 1.0, [1]), "returned the data [1]; it must be a mapping"),
-        ((True, "a", "high", {}), "could not convert string to float: 'high'"),
+        ((True, "a", "high", {}), "generate_response gave the text 'high'; a reward must be a number"),
     ],
 )
 def test_an_answer_of_another_form_says_what_it_should_have_been(

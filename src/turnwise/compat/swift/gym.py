@@ -9,6 +9,7 @@ from typing import Any
 from turnwise.compat.swift.protocol import ChatCompletionResponseChoice, Messages, RolloutInferRequest
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, call, multi_turns
 from turnwise.errors import ConfigError, nearest
+from turnwise.reward_number import reward_number
 
 __all__ = ["ContextManager", "DummyContextManager", "Env", "GYMScheduler", "context_managers", "envs"]
 
@@ -115,7 +116,7 @@ class GYMScheduler(MultiTurnScheduler):
         if key not in self._envs:  # closed by a subclass
             return {"done": True}
         observation, reward, done, info = await call(self._envs[key].step, list(infer_request.messages))
-        infos = self._paid(key, float(reward), done=bool(done))
+        infos = self._paid(key, reward_number(reward, f"{type(self._envs[key]).__name__}.step"), done=bool(done))
         self._pending_obs[key] = observation
         return {"done": bool(done), "rollout_infos": {**infos, "env_info": info}}
 

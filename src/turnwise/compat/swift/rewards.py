@@ -10,6 +10,7 @@ from typing import Any
 from turnwise.compat.swift.args import trainer_state
 from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
 from turnwise.environments.aside import aside
+from turnwise.reward_number import reward_number
 from turnwise.types import Message, Trajectory
 
 __all__ = ["ORM", "AsyncORM", "arguments_of", "ask", "ask_all", "histories", "infos_of", "orms"]
@@ -67,7 +68,7 @@ async def ask_all(
         raise ValueError(
             f"the reward function {name} gave {values!r:.80} for {many}; it must give a list with a number for each"
         )
-    numbers = [None if value is None else float(value) for value in values]
+    numbers = [None if value is None else reward_number(value, f"the reward function {name}") for value in values]
     return [None if number is None or math.isnan(number) else number for number in numbers]
 
 

@@ -11,6 +11,7 @@ from turnwise.compat.verl.base import BaseInteraction
 from turnwise.compat.verl.calls import Lease, call, defines, takes
 from turnwise.compat.verl.rows import Wanted, refuse
 from turnwise.errors import nearest
+from turnwise.reward_number import reward_number
 from turnwise.types import Opening, Reply, Row, Turn
 
 __all__ = ["Interaction", "choose", "interaction_keywords"]
@@ -101,14 +102,14 @@ class Interaction:
             info["calculate_score"] = calculated
             score = calculated if score is None else score
         if score is not None:
-            info["turn_score"] = float(score)
-            self._agent_data.turn_scores.append(float(score))
+            score = info["turn_score"] = reward_number(score, f"{self._kind}.generate_response")
+            self._agent_data.turn_scores.append(score)
         self._left -= 1
         done = bool(over) or self._left <= 0
         silent = done and not content
         return Reply(
             messages=() if silent else ({"role": "user", "content": content or ""},),
-            reward=0.0 if score is None else float(score),
+            reward=0.0 if score is None else score,
             done=done,
             info=info,
         )

@@ -17,6 +17,7 @@ from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
 from turnwise.references import resolve
+from turnwise.reward_number import reward_number
 from turnwise.types import Stop, Trajectory
 
 __all__ = ["CustomScore", "data_source_score", "num_turns"]
@@ -78,7 +79,7 @@ class CustomScore:
                 raise ValueError(f"{self.__name__} returned a mapping without `score`: {sorted(score)}")
             self._keep(trajectory, {name: value for name, value in score.items() if name != "score"})
             score = score["score"]
-        return float(score)
+        return reward_number(score, f"the reward function {self.__name__!r}")
 
     def _keep(self, trajectory: Trajectory, more: Mapping[str, Any]) -> None:
         """Numbers are metrics, everything else is in the record."""

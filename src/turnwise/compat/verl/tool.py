@@ -17,6 +17,7 @@ from turnwise.compat.verl.schemas import ToolResponse, read_response
 from turnwise.environments import tool_result
 from turnwise.environments.tool import Tool
 from turnwise.errors import boundary
+from turnwise.reward_number import reward_number
 
 __all__ = ["ToolInstance", "VerlTool"]
 
@@ -70,7 +71,7 @@ class ToolInstance:
         with boundary("environment"):
             if isinstance(reward, list | tuple):
                 return 0.0 if any(isinstance(one, str) for one in reward) else float(sum(reward))
-            return float(reward or 0.0)
+            return 0.0 if reward is None else reward_number(reward, f"{self.of.name}.calc_reward")
 
     async def release(self) -> None:
         """End. Raises Failed."""
@@ -135,4 +136,8 @@ def _read(result: Any, kind: str, name: str) -> tuple[Any, float | None, dict[st
         answer = result if isinstance(result, str | dict) else {"result": result}
     if info is not None and not isinstance(info, Mapping):
         raise TypeError(f"{kind}.execute returned the metrics {info!r:.80}; they must be a mapping")
-    return answer, (None if reward is None else float(reward)), ({name: dict(info)} if info else {})
+    return (
+        answer,
+        (None if reward is None else reward_number(reward, f"{kind}.execute")),
+        ({name: dict(info)} if info else {}),
+    )

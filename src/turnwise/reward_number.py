@@ -1,0 +1,31 @@
+"""Reads what the code of users gives as a reward.
+
+Python's own numbers, booleans, numpy's numbers and arrays or tensors of one element are numbers. A text is none, although
+`float` would read it: a function that returns "1.0" has a defect, and a judge's answer has to be parsed by who asked for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["reward_number"]
+
+
+def reward_number(value: Any, who: str) -> float:
+    """The reward as a float, which may be NaN or infinite.
+
+    Raises TypeError, with `who` gave the value, if it is no number.
+    """
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()  # float() of one with axes is deprecated
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"{who} gave the text {value!r:.80}; a reward must be a number: give float(...) of it")
+    if value is None:
+        raise TypeError(f"{who} gave None; a reward must be a number, such as 0.0: is a `return` missing?")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"{who} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None
