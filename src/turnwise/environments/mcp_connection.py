@@ -95,11 +95,10 @@ class Connection:
 
         Raises ConnectionError if it cannot be reached, or does not list them in time.
         """
+        await self._live()  # bounded in time by itself, and what it raises says what was wrong
         try:
-            async with asyncio.timeout(2 * self._start_timeout):  # half of it for the start, which has its own bound
-                await self._live()
-                async with asyncio.timeout(self._start_timeout):
-                    return await self._list()
+            async with asyncio.timeout(self._start_timeout):
+                return await self._list()
         except TimeoutError:
             tail = "" if self._session is None else self._session.tail()
             raise ConnectionError(
