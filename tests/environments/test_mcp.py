@@ -365,6 +365,62 @@ def test_a_server_that_prints_on_its_stdout_is_told_once(caplog: pytest.LogCaptu
     ]
 
 
+FLOODS = """
+import json, sys
+def floods():
+    while True:
+        sys.stdout.write("x" * 65536)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("method") == WHEN:
+        floods()
+    if asked.get("method") == "initialize":
+        version = asked["params"]["protocolVersion"]
+        said = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    elif asked.get("method") == "tools/list":
+        said = {"tools": [{"name": "look", "description": "Look.", "inputSchema": {"type": "object"}}]}
+    elif "id" in asked:
+        error = {"code": -32601, "message": "there is no such method"}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "error": error}), flush=True)
+        continue
+    else:
+        continue
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": said}), flush=True)
+"""
+ENDED = "it wrote more than 1 MiB to its stdout without a line break, and was ended; a message is one line"
+
+
+@pytest.mark.parametrize("when", ["initialize", "tools/list", "tools/call"])
+def test_a_server_that_prints_without_end_is_ended_and_named(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.environments.mcp_lines.LONGEST_LINE", 2**20)
+    server = McpServer(command=sys.executable, args=["-c", FLOODS.replace("WHEN", repr(when))])
+    with servers(flood=server) as made:
+        if when != "tools/call":
+            with pytest.raises(ConfigError, match=f"the MCP server 'flood' .*{ENDED}"):
+                made.tools()
+            return
+        (look,) = made.tools(timeout=60.0)
+        answer = ask([look], "look")
+        assert answer.content.startswith(f"Error: ConnectionError: the MCP server 'flood' was lost ({ENDED}")  # type: ignore[union-attr]
+
+
+def test_long_lines_within_the_bound_are_whole_and_bytes_that_are_no_utf_8_end_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("turnwise.environments.mcp_lines.LONGEST_LINE", 300_000)
+    script = TALKS.replace("LISTS", "True").replace("NOISE", "0").replace("json.dumps(", "dumps(")
+    script = script.replace('"seen"', "chr(233) * 250_000").replace("for line", "dumps = lambda one: one\nfor line", 1)
+    script = script.replace("dumps = lambda one: one", "dumps = functools.partial(json.dumps, ensure_ascii=False)")
+    script = "import functools" + script + "    sys.stdout.buffer.write(bytes([255, 10]))\n"
+    server = McpServer(command=sys.executable, args=["-c", script], env={"PYTHONUTF8": "1"})
+    with servers(long=server) as made:
+        (look,) = made.tools(timeout=60.0)
+        for _ in range(3):  # lengths are not added up over lines
+            answer = ask([look], "look")
+            assert answer.outcome.error is None
+            assert answer.content == chr(233) * 250_000
+
+
 @pytest.mark.parametrize(
     ("server", "message"),
     [

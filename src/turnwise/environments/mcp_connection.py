@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from turnwise.environments import mcp_lines
 from turnwise.errors import Failed, boundary
+from turnwise.types import Failure
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -145,7 +147,7 @@ class Connection:
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
         session.over.set()
-        raise ConnectionError(f"the MCP server {self.name!r} was lost ({problem})")
+        raise ConnectionError(f"the MCP server {self.name!r} was lost ({session.problem or problem})")
 
     async def _live(self) -> _Session:
         """A session that is there, as far as one can know."""
@@ -179,6 +181,8 @@ class _Session:
         self._name = name
         self._server = server
         self._told = False
+        self.problem = ""
+        """Why we have ended it."""
         loop = asyncio.get_running_loop()
         self.began = loop.time()
         self.client: asyncio.Future[Client] = loop.create_future()
@@ -249,6 +253,16 @@ class _Session:
             finally:
                 group.cancel_scope.cancel()
 
+    def _line_too_long(self) -> None:
+        self.problem = (
+            f"it wrote more than {mcp_lines.LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was ended; a "
+            f"message is one line: let it print to stderr, and give shorter answers"
+        )
+        if not self.client.done():
+            self.client.set_exception(Failed(Failure("mcp", self.problem)))
+            self.client.exception()
+        self.over.set()
+
     def _tell_once(self) -> None:
         if not self._told:
             self._told = True
@@ -267,7 +281,15 @@ class _Session:
 
         server = self._server
         if server.command is not None:
-            parameters = StdioServerParameters(command=server.command, args=server.args, env=server.env, cwd=server.cwd)
+            mcp_lines.listen(self._line_too_long)
+            parameters = StdioServerParameters(
+                command=server.command,
+                args=server.args,
+                env=server.env,
+                cwd=server.cwd,
+                encoding=mcp_lines.ENCODING,
+                encoding_error_handler="replace",  # else a wrong byte would end the reading, and nothing would say so
+            )
             async with stdio_client(parameters, errlog=self._stderr.open()) as streams:
                 self._stderr.close()
                 yield streams
