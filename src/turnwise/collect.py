@@ -66,8 +66,7 @@ async def _collect(
     started = time.perf_counter()
     writer = _Writer(out, [one for group in groups for one in group.trajectories])
     activity = Activity(what="conversations", total=writer.total)
-    members = {group.id: group.trajectories for group in groups}
-    left = {name: len(trajectories) for name, trajectories in members.items()}
+    score = scorer.as_they_end(groups)
     with (
         Heartbeat(activity, console),
         Progress(
@@ -83,14 +82,7 @@ async def _collect(
         async def done(trajectory: Trajectory) -> None:
             activity.advance()
             progress.advance(task)
-            ended = [trajectory]
-            if scorer.groups:  # its functions are asked about all of a group, so the last of them is waited for
-                left[trajectory.group] -= 1
-                if left[trajectory.group]:
-                    return
-                ended = members[trajectory.group]
-            await scorer.score_group(ended)
-            for one in ended:
+            for one in await score(trajectory):
                 mask(one)  # nothing is learnt here, but the record shows what would be
                 writer.add(one)
 

@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.metrics import conversation_metrics
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.scoring.reward import Scorer
-from turnwise.types import Group, Row
+from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["evaluate"]
 
@@ -29,7 +29,11 @@ async def evaluate(
     """
     started = time.perf_counter()
     groups = [new_group(row, size=samples, seed=seed) for row in rows]
-    await rollout_groups(groups, table)
-    await scorer.score(groups)
+    score = scorer.as_they_end(groups)
+
+    async def done(trajectory: Trajectory) -> None:
+        await score(trajectory)
+
+    await rollout_groups(groups, table, done=done)
     seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
     return {"step": step, **conversation_metrics(groups), **seconds}, groups

@@ -84,7 +84,6 @@ async def train(run: Run, show: Report) -> None:
             rollouts = await (waiting or _hold(run, run.step))
             if options.overlap and run.step + 1 < options.steps:
                 waiting = asyncio.create_task(_hold(run, run.step + 1))
-            await run.scorer.score(rollouts.groups)
             for group in rollouts.groups:
                 for one in group.trajectories:  # before credit: what breaks in it is in no statistics
                     run.mask(one)
@@ -117,7 +116,7 @@ class _Rollouts:
 
 
 async def _hold(run: Run, step: int) -> _Rollouts:
-    """The conversations of one step."""
+    """The conversations of one step, scored."""
     started = time.perf_counter()
     options = run.config.train
     places = run.order.take(run.position + (step - run.step) * options.rows, options.rows)
@@ -127,8 +126,11 @@ async def _hold(run: Run, step: int) -> _Rollouts:
     ]
     run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
 
-    async def done(_: Trajectory) -> None:
+    score = run.scorer.as_they_end(groups)
+
+    async def done(trajectory: Trajectory) -> None:
         run.activity.advance()
+        await score(trajectory)
 
     await rollout_groups(groups, run.table, done=done)
     return _Rollouts(groups, time.perf_counter() - started)

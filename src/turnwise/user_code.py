@@ -32,8 +32,10 @@ __all__ = [
     "call",
     "call_blocking",
     "conversation",
+    "conversation_name",
     "deadline",
     "forget",
+    "in_lockstep",
     "own_context",
     "spawn",
     "waiting_for_others",
@@ -55,9 +57,10 @@ _log = logging.getLogger(__name__)
 class _Account:
     """The time of one conversation: what does not count for its deadlines."""
 
-    def __init__(self, name: str, loop: _Loop) -> None:
+    def __init__(self, name: str, loop: _Loop, *, lockstep: bool) -> None:
         self.name = name
         self.loop = loop
+        self.lockstep = lockstep
         self.blocked = 0.0
         """Seconds for which this conversation blocked the event loop."""
         self._waited = 0.0
@@ -190,9 +193,11 @@ def _loop() -> _Loop:
 
 
 @contextlib.contextmanager
-def conversation(name: str) -> Iterator[None]:
-    """What is called inside belongs to one conversation: it shares a context, and its deadlines count its own time only."""
-    account = _account.set(_Account(name, _loop()))
+def conversation(name: str, *, lockstep: bool = False) -> Iterator[None]:
+    """What is called inside belongs to one conversation: it shares a context, and its deadlines count its own time only.
+
+    `lockstep` says that the engine waits until all conversations have asked (`engines.batched`)."""
+    account = _account.set(_Account(name, _loop(), lockstep=lockstep))
     context = contextvars.copy_context()
     context.run(_context.set, context)
     shared = _context.set(context)
@@ -201,6 +206,18 @@ def conversation(name: str) -> Iterator[None]:
     finally:
         _context.reset(shared)
         _account.reset(account)
+
+
+def conversation_name() -> str:
+    """The id of the trajectory whose conversation the caller belongs to; empty outside of conversations."""
+    account = _account.get()
+    return "" if account is None else account.name
+
+
+def in_lockstep() -> bool:
+    """Whether the caller's conversation must not wait for another one to end, because the other waits for its request."""
+    account = _account.get()
+    return account is not None and account.lockstep
 
 
 def waiting_for_others() -> contextlib.AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
+from turnwise.compat.instances import EXHAUSTED, InstancePool, Lease
 from turnwise.compat.maker import InFront, Maker, end, number, opened
 from turnwise.environments.aside import aside
 from turnwise.environments.environment import Environment
@@ -43,17 +44,7 @@ class _Kind:
     """Its tools; None where it has none."""
     scores: bool
     """Whether it has `get_reward`."""
-    free: list[Any]
-    """Instances that no conversation uses: as in TRL, they are made once and reset often."""
-    retired: list[Any]
-    """Instances with a tool call that was given up and still runs: no conversation gets them, and `aclose` closes them."""
-
-    def draw(self) -> Any:
-        """An instance for one conversation."""
-        try:
-            return self.free.pop()
-        except IndexError:
-            return self.maker.make()
+    pool: InstancePool
 
 
 class TrlEnvironments:
@@ -97,8 +88,7 @@ class TrlEnvironments:
     async def aclose(self) -> None:
         """Close the instances, which conversations have used one after the other."""
         for kind in self._kinds.values():
-            while kind.free or kind.retired:
-                made = (kind.free or kind.retired).pop()
+            for made in kind.pool.drain():
                 with boundary("environment"):
                     result = await aside(lambda made=made: end(made), name=kind.maker.name, kind="environment")
                     if inspect.isawaitable(result):
@@ -155,12 +145,14 @@ class _Played:
     def __init__(self, kind: _Kind) -> None:
         self._kind = kind
         self._name = kind.maker.name
-        self._foreign = Foreign(kind.draw, self._end, name=self._name)
-        self._lent = False
+        self._pool = kind.pool
+        self._foreign: Foreign[Any] = Foreign(self._make, self._end, name=self._name)
+        self._lease: Lease | None = None
+        self._exposed = False
         self._running: list[str] = []  # the tools that have been called and have not answered
 
     async def begin(self, row: Row) -> Opening:
-        self._made = await self._foreign.make()
+        self._made = await self._instance()
         prompt = [dict(message) for message in row.messages]
         columns = columns_for(self._made.reset, row, name=f"{self._name}.reset", extra={"prompt": prompt})
         shown = await self._foreign.ask(partial(self._made.reset, **columns))
@@ -182,18 +174,43 @@ class _Played:
 
     def exposed(self) -> EnvironmentHandle:
         """The instance. When it is released, another conversation may have it."""
-        self._lent = True
+        assert self._lease is not None
+        self._exposed = True
+        self._lease.played()
         return EnvironmentHandle(self._made, self._give_back)
 
+    async def _instance(self) -> Any:
+        """A free instance or a new one. Where no more can be made, one that another conversation gives back."""
+        while True:
+            self._lease = await self._pool.lease()
+            if self._lease.instance is not None:
+                return self._foreign.adopt(self._lease.instance)
+            if (made := await self._foreign.make()) is not EXHAUSTED:
+                self._lease.instance = made
+                return made
+            self._lease.refused()
+
+    def _make(self) -> Any:
+        try:
+            return self._kind.maker.make()
+        except StopIteration:  # `next(urls)`, as in TRL's examples
+            return EXHAUSTED
+
     def _give_back(self) -> None:
-        (self._kind.retired if self._running else self._kind.free).append(self._made)
+        assert self._lease is not None
+        self._lease.give_back(usable=not self._running)
 
     def _end(self, made: Any) -> Any:
-        # an instance whose conversation broke may still be busy: it is closed and not used again
-        return None if self._lent else end(made)
+        return None if self._exposed or made is EXHAUSTED else end(made)
 
     async def close(self) -> None:
-        await self._foreign.close()
+        try:
+            await self._foreign.close()
+        finally:
+            # an instance whose conversation broke is closed and not used again; one without `close` can be reset
+            if self._lease is not None and not self._exposed:
+                closes = callable(getattr(self._lease.instance, "close", None))
+                self._lease.give_back(usable=not (closes or self._running or self._foreign.busy), closed=True)
 
     def tools(self) -> Any:
         """The methods of this conversation's instance, told as TRL tells them."""
@@ -213,10 +230,10 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
         box = Toolbox(make=object, name=type(made).__name__, tools=tools) if tools else None
         boxes.append((box, "get_reward" in public))
 
-    free: list[Any] = []
-    maker = Maker.of(found, arguments, wants=("reset",), check=look, keep=free.append)
+    first: list[Any] = []
+    maker = Maker.of(found, arguments, wants=("reset",), check=look, keep=first.append)
     ((box, scores),) = boxes
-    return _Kind(maker, box, scores, free, [])
+    return _Kind(maker, box, scores, InstancePool(maker.name, first))
 
 
 def _told(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:

@@ -4,25 +4,34 @@
       group:
         - {use: turnwise.compat.trl_rewards:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
 
-A function of `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with one item
-for each conversation, that gives a list of numbers; sync or async. It is asked once for each row, about all conversations of
-it. The facts are those of TRL 1.16.
+A function that makes one is named with its arguments:
+
+        - use: turnwise.compat.trl_rewards:TrlReward
+          arguments:
+            function: trl.rewards:get_soft_overlong_punishment
+            arguments: {max_completion_len: 1024, soft_punish_cache: 256}
+
+A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
+one item for each conversation, and gives a list of numbers; sync or async. It is asked once for each row, about all
+conversations of it. The facts are those of TRL 1.16.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.references import resolve
 from turnwise.reward_number import reward_number
 from turnwise.types import Message, Trajectory
 
 __all__ = ["TrlReward"]
 
+_KEY = "reward.group.arguments.function"
+_GIVEN = {"prompts", "completions", "completion_ids", "environments"}
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -33,25 +42,32 @@ class TrlReward:
     `info` of the last turns.
     """
 
-    def __init__(self, function: str | Callable[..., Any]) -> None:
-        """`function` is a function, or a reference to one.
+    def __init__(self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None) -> None:
+        """`function` is a function, or a reference to one. With `arguments` it is called with them and returns the function.
 
         Raises ConfigError if it cannot be called as TRL does, or asks for the state of TRL's trainer.
         """
-        found = resolve(function, key="reward.group.arguments.function") if isinstance(function, str) else function
+        found = resolve(function, key=_KEY) if isinstance(function, str) else function
+        if arguments is not None:
+            found = _made(found, arguments)
         self.__name__ = getattr(found, "__name__", type(found).__name__)
         if not callable(found):
             raise ConfigError(
-                f"reward.group.arguments.function: {function} is a {type(found).__name__}; it must be a function of "
-                f"prompts, completions and columns"
+                f"{_KEY}: {function} is a {type(found).__name__}; it must be a function of prompts, completions and columns"
             )
         parameters = inspect.signature(found).parameters.values()
         self._everything = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self._names = {one.name for one in parameters}
+        if not self._everything and not self._names & _GIVEN:
+            raise ConfigError(
+                f"{_KEY}: {self.__name__}({', '.join(one.name for one in parameters)}) takes none of "
+                f"{', '.join(sorted(_GIVEN))}, so it is no reward function of TRL. If it returns one, give the arguments that "
+                f"it is called with: arguments: {{function: ..., arguments: {{...}}}}"
+            )
         self._needs_environments = any(one.name == "environments" and one.default is one.empty for one in parameters)
         if "trainer_state" in self._names:
             raise ConfigError(
-                f"reward.group.arguments.function: {self.__name__} asks for trainer_state, the state of TRL's trainer, which "
+                f"{_KEY}: {self.__name__} asks for trainer_state, the state of TRL's trainer, which "
                 f"there is none of here: take the parameter out"
             )
         self._function = found
@@ -97,6 +113,16 @@ class TrlReward:
                 f"turnwise.compat.trl:TrlEnvironments"
             )
         return given
+
+
+def _made(found: Any, arguments: Mapping[str, Any]) -> Any:
+    """The reward function that `found` makes of its arguments. Raises ConfigError if it cannot."""
+    name = getattr(found, "__name__", type(found).__name__)
+    try:
+        with boundary("reward"):
+            return found(**arguments)
+    except Failed as failed:
+        raise ConfigError(f"{_KEY}: {name} with the arguments {dict(arguments)}: {failed.failure.message}") from failed
 
 
 def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:

@@ -101,9 +101,13 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
             thinking=config.thinking,
             concurrent=config.concurrent,
         )
-        await rollout_groups(groups, table)
+        score = scorer.as_they_end(groups)
+
+        async def done(trajectory: Trajectory) -> None:
+            await score(trajectory)
+
+        await rollout_groups(groups, table, done=done)
         await table.engine.close()
-        await scorer.score(groups)
     for group in groups:
         for one in group.trajectories:
             mask(one)

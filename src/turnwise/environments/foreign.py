@@ -46,6 +46,16 @@ class Foreign(Generic[T]):
         """Make it. Raises Failed if it cannot be."""
         return await self._aside(self._make_or_end)
 
+    def adopt(self, made: T) -> T:
+        """Hold an object that was made before."""
+        self._made.append(made)
+        return made
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is still running, also where its conversation has given it up."""
+        return self._busy is not None and not self._busy.done()
+
     async def ask(self, function: Callable[[], Any]) -> Any:
         """What a function answers, sync or async. Raises whatever that raises; from a thread, as Failed."""
         if inspect.iscoroutinefunction(function):
@@ -55,7 +65,7 @@ class Foreign(Generic[T]):
 
     async def close(self) -> None:
         """Close it, if it was made and was not closed before."""
-        if self._busy is not None and not self._busy.done():
+        if self._busy is not None and self.busy:
             await asyncio.wait({self._busy}, timeout=_GRACE)
         with self._lock:
             made, self._made, self._over = self._made, [], True

@@ -112,7 +112,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
         thinking=table.thinking,
     )
     environment: _UserEnvironment | None = None
-    with conversation(trajectory.id):
+    with conversation(trajectory.id, lockstep=table.lockstep):
         try:
             made = call_blocking(table.make_environment, kind="environment", name="making an environment", shared=True)
             environment = _UserEnvironment(made)

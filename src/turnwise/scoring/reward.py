@@ -96,6 +96,25 @@ class Scorer:
         """Score every trajectory that did not break and is not scored yet."""
         await asyncio.gather(*(self.score_group(group.trajectories) for group in groups))
 
+    def as_they_end(self, groups: Sequence[Group]) -> Callable[[Trajectory], Awaitable[Sequence[Trajectory]]]:
+        """A function to be awaited with each trajectory of `groups` as its conversation ends. It scores the trajectories
+        that can be scored then, which frees their environments, and returns them.
+
+        Without functions of a group a trajectory is scored at once, else with the last one of its group."""
+        members = {id(one): group for group in groups for one in group.trajectories}
+        left = {id(group): len(group.trajectories) for group in groups}
+
+        async def ended(trajectory: Trajectory) -> Sequence[Trajectory]:
+            scored: Sequence[Trajectory] = [trajectory]
+            if self.groups:
+                group = members[id(trajectory)]
+                left[id(group)] -= 1
+                scored = () if left[id(group)] else group.trajectories
+            await self.score_group(scored)
+            return scored
+
+        return ended
+
     async def score_group(self, trajectories: Sequence[Trajectory]) -> None:
         """Score the trajectories of one group; those that are broken or scored already stay as they are."""
         pending = [_Scores(one) for one in trajectories if not one.failed and one.reward is None]

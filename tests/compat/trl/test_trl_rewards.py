@@ -102,6 +102,7 @@ def test_none_and_nan_do_not_apply_and_async_functions_are_awaited() -> None:
 def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "def tagged(completions, **kwargs):\n    return [float('<a>' in one[0]['content']) for one in completions]\n"
+        "def maker(most):\n    return lambda completions, **kwargs: [most] * len(completions)\n"
         "def by_state(completions, trainer_state):\n    return [0.0] * len(completions)\n"
     )
     tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
@@ -114,5 +115,7 @@ def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
     assert reward.name == "tagged"
     with pytest.raises(ConfigError, match="by_state asks for trainer_state"):
         build.scorer(recipe("by_state"))
+    with pytest.raises(ConfigError, match=r"maker\(most\) takes none of .* give the arguments that it is called with"):
+        build.scorer(recipe("maker"))
     with pytest.raises(ConfigError, match="has no 'missing'"):
         build.scorer(recipe("missing"))

@@ -1,0 +1,122 @@
+"""Instances of a class that are made once and used by many conversations, one after the other, as TRL does.
+
+A class may be able to make only so many: `self.client = Client(next(urls))` raises StopIteration after the last address. From
+then on conversations wait, in the order in which they came, until an instance is given back. An instance is given back when
+its conversation is scored, because reward functions look at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final
+
+from turnwise.errors import Failed
+from turnwise.types import Failure
+from turnwise.user_code import conversation_name, in_lockstep, waiting_for_others
+
+__all__ = ["EXHAUSTED", "InstancePool", "Lease"]
+
+EXHAUSTED: Final = object()
+"""Stands for the instance that could not be made."""
+
+
+class InstancePool:
+    """The instances of one class. All methods are called in the event loop's thread."""
+
+    def __init__(self, name: str, instances: Iterable[Any]) -> None:
+        self._name = name
+        self._free = list(instances)
+        self._retired: list[Any] = []
+        """Instances with a tool call that was given up and still runs: no conversation gets them, and `drain` gives them."""
+        self._leases: list[Lease] = []
+        self._waiting: deque[tuple[str, asyncio.Future[Lease]]] = deque()
+        self._exhausted = False
+
+    async def lease(self) -> Lease:
+        """The lease of one instance, for the calling conversation. Where its `instance` is None, the caller makes one.
+
+        Waits where no more instances can be made. Raises Failed where none can become free before this conversation ends.
+        """
+        group = conversation_name().rpartition("/")[0]
+        if not self._exhausted or (self._free and not self._waiting):
+            return self._lend(group)
+        if in_lockstep():
+            raise self._too_few(
+                "with deterministic: true none waits for another; set `concurrent` to that number at most"
+            )
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, future))
+        self._serve()
+        try:
+            with waiting_for_others():
+                return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().give_back(usable=True)
+            raise
+        finally:
+            if (group, future) in self._waiting:
+                self._waiting.remove((group, future))
+                self._serve()
+
+    def drain(self) -> list[Any]:
+        """All instances that no conversation uses. They are the caller's to close."""
+        drained = [*self._free, *self._retired]
+        self._free, self._retired = [], []
+        return drained
+
+    def _lend(self, group: str) -> Lease:
+        lease = Lease(self, group, self._free.pop() if self._free else None)
+        self._leases.append(lease)
+        return lease
+
+    def _serve(self) -> None:
+        """Give free instances to those who wait, and tell them where nothing is left to wait for."""
+        while self._waiting and self._free:
+            group, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(self._lend(group))
+        groups = {group for group, _ in self._waiting}
+        # a group is scored when all its conversations have ended: those that wait and those that have ended block each other
+        if all(lease.ended and lease.group in groups for lease in self._leases):
+            for _, future in self._waiting:
+                if not future.done():
+                    reason = "conversations that are scored together need one each: make as many as the group has"
+                    future.set_exception(self._too_few(reason))
+            self._waiting.clear()
+
+    def _too_few(self, reason: str) -> Failed:
+        count = sum(lease.instance is not None for lease in self._leases) + len(self._free)
+        message = f"no more than {count} instances of {self._name} can be made (StopIteration), and {reason}"
+        return Failed(Failure("environment", message))
+
+
+class Lease:
+    """The right of one conversation to use an instance, until it is given back."""
+
+    def __init__(self, pool: InstancePool, group: str, instance: Any) -> None:
+        self._pool = pool
+        self.group = group
+        self.instance = instance
+        self.ended = False
+
+    def played(self) -> None:
+        """The conversation is over, and its group is not scored yet."""
+        self.ended = True
+        self._pool._serve()
+
+    def refused(self) -> None:
+        """The instance could not be made, because the class cannot make more."""
+        self._pool._exhausted = True
+        self.give_back(usable=False, closed=True)
+
+    def give_back(self, *, usable: bool, closed: bool = False) -> None:
+        """The conversation does not need the instance any more. A usable one is reused, another one is closed in the end,
+        unless it is `closed` already."""
+        pool = self._pool
+        pool._leases.remove(self)
+        if self.instance is not None and (usable or not closed):
+            (pool._free if usable else pool._retired).append(self.instance)
+        pool._serve()

@@ -1,0 +1,163 @@
+"""TRL's environments and reward functions in whole runs: `turnwise train` and `turnwise rollout`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.tiny import save_model
+
+# as in TRL's examples with several servers (carla.py): one address for each instance, and no more of them
+SERVERS = '''
+class Game:
+    urls = iter(["http://one", "http://two"])
+
+    def __init__(self):
+        self.url = next(Game.urls)
+        self.busy = False
+
+    def reset(self, **row):
+        assert not self.busy
+        self.busy, self.row, self.reward = True, row["name"], 0.0
+        if row.get("breaks") and not getattr(self, "broke", False):
+            self.busy, self.broke = False, True
+            raise ValueError("no game today")
+        return None
+
+    def move(self, to: str) -> str:
+        """
+        Move.
+
+        Args:
+            to: Where to.
+        """
+        return to
+
+
+def by_game(environments, completion_ids, name, log_extra, **kwargs):
+    assert [env.row for env in environments] == name
+    assert len({env.url for env in environments}) == len(environments)
+    log_extra("url", [env.url for env in environments])
+    for env in environments:
+        env.busy = False
+    return [float(sum(ids) % 7) for ids in completion_ids]
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def turnwise(command: str, options: dict[str, Any], model: Path, path: Path) -> list[dict[str, Any]]:
+    """Run a command on a recipe. Returns its trajectories."""
+    (path / "game.py").write_text(SERVERS)
+    recipe = {
+        "model": {"path": str(model)},
+        "data": {"train": str(path / "rows.jsonl")},
+        "limits": {"turns": 3, "tokens_per_turn": 24},
+        **options,
+    }
+    if command == "train":
+        recipe |= {"output": str(path / "run")}
+    (path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    out = ["--out", str(path / "run")] if command == "rollout" else []
+    result = subprocess.run(
+        [sys.executable, "-m", "turnwise", command, str(path / "recipe.yaml"), *out],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(line) for line in (path / "run" / "trajectories.jsonl").read_text().splitlines()]
+
+
+def save(path: Path, *rows: dict[str, Any]) -> None:
+    (path / "rows.jsonl").write_text("".join(f"{json.dumps({'prompt': 'Play.', **row})}\n" for row in rows))
+
+
+def use(function: str, **arguments: Any) -> dict[str, Any]:
+    made = {"arguments": arguments} if arguments else {}
+    return {"use": "turnwise.compat.trl_rewards:TrlReward", "arguments": {"function": function, **made}}
+
+
+def games(path: Path, **options: Any) -> dict[str, Any]:
+    return {
+        "environment": {
+            "use": "turnwise.compat.trl:TrlEnvironments",
+            "arguments": {"environment": f"{path / 'game.py'}:Game"},
+        },
+        "reward": {"group": [use(f"{path / 'game.py'}:by_game")]},
+        **options,
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "concurrent": 2}, {"train": {"overlap": True}}])
+def test_two_instances_serve_any_number_of_conversations(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    save(tmp_path, *({"name": f"row {n}"} for n in range(4)))
+    held_out = {"data": {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl")}}
+    train = {"steps": 3, "rows": 3, "group": 2, **options.pop("train", {})}
+    trajectories = turnwise("train", {**games(tmp_path), **held_out, **options, "train": train}, model, tmp_path)
+    assert len(trajectories) == 3 * 3 * 2
+    assert [one["error"] for one in trajectories] == [None] * len(trajectories)
+    for start in range(0, len(trajectories), 2):
+        pair = trajectories[start : start + 2]
+        assert {one["turns"][-1]["info"]["url"] for one in pair} == {"http://one", "http://two"}
+        assert all(set(one["rewards"]) == {"turns", "by_game"} for one in pair)
+
+
+def test_an_instance_whose_conversation_broke_serves_the_next_one(model: Path, tmp_path: Path) -> None:
+    save(tmp_path, {"name": "a", "breaks": True}, {"name": "b"}, {"name": "c"})
+    options = games(tmp_path, rollout={"samples": 2}, concurrent=2)
+    trajectories = turnwise("rollout", options, model, tmp_path)
+    assert [one["error"] is None for one in trajectories] == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(("lockstep", "reason"), [(False, "as many as the group has"), (True, "`concurrent`")])
+def test_a_group_with_more_conversations_than_instances_is_told_so(
+    model: Path, tmp_path: Path, lockstep: bool, reason: str
+) -> None:
+    save(tmp_path, {"name": "a"}, {"name": "b"})
+    options = games(tmp_path, rollout={"samples": 3}, deterministic=lockstep)
+    trajectories = turnwise("rollout", options, model, tmp_path)
+    broke = [one["error"]["message"] for one in trajectories if one["error"] is not None]
+    assert broke
+    assert all("no more than 2 instances of Game can be made" in one and reason in one for one in broke)
+    assert any(one["error"] is None for one in trajectories)
+
+
+SHIPPED = {
+    "accuracy_reward": use("trl.rewards:accuracy_reward"),
+    "reasoning_accuracy_reward": use("trl.rewards:reasoning_accuracy_reward"),
+    "think_format_reward": use("trl.rewards:think_format_reward"),
+    "get_soft_overlong_punishment": use(
+        "trl.rewards:get_soft_overlong_punishment", max_completion_len=24, soft_punish_cache=24
+    ),
+    "get_cosine_scaled_reward": use("trl.rewards:get_cosine_scaled_reward", max_len=100),
+    "get_repetition_penalty_reward": use("trl.rewards:get_repetition_penalty_reward", ngram_size=2),
+}
+
+
+def test_every_reward_function_that_trl_ships_runs_in_a_recipe(model: Path, tmp_path: Path) -> None:
+    import trl.rewards
+
+    assert set(SHIPPED) == {name for name in dir(trl.rewards) if name.endswith(("_reward", "_punishment"))}
+    save(tmp_path, {"solution": "$4$"}, {"solution": "\\frac{1}{2}"})
+    options = {"reward": {"group": list(SHIPPED.values())}, "train": {"steps": 2, "rows": 2, "group": 2}}
+    trajectories = turnwise("train", options, model, tmp_path)
+    assert [one["error"] for one in trajectories] == [None] * 8
+    for one in trajectories:
+        earned = one["rewards"]
+        assert (earned["accuracy_reward"], earned["think_format_reward"]) == (0.0, 0.0)
+        length = sum(turn >= 0 for turn in one["segments"][-1]["turn"])
+        assert earned["soft_overlong_punishment_reward"] == pytest.approx(-length / 24)
+        assert -1.0 <= earned["cosine_scaled_reward"] <= -0.5
