@@ -127,7 +127,7 @@ def _explain(error: ValidationError, source: str) -> str:
     lines: list[str] = []
     for problem in error.errors(include_url=False):
         # pydantic puts the branch of a union into the place: `list[...]`, `function-after[...]`, `local`
-        branch = str(problem["loc"][-1])
+        branch = str(problem["loc"][-1]) if problem["loc"] else ""
         if branch.startswith("list[") and not isinstance(problem["input"], list):
             continue  # a text where a text or a list may stand: the other branch says what is wrong with it
         if branch.startswith("function-after[") and isinstance(problem["input"], list):
