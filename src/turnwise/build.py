@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -417,7 +418,7 @@ def scripts(path: str) -> list[list[str]]:
     Raises DataError, with the line's number.
     """
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise DataError(f"engine.script: there is no file {file.absolute()}")
     found: list[list[str]] = []
     # split, not splitlines: a text may hold U+2028

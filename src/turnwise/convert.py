@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
@@ -29,7 +29,7 @@ def converted(system: str, words: Sequence[str], *, folder: str | None = None, n
         raise ConfigError("--config-path and --config-name belong to --from verl")
     from turnwise.compat.swift.arguments import from_swift_arguments
 
-    return from_swift_arguments(words[0] if len(words) == 1 and Path(words[0]).is_file() else words)
+    return from_swift_arguments(words[0] if len(words) == 1 and os.path.isfile(words[0]) else words)
 
 
 def as_recipe(converted: Converted) -> str:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,7 +150,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         )
     if isinstance(value, str | Path):
         text = str(value)
-        path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(text).expanduser()
+        path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(os.path.expanduser(text))
         path = path if path.is_absolute() or folder is None else folder / path
         try:
             found = path.is_file()

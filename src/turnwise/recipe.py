@@ -28,7 +28,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
     Raises ConfigError.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def resolve(reference: str, *, key: str) -> Any:
 
 
 def _from_file(path: Path, key: str) -> Any:
-    path = path.expanduser().absolute()
-    if not path.is_file():
+    path = Path(os.path.expanduser(path)).absolute()
+    if not os.path.isfile(path):
         raise ConfigError(f"{key}: there is no file {path}; paths are relative to the directory you run from")
     name = f"turnwise_user.{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from turnwise.errors import TurnwiseError
 
 VALUES: list[Any] = [
     *(None, True, 0, -1, 1.5, 10**30, float("inf"), float("nan"), "", "\0", "[/]", "\ud800", "\x1b]0;x\x07"),
@@ -80,3 +83,18 @@ def mutated_text(text: str, draw: random.Random) -> str:
         if characters:
             characters[draw.randrange(len(characters))] = draw.choice(_CHARACTERS)
     return "".join(characters)
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a text that may hold half of a surrogate pair."""
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    return path
+
+
+def accepted_or_refused(read: Any, *arguments: Any, **options: Any) -> Any:
+    """The result, or None where it was refused with a message that can be printed."""
+    try:
+        return read(*arguments, **options)
+    except TurnwiseError as error:
+        str(error).encode("utf-8")  # raises where half of a surrogate pair is in the message
+        return None

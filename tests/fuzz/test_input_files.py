@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fuzz.mutations import RAW, VALUES, mutated_text, mutated_tree, places
+from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutated_tree, places, write
 from turnwise.config import Config
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import read_rows
@@ -45,20 +45,6 @@ ROWS: list[dict[str, Any]] = [
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     },
 ]
-
-
-def write(path: Path, text: str) -> Path:
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    return path
-
-
-def accepted_or_refused(read: Any, *arguments: Any, **options: Any) -> Any:
-    """The result, or None where it was refused with a message that can be printed."""
-    try:
-        return read(*arguments, **options)
-    except TurnwiseError as error:
-        str(error).encode("utf-8")  # raises where half of a surrogate pair is in the message
-        return None
 
 
 def whole_recipe() -> dict[str, Any]:

@@ -71,7 +71,7 @@ def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lam
             if leaving_out(target):
                 continue
             beside = folder / f"{target}.yaml"
-            if not beside.is_file():
+            if not os.path.isfile(beside):
                 raise ConfigError(f"{path}: the defaults list names {target}, and there is no {beside}")
             part = compose(folder, target, leaving_out=leaving_out)
             _merge(tree, _under(_package(beside, package), part))

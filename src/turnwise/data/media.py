@@ -7,6 +7,7 @@ an image begins like one; nothing is decoded here, and nothing is kept but where
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -122,7 +123,7 @@ def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
     if not isinstance(value, str | Path) or not str(value):
         raise DataError(f"{where} is {value!r:.80}; a video is a path, or a list of frames (images)")
     whole = _whole(str(value).removeprefix("file://"), folder)
-    if not Path(whole).is_file():
+    if not os.path.isfile(whole):
         raise DataError(f"{where}: there is no video file {whole}")
     return whole
 
@@ -135,5 +136,5 @@ def _whole(value: Any, folder: Path | None) -> Any:
         return value
     if not isinstance(value, str | Path) or str(value).startswith(("data:", "file://")):
         return value
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     return str(path if path.is_absolute() or folder is None else (folder / path).absolute())

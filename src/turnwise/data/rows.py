@@ -6,6 +6,7 @@ number, not met in the middle of a run.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,8 +84,8 @@ def _all_records(source: str | Sequence[str], split: str, subset: str | None) ->
     several = [source] if isinstance(source, str) else source
     before = 0
     for one in several:
-        path = Path(one).expanduser()
-        folder = path.absolute().parent if path.suffix in FILES else path.absolute() if path.is_dir() else None
+        path = Path(os.path.expanduser(one))
+        folder = path.absolute().parent if path.suffix in FILES else path.absolute() if os.path.isdir(path) else None
         last = 0
         for found in records(one, split=split, subset=subset):
             last = found.number
@@ -132,13 +133,13 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[Found]:
 
     Raises DataError if the source is missing or cannot be read.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.suffix in FILES:
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(f"there is no file {path.absolute()}; paths are relative to the directory you run from")
         if path.suffix != ".parquet":
             return _lines(path)
-    elif source.startswith((".", "/", "~")) and not path.is_dir():
+    elif source.startswith((".", "/", "~")) and not os.path.isdir(path):
         raise DataError(
             f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
             f"`datasets`, or a hub id"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections import OrderedDict
@@ -378,8 +379,8 @@ class Vision:
 def _load_video(part: Part) -> Any:
     """A list of frames as PIL images; the name of a file as it is, for the processor to read."""
     if isinstance(part.value, str | Path):
-        file = Path(str(part.value).removeprefix("file://")).expanduser()
-        if not file.is_file():
+        file = Path(os.path.expanduser(str(part.value).removeprefix("file://")))
+        if not os.path.isfile(file):
             raise DataError(
                 f"{part.where}: there is no video file {file.absolute()}; frames are given as a list of images"
             )

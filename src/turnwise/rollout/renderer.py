@@ -9,6 +9,7 @@ the model sampled is never rendered and never encoded again. This module knows n
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,16 +103,16 @@ class Renderer:
         """
         from transformers import AutoTokenizer
 
-        if str(path).startswith(("/", ".", "~")) and not Path(path).expanduser().is_dir():
+        if str(path).startswith(("/", ".", "~")) and not os.path.isdir(os.path.expanduser(path)):
             raise TemplateError(
-                f"there is no model directory {Path(path).expanduser().absolute()}; model.path must be a directory as "
+                f"there is no model directory {os.path.abspath(os.path.expanduser(path))}; model.path must be a directory as "
                 f"save_pretrained writes it, or a hub id"
             )
         try:
             with boundary("tokenizer"):  # some libraries raise what is no more than an Exception
                 tokenizer = AutoTokenizer.from_pretrained(str(path))
         except Failed as failed:
-            if Path(path).is_dir() and not Path(path, "tokenizer_config.json").is_file():
+            if os.path.isdir(path) and not Path(path, "tokenizer_config.json").is_file():
                 raise TemplateError(
                     f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a directory "
                     f"as save_pretrained writes it, or a hub id"

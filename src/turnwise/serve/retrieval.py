@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.errors import ConfigError, DataError
+from turnwise.json_yaml import parse_json
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -54,8 +55,8 @@ def read_corpus(path: Path) -> list[Document]:
     """
     try:
         documents = list(_documents(path))
-    except OSError as error:
-        raise DataError(f"the corpus {path} could not be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        raise DataError(f"the corpus {path} could not be read: {getattr(error, 'strerror', None) or error}") from None
     if not documents:
         raise DataError(f"the corpus {path} is empty; at least one document is needed")
     return documents
@@ -66,10 +67,12 @@ def _documents(path: Path) -> Iterator[Document]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            where = f"{path}:{number}: this line"
             try:
-                record = json.loads(line)
-            except ValueError as error:  # no JSON, or no UTF-8
-                raise DataError(f"{path}:{number}: this line is not JSON: {error}") from None
+                text = line.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start + 1}") from None
+            record = parse_json(text, where=where, error=DataError)
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: a document must be a JSON object; this is a {type(record).__name__}")
             title, text, contents = (record.get(name) for name in ("title", "text", "contents"))
@@ -80,7 +83,10 @@ def _documents(path: Path) -> Iterator[Document]:
                 raise DataError(
                     f"{path}:{number}: a document needs the texts `title` and `text`, or `contents`; it has: {have}"
                 )
-            yield Document(str(record.get("id", number)), contents)
+            name = record.get("id", number)
+            if isinstance(name, bool) or not isinstance(name, str | int | float):
+                raise DataError(f"{path}:{number}: the `id` of a document is a text or a number; this is {name!r:.80}")
+            yield Document(str(name), contents)
 
 
 class Index:

@@ -5,8 +5,8 @@ What is not given has ms-swift's default, where that differs from ours.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 
 from turnwise.compat.converted import Converted, Left
 from turnwise.compat.swift.args import REWARD_DEFAULTS
-from turnwise.compat.swift.command import Given, listed, read
+from turnwise.compat.swift.command import Given, read
 from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS, REWARDS
+from turnwise.compat.swift.kinds import positive
 from turnwise.compat.swift.outcomes import orms
 from turnwise.compat.swift.scheduler import multi_turns
-from turnwise.errors import nearest
+from turnwise.errors import ConfigError, nearest
+from turnwise.json_yaml import parse_json, read_text
 
 __all__ = ["COMPUTED", "from_swift_arguments"]
 
@@ -81,7 +83,8 @@ class _Conversion:
     # how an argument is asked for and ticked off
 
     def _value(self, key: str) -> Any:
-        return self._given.values.get(key, DEFAULTS.get(key))
+        value = self._given.values.get(key)
+        return DEFAULTS.get(key) if value is None else value
 
     def _set(self, option: str, value: Any, *keys: str) -> None:
         """Set an option of the recipe; `keys` are the arguments that made it."""
@@ -120,23 +123,22 @@ class _Conversion:
             elif key in self._given.values:
                 self._carry(option, key)
         if (top_k := self._value("top_k")) is not None:
-            self._set("sampling.top_k", max(int(top_k), 0), "top_k")
-        self._set("train.betas", [float(self._value("adam_beta1")), float(self._value("adam_beta2"))])
+            self._set("sampling.top_k", max(top_k, 0), "top_k")
+        self._set("train.betas", [float(self._value(key)) for key in ("adam_beta1", "adam_beta2")])
         self._carry("train.betas", "adam_beta1", "adam_beta2")
-        if "learning_rate" not in self._given.values:
+        if self._given.values.get("learning_rate") is None:
             self._set("train.lr", 1e-5)  # ms-swift's own where all parameters are trained
 
-    def _file_of_system(self, value: Any) -> bool:
+    def _file_of_system(self, value: str) -> bool:
         """Whether the system message is a file's; in ms-swift it is where there is a file of that name."""
-        text = str(value)
-        path = self._given.find(text) if len(text) < 256 and "\n" not in text and "\0" not in text else None
+        path = self._given.find(value)
         if path is not None:
-            self._set("data.system", path.read_text(encoding="utf-8"), "system")
-        elif text.endswith(".txt"):
+            self._set("data.system", read_text(path, error=ConfigError), "system")
+        elif value.endswith(".txt"):
             self._leave(
                 "system", "there is no file of that name: run from the folder that it is relative to", matters=True
             )
-        return path is not None or text.endswith(".txt")
+        return path is not None or value.endswith(".txt")
 
     def _data(self) -> None:
         given = self._given.values
@@ -146,19 +148,17 @@ class _Conversion:
             if len(names) > 1:
                 self._leave(key, f"{option} is one data set; put them into one file", matters=True)
             elif names:
-                name, hashed, limit = str(names[0]).partition("#")
-                name, _, subset = name.partition(":") if not Path(name).exists() else (name, "", "")
+                name, hashed, limit = names[0].partition("#")
+                name, _, subset = name.partition(":") if not os.path.exists(name) else (name, "", "")
                 self._set(option, name, key)
                 if subset:
                     self._set("data.subset", subset, key)
-                if hashed and key == "dataset":
-                    self._set("data.limit", int(limit), key)
-                elif hashed:
-                    self._set("eval.rows", int(limit), key)
+                if hashed:
+                    rows = positive(f"--{key} {names[0]}: the number of rows", limit)
+                    self._set("data.limit" if key == "dataset" else "eval.rows", rows, key)
         if not given.get("dataset"):
             self._leave("dataset", "no data set is named: set data.train", matters=True)
-        theirs = given.get("columns") or {}
-        for name, meaning in (json.loads(theirs) if isinstance(theirs, str) else theirs).items():
+        for name, meaning in (given.get("columns") or {}).items():
             columns["prompt" if meaning in ("messages", "query", "prompt", "problem") else meaning] = name
         self._carry("data.columns", "columns")
         if "prompt" not in columns:
@@ -185,13 +185,13 @@ class _Conversion:
     def _prompt_column(self) -> str | None:
         """The column of the conversations, where there is a file to look it up in."""
         path = Path(str(self._recipe.get("data", {}).get("train", "")))
-        if path.suffix not in (".jsonl", ".json") or not path.is_file():
+        if path.suffix not in (".jsonl", ".json") or not os.path.isfile(path):
             return None
-        with path.open(encoding="utf-8") as lines:
-            try:
-                first = json.loads(next(lines, "{}"))
-            except json.JSONDecodeError:
-                return None
+        try:
+            with path.open(encoding="utf-8-sig") as lines:
+                first = parse_json(next(lines, "{}"), where=str(path), error=ConfigError)
+        except (ConfigError, OSError, UnicodeDecodeError):
+            return None
         known = ("messages", "prompt", "query", "problem", "question")
         return next((name for name in known if isinstance(first, dict) and name in first), None)
 
@@ -202,7 +202,7 @@ class _Conversion:
         for key, option in (("model", "model.path"), ("dataset", "data.train"), ("val_dataset", "data.eval")):
             node, _, last = option.partition(".")
             name = str(self._recipe.get(node, {}).get(last, ""))
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() and Path(name).suffix not in _FILES:
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name) and Path(name).suffix not in _FILES:
                 why = (
                     "ms-swift takes it from ModelScope, here it is Hugging Face's of this name: see that it is the same"
                 )
@@ -212,7 +212,7 @@ class _Conversion:
 
     def _conversation(self) -> None:
         given, arguments = self._given.values, dict[str, Any]()
-        length = int(self._value("max_completion_length"))
+        length = self._value("max_completion_length")
         self._set("limits.tokens_per_turn", length, "max_completion_length")
         if given.get("completion_length_limit_scope") == "total":
             self._set("limits.tokens", length, "completion_length_limit_scope", "max_completion_length")
@@ -269,7 +269,7 @@ class _Conversion:
 
     def _rewards(self) -> None:
         given = self._given.values
-        names, weights = listed(given.get("reward_funcs")), listed(given.get("reward_weights"))
+        names, weights = given.get("reward_funcs") or [], given.get("reward_weights") or []
         plugins = given.get("external_plugins") or []
         gym = _gym(self._recipe)
         count = len(names) + gym
@@ -327,15 +327,15 @@ class _Conversion:
             "steps_per_generation",
             "global_batch_size",
         )
-        processes, group = self._given.processes, int(self._value("num_generations"))
-        each = int(self._value("per_device_train_batch_size")) * processes
-        accumulate = int(self._value("gradient_accumulation_steps") or max(1, math.ceil(16 / each)))
-        per_generation = int(self._value("steps_per_generation") or accumulate)
-        whole = int(self._value("generation_batch_size") or each * per_generation)
+        processes, group = self._given.processes, self._value("num_generations")
+        each = self._value("per_device_train_batch_size") * processes
+        accumulate = self._value("gradient_accumulation_steps") or max(1, math.ceil(16 / each))
+        per_generation = self._value("steps_per_generation") or accumulate
+        whole = self._value("generation_batch_size") or each * per_generation
         of_all = self._given.values.get("global_batch_size")
         if of_all is not None:  # of megatron: the conversations of an optimizer step
-            each, accumulate = int(of_all), 1
-            whole = int(self._value("generation_batch_size") or each * int(self._value("steps_per_generation") or 1))
+            each, accumulate = of_all, 1
+            whole = self._value("generation_batch_size") or each * (self._value("steps_per_generation") or 1)
         self._set("train.rows", max(1, whole // group))
         told = f"train.rows, train.minibatches ({whole} conversations a step, with {processes} processes)"
         self._carry(told, *keys)
@@ -347,7 +347,7 @@ class _Conversion:
 
     def _clipping(self) -> None:
         given = self._given.values
-        off = self._minibatches > 1 or int(self._value("num_iterations")) > 1 or bool(given.get("async_generate"))
+        off = self._minibatches > 1 or self._value("num_iterations") > 1 or bool(given.get("async_generate"))
         low, high = given.get("epsilon"), given.get("epsilon_high")
         if not off:
             for key in ("epsilon", "epsilon_high"):
@@ -361,14 +361,14 @@ class _Conversion:
 
     def _steps(self) -> None:
         given = self._given.values
-        of_theirs = self._minibatches * int(self._value("num_iterations"))  # optimizer steps of one step here
+        of_theirs = self._minibatches * self._value("num_iterations")  # optimizer steps of one step here
         steps: int | None = None
         if given.get("max_steps") and given["max_steps"] > 0:
             steps = max(1, round(given["max_steps"] / of_theirs))
             if "num_train_epochs" in given:
                 self._leave("num_train_epochs", "max_steps says when training ends")
         elif (rows := self._count_rows()) is not None:
-            steps = max(1, math.ceil(float(self._value("num_train_epochs")) * rows / self._recipe["train"]["rows"]))
+            steps = max(1, math.ceil(self._value("num_train_epochs") * rows / self._recipe["train"]["rows"]))
             self._carry("train.steps", "num_train_epochs")
         else:
             value = float(self._value("num_train_epochs"))
@@ -378,9 +378,9 @@ class _Conversion:
             self._set("train.steps", steps, "max_steps")
         warm = given.get("warmup_steps")
         if warm is None and steps is not None:
-            warm = math.ceil(float(self._value("warmup_ratio")) * steps)
+            warm = math.ceil(self._value("warmup_ratio") * steps)
         if warm:
-            self._set("train.warmup_steps", int(warm), "warmup_steps")
+            self._set("train.warmup_steps", warm, "warmup_steps")
         self._carry("train.warmup_steps", "warmup_ratio", "warmup_steps")
         if "eval_steps" in given:
             if given.get("val_dataset"):
@@ -391,7 +391,7 @@ class _Conversion:
     def _count_rows(self) -> int | None:
         data = self._recipe.get("data", {})
         path = Path(str(data.get("train", "")))
-        if path.suffix != ".jsonl" or not path.is_file():
+        if path.suffix != ".jsonl" or not os.path.isfile(path) or not os.access(path, os.R_OK):
             return data.get("limit")
         with path.open("rb") as lines:
             count = sum(bool(line.strip()) for line in lines)
@@ -439,8 +439,8 @@ def _registered(name: str, plugins: Sequence[str], *, unread: bool = True) -> bo
 
 def _texts(plugins: Sequence[str]) -> list[str]:
     """The plugins that are there to be read."""
-    files = [Path(plugin).expanduser() for plugin in plugins]
-    return [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    files = [os.path.expanduser(plugin) for plugin in plugins]
+    return [read_text(Path(file), error=ConfigError) for file in files if os.path.isfile(file)]
 
 
 def _machinery(key: str) -> str | None:

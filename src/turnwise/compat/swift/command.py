@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from turnwise.compat.swift.flags import ALIASES, LISTS
+from turnwise.compat.swift.flags import ALIASES
+from turnwise.compat.swift.kinds import positive, value_of
 from turnwise.errors import ConfigError
+from turnwise.json_yaml import parse_json, parse_yaml, read_text
 
-__all__ = ["Given", "listed", "read"]
+__all__ = ["Given", "read"]
 
 _ROLLOUT = re.compile(r"(\w+=\S+\s+)*(\S*/)?swift\s+rollout\b")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_MOST_CHARACTERS = 10_000_000
 
 
 class Given:
@@ -36,19 +36,20 @@ class Given:
         """Whether the arguments of `swift rollout` are there, and whether they stand in a comment."""
         self.folders: list[Path] = [Path()]
         """Where files that are named may be: here, and in the folders around the files that were read."""
+        self.files: list[Path] = []
+        """The files that were read."""
 
     def find(self, name: str) -> Path | None:
         """The file of that name, relative to one of the folders, or None."""
-        places = (folder / Path(name).expanduser() for folder in self.folders)
-        return next((place for place in places if place.is_file()), None)
+        places = (folder / os.path.expanduser(name) for folder in self.folders)
+        return next((place for place in places if os.path.isfile(place)), None)  # False for a name that cannot be one
 
-    def add(self, key: str, value: Any) -> None:
-        """One argument. Lists are made of those that take several values."""
+    def add(self, key: str, values: list[Any]) -> None:
+        """Add one argument: its words, or its values in a file. Raises ConfigError where they are not of its kind."""
+        if re.fullmatch(r"[A-Za-z_][\w.-]*", key) is None:
+            raise ConfigError(f"{key!r:.80} is no name of an argument of ms-swift")
         key = ALIASES.get(key.replace("-", "_"), key.replace("-", "_"))
-        if key in LISTS:
-            value = listed(value)
-        elif isinstance(value, list) and len(value) == 1:
-            value = value[0]
+        value = value_of(key, values)
         if key in self.values and self.values[key] != value:
             self.twice[key] = self.values[key]
         self.values[key] = value
@@ -64,24 +65,12 @@ def read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Given:
     given = Given()
     if isinstance(source, Mapping):
         for key, value in source.items():
-            given.add(str(key), _value(value) if isinstance(value, str) else value)
+            given.add(str(key), [value])
     else:
         _words(given, [str(source)] if isinstance(source, str | Path) else list(source))
     if not given.values:
         raise ConfigError(f"there are no arguments of ms-swift in {source!r:.200}; they are written --name value")
     return given
-
-
-def listed(value: Any) -> list[Any]:
-    """A value as a list: several words, JSON, or one thing."""
-    if isinstance(value, str) and value.strip().startswith("["):
-        try:
-            return list(json.loads(value))
-        except json.JSONDecodeError:
-            return [value]
-    if isinstance(value, list | tuple):
-        return [one for part in value for one in (part if isinstance(part, list) else [part])]
-    return [] if value is None else [value]
 
 
 def _words(given: Given, words: Sequence[str]) -> None:
@@ -90,20 +79,20 @@ def _words(given: Given, words: Sequence[str]) -> None:
 
     def end() -> None:
         if key is not None:
-            given.add(key, True if not values else values if key in LISTS or len(values) > 1 else values[0])
+            given.add(key, values)
 
     processes: dict[str, int] = {}
     for word in words:
         if word.startswith("--") and len(word) > 2:
             end()
             key, equals, value = word[2:].partition("=")
-            values = [_value(value)] if equals else []
+            values = [value] if equals else []
         elif key is not None:
-            values.append(_value(word))
+            values.append(word)
         elif word.endswith((".yaml", ".yml", ".json", ".sh")):
-            _file(given, Path(word).expanduser())
+            _file(given, Path(os.path.expanduser(word)))
         elif match := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word):
-            processes[match.group(1)] = int(match.group(2))
+            processes[match.group(1)] = positive(match.group(1), match.group(2))
         elif match := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             given.environment[match.group(1)] = match.group(2)
         elif word == "rollout":
@@ -117,12 +106,10 @@ def _words(given: Given, words: Sequence[str]) -> None:
 
 
 def _file(given: Given, path: Path) -> None:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the arguments {path.absolute()} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from None
+    if path.absolute() in given.files:
+        raise ConfigError(f"{path} is named twice, or names itself; name it once")
+    given.files.append(path.absolute())
+    text = read_text(path, error=ConfigError)
     given.folders += path.absolute().parents
     if path.suffix == ".sh":
         commands = _commands(text, path)
@@ -134,10 +121,8 @@ def _file(given: Given, path: Path) -> None:
         for _, words in commands:
             _words(given, words)
         return
-    try:
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    parse = parse_json if path.suffix == ".json" else parse_yaml
+    tree = parse(text, where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of arguments; it holds a {type(tree).__name__}")
     for part in ("rollout", "train"):  # as files for Ray have them
@@ -145,7 +130,7 @@ def _file(given: Given, path: Path) -> None:
             given.rollout = "given" if part == "rollout" else given.rollout
             tree = {**tree.pop(part), **tree}
     for key, value in tree.items():
-        given.add(str(key), _value(value) if isinstance(value, str) else value)
+        given.add(str(key), [value])
 
 
 def _commented(text: str) -> str:
@@ -177,6 +162,8 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
         if words[at + 1 : at + 2] not in (["rlhf"], ["rollout"]):
             pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
             variables.update({name: value for name, _, value in pairs})
+            if sum(map(len, variables.values())) > _MOST_CHARACTERS:
+                raise ConfigError(f"{path}: its variables grow beyond {_MOST_CHARACTERS:,} characters, such as A=$A$A")
             continue
         kind = words[at + 1]
         words = [*(word for word in words[:at] if re.match(r"\w+=", word)), *words[at + 2 :]]
@@ -215,30 +202,13 @@ def _lines(text: str, path: Path) -> Iterator[list[str]]:
             continue
         waiting, quoted = "", False
         yield words
-    if not quoted:
+    try:
         yield shlex.split(waiting)  # the last line ended with a backslash
-    else:
+    except ValueError:
         raise ConfigError(
             f"{path}: {waiting.strip()[:80]!r} cannot be read as a shell does: its quotation is never closed"
-        )
+        ) from None
 
 
 def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
     return variables.get(match.group(1) or match.group(2), match.group(0))
-
-
-def _value(text: str) -> Any:
-    """A word as what it means: a number, true or false, null, JSON, or the text itself."""
-    low = text.strip().lower()
-    if low in ("true", "false"):
-        return low == "true"
-    if low in ("none", "null"):
-        return None
-    if _NUMBER.fullmatch(low):
-        return int(low) if re.fullmatch(r"[-+]?\d+", low) else float(low)
-    if text.strip()[:1] in ("[", "{"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-    return text

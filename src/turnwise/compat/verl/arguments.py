@@ -45,14 +45,14 @@ def from_verl_arguments(
     tree: dict[str, Any] = {}
     unknown: list[str] = []
     if overrides and overrides[0].endswith(".sh") and "=" not in overrides[0]:
-        script = read_script(Path(overrides[0]).expanduser())
+        script = read_script(Path(os.path.expanduser(overrides[0])))
         overrides = [*script.overrides, *overrides[1:]]
         folder, name, unknown = folder or script.folder, name or script.name, script.unknown
     if folder is not None:
-        path = Path(folder).expanduser()
-        if not path.is_dir() and name in _THEIRS:
+        path = Path(os.path.expanduser(folder))
+        if not os.path.isdir(path) and name in _THEIRS:
             path = None  # `--config-path=./config` is Hydra's: verl's own directory, which is not read
-        elif not path.is_dir():
+        elif not os.path.isdir(path):
             raise ConfigError(f"--config-path: there is no directory {path.absolute()}")
         if path is not None:
             tree = compose(path, name or _THEIRS[0], leaving_out=_is_theirs)
@@ -277,7 +277,7 @@ class _Conversion:
 
     def _read(self, files: Sequence[str]) -> None:
         """Read the rows, where they are on this machine."""
-        if not all(Path(file).expanduser().exists() for file in files):
+        if not all(os.path.exists(os.path.expanduser(file)) for file in files):
             return
         try:
             self._rows = [one.record for file in files for one in records(file, split="train", subset=None)]

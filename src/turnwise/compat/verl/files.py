@@ -244,7 +244,7 @@ def _mcp_tools(
     if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
         raise ConfigError(f"{place}.mcp.tool_selected_list must be a list of names; it is {selected!r:.80}")
     beside = path.parent / file
-    servers = RawServers.from_file(beside if not Path(file).exists() and beside.exists() else file)
+    servers = RawServers.from_file(beside if not os.path.exists(file) and os.path.exists(beside) else file)
     tools: list[VerlTool] = []
     try:
         for listed in servers.tools(selected, timeout=_seconds(config, timeout)):

@@ -66,14 +66,14 @@ class Ledger:
     def number(self, key: str) -> float:
         """A number. Raises ConfigError."""
         value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{key} must be a number; it is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -(2**63) <= value < 2**63:  # nor nan
+            raise ConfigError(f"{key} must be a number of 64 bits; it is {value!r:.80}")
         return value
 
     def choice(self, key: str, option: str, names: dict[str, str]) -> None:
         """Set an option that has other names for the same values."""
         value = self.value(key)
-        if value in names:
+        if isinstance(value, str) and value in names:
             self.set(option, names[value], key)
         else:
             self.leave(key, f"{option} knows, by verl's names: {', '.join(names)}", matters=True)

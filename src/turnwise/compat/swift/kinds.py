@@ -1,0 +1,191 @@
+"""The kind of every argument that the conversion computes with or that becomes an option: integer, number, text, list, mapping.
+
+Values come as words of a command line (always texts) or from a YAML or JSON file. Each argument is read once, here, as its
+kind; a value of another kind is an error that names the argument, the value and the kind. Other arguments are only reported,
+so their values are guessed from their text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from turnwise.compat.swift.flags import LISTS
+from turnwise.errors import ConfigError
+from turnwise.json_yaml import check_text, parse_json
+
+__all__ = ["KINDS", "positive", "value_of"]
+
+Kind = Callable[[Any], Any]
+"""Gives the value of a word or of a file's value. Raises ValueError with the rule that it breaks: `is not an integer`."""
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_MOST = 2**63
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def _number(value: Any) -> int | float:
+    if isinstance(value, str) and len(value) < 100 and _NUMBER.fullmatch(value.strip()):
+        value = int(value) if re.fullmatch(r"[-+]?\d+", value.strip()) else float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("is not a number")
+    if not -_MOST <= value < _MOST:
+        raise ValueError("does not fit into 64 bits")
+    return value
+
+
+def _integer(value: Any) -> int:
+    try:
+        number = _number(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("a number", "an integer")) from None
+    if number != int(number):
+        raise ValueError("is not an integer")
+    return int(number)
+
+
+def _count(value: Any) -> int:
+    number = _integer(value)
+    if number < 1:
+        raise ValueError("is not an integer of at least 1")
+    return number
+
+
+def _above_zero(value: Any) -> int | float:
+    number = _number(value)
+    if number <= 0:
+        raise ValueError("is not above 0")
+    return number
+
+
+def _flag(value: Any) -> bool:
+    if (found := _FLAGS.get(str(value).strip().lower())) is None:
+        raise ValueError("is not true or false")
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # YAML reads a name of digits as a number
+    if not isinstance(value, str):
+        raise ValueError("is not a text")
+    if (problem := check_text(value)) is not None:
+        raise ValueError(f"is not accepted: {problem}")
+    return value
+
+
+def _texts_of_texts(value: Any) -> dict[str, str]:
+    if isinstance(value, str):
+        try:
+            value = parse_json(value, where="the text", error=ConfigError)
+        except ConfigError as error:
+            raise ValueError(f"is not a mapping in JSON: {error}") from None
+    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+        raise ValueError('is not a mapping of texts; write \'{"their name": "our name"}\'')
+    return {_text(key): _text(item) for key, item in value.items()}
+
+
+def _guess(value: Any) -> Any:
+    """A word as what it looks like: a number, true or false, JSON, or the text itself."""
+    if not isinstance(value, str):
+        return value
+    _text(value)
+    low = value.strip().lower()
+    if low in ("true", "false"):
+        return low == "true"
+    try:
+        return _number(value)
+    except ValueError:
+        pass
+    if low[:1] in ("[", "{"):
+        try:
+            return parse_json(value, where="the text", error=ConfigError)
+        except ConfigError:
+            return value
+    return value
+
+
+KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(
+        (
+            "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
+            "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+            "global_batch_size", "cosine_max_len", "repetition_n_grams", "soft_max_length",
+        ),
+        _count,
+    ),
+    **dict.fromkeys(
+        (
+            "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_steps", "save_total_limit",
+            "eval_steps", "soft_cache_length",
+        ),
+        _integer,
+    ),
+    **dict.fromkeys(
+        (
+            "temperature", "top_p", "min_p", "beta", "learning_rate", "weight_decay", "max_grad_norm", "warmup_ratio",
+            "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "reward_weights", "split_dataset_ratio",
+            "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
+            "cosine_max_len_value_correct", "repetition_max_penalty",
+        ),
+        _number,
+    ),
+    "num_train_epochs": _above_zero,
+    **dict.fromkeys(("async_generate", "dataset_shuffle", "use_gym_env", "use_hf"), _flag),
+    **dict.fromkeys(
+        (
+            "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
+            "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
+        ),
+        _text,
+    ),
+    "columns": _texts_of_texts,
+}  # fmt: skip
+"""The kind of an argument; of each value, where it is a list."""
+
+
+def value_of(key: str, values: list[Any]) -> Any:
+    """The value of the argument `key`, of its words or of its values in a file; None where it is `null`.
+
+    Raises ConfigError if a value is not of the argument's kind, or there are too many or none.
+    """
+    kind = KINDS.get(key, _guess)
+    if key in LISTS:
+        found = [_read(key, kind, item) for value in values for item in _items(value)]
+        return [item for item in found if item is not None]
+    if not values and kind in (_guess, _flag):
+        return True
+    if kind is _guess and len(values) > 1:
+        return [_read(key, kind, value) for value in values]
+    if not values:
+        raise ConfigError(f"--{key} has no value; write --{key} VALUE")
+    if len(values) > 1:
+        raise ConfigError(f"--{key} takes one value; there are {len(values)}: {values!r:.80}")
+    value = values[0]
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return _read(key, kind, value)
+
+
+def positive(name: str, value: str) -> int:
+    """An integer of at least 1 that is no argument, such as a variable of the shell. Raises ConfigError."""
+    return _read(name, _count, value)
+
+
+def _items(value: Any) -> list[Any]:
+    """A word or a file's value as a list: JSON, or one thing (`[END]` is a stop word)."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        value = _guess(value)
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _read(name: str, kind: Kind, value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
+        return None
+    try:
+        return kind(value)
+    except ValueError as error:
+        shown = name if name.isupper() or " " in name else f"--{name}"
+        raise ConfigError(f"{shown}: {value!r:.80} {error}") from None
