@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from support import CHATML
+from support.costs import costs_its_length
 from support.tiny import byte_tokenizer
 from turnwise.errors import TemplateError
 from turnwise.rollout.renderer import Renderer
@@ -194,15 +194,8 @@ def test_a_learned_format_tells_bad_calls_and_reads_none_in_a_thought(write: Any
 def test_hostile_text_costs_a_learned_format_no_more_than_its_length(write: Any, how: str) -> None:
     format = found(write)
     good = write([{"text": "x"}])
-
-    def seconds(text: str) -> float:
-        begin = time.process_time()
-        format.parse(text)
-        return time.process_time() - begin
-
     for unit in (good, good[: good.index("x")], good[: len(good) // 2], good[:8], "[{", "<", "{"):
-        small, large = (unit * (length // len(unit)) for length in (10_000, 80_000))
-        assert seconds(good[:20] + large) < 0.5 + 16 * seconds(good[:20] + small), unit
+        assert costs_its_length(format.parse, unit, before=good[:20]), unit
 
 
 @pytest.mark.parametrize(

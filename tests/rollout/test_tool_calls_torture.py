@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.costs import costs_its_length
 from support.tool_calls import FAMILIES, TOOLS, Case, Family, cases, outcome, tools_for
 from turnwise.rollout.tool_calls import FORMATS, ToolFormat, by_name
 
@@ -137,12 +139,6 @@ HOSTILE = [
 ]
 
 
-def _seconds(format: ToolFormat, text: str) -> float:
-    begin = time.process_time()
-    format.parse(text, tools=TOOLS)
-    return time.process_time() - begin
-
-
 @every_format
 def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
     of_format = [family for family in FAMILIES if family.format == format.name]
@@ -150,10 +146,7 @@ def test_hostile_text_costs_no_more_than_its_length(format: ToolFormat) -> None:
     units = [*HOSTILE, *(one[: len(one) // 2] for one in good)]
     units += [family.around[0] + family.call("f", family.broken) for family in of_format]
     for unit in units:
-        begin = of_format[0].around[0]
-        small, large = (begin + unit * (length // len(unit)) for length in (20_000, 160_000))
-        # eight times the text: eight times the time where it is linear, 64 times where it is quadratic
-        assert _seconds(format, large) < 0.5 + 16 * _seconds(format, small), unit
+        assert costs_its_length(partial(format.parse, tools=TOOLS), unit, before=of_format[0].around[0]), unit
 
 
 @every_format

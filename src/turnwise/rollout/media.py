@@ -23,7 +23,7 @@ from typing import Any, Literal
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.images import digest, load_image, media_kind, media_value
 from turnwise.rollout.placeholders import SaidPlaceholders
-from turnwise.rollout.processors import load_processor
+from turnwise.rollout.processors import load_processor, why_no_videos
 from turnwise.types import Media, Message, Row
 
 __all__ = ["Part", "Vision", "for_readers", "has_media", "load_image", "ready_media", "refuse_media"]
@@ -331,14 +331,11 @@ class Vision:
     def _process(self, part: Part, source: Any) -> _Seen:
         processor, token = self.processor, self._placeholders[part.kind]
         if part.kind == "video" and getattr(processor, "video_processor", None) is None:
-            raise DataError(
-                f"{part.where}: transformers reads videos with torchvision, which is not installed: pip install "
-                f"'turnwise[vision]'. Or give the frames as images"
-            )
+            raise DataError(f"{part.where}: {why_no_videos()}. Or give the frames as images")
         shown = {"images": [source]} if part.kind == "image" else {"videos": [source]}
         try:
             made = processor(text=[token], add_special_tokens=False, return_tensors="pt", **shown)
-        except (ValueError, TypeError, OSError, ImportError) as error:
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:  # torchcodec raises RuntimeError
             raise DataError(f"{part.where} is refused by the model's processor: {error}") from error
         ids: list[int] = made["input_ids"][0].tolist()
         tokenizer = processor.tokenizer

@@ -1,7 +1,7 @@
 """The processor of a model that sees, loaded from its directory, with torchvision or without it.
 
-transformers makes the part for videos with torchvision only. Images do not need it, so a processor is made without that part
-where torchvision is missing. This module knows nothing of conversations.
+transformers makes the part for videos with torchvision only, and from options in the model's directory. Images do not need it,
+so a processor is made without that part where torchvision or the options are missing. This module knows nothing of conversations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.errors import TemplateError
 
-__all__ = ["load_processor"]
+__all__ = ["load_processor", "why_no_videos"]
 
 
 def load_processor(path: str, config: Any, tokenizer: Any) -> Any:
@@ -22,10 +22,9 @@ def load_processor(path: str, config: Any, tokenizer: Any) -> Any:
     from transformers.utils.import_utils import is_torchvision_available
 
     try:
-        if is_torchvision_available():
-            return AutoProcessor.from_pretrained(path)
         family: Any = PROCESSOR_MAPPING.get(type(config), None)
-        if family is None or "video_processor" not in family.get_attributes():
+        takes_videos = family is not None and "video_processor" in family.get_attributes()
+        if not takes_videos or (is_torchvision_available() and _has_video_options(path)):
             return AutoProcessor.from_pretrained(path)
         return _without_videos(family, path, tokenizer)
     except (ImportError, RuntimeError) as error:
@@ -38,6 +37,26 @@ def load_processor(path: str, config: Any, tokenizer: Any) -> Any:
         raise TemplateError(f"the processor of {path!r} cannot be loaded: {error}. {fix}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise TemplateError(f"the processor of {path!r} cannot be loaded: {error}") from error
+
+
+def why_no_videos() -> str:
+    """Why a processor was made without its part for videos, and the fix."""
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return "the model's directory has no options for videos (video_preprocessor_config.json)"
+    return "transformers reads videos with torchvision, which is not installed: pip install 'turnwise[vision]'"
+
+
+def _has_video_options(path: str) -> bool:
+    """Whether the directory, or the hub, holds options that transformers makes the part for videos from."""
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    try:
+        BaseVideoProcessor.get_video_processor_dict(path)
+    except OSError:
+        return False
+    return True
 
 
 def _without_videos(family: Any, path: str, tokenizer: Any) -> Any:
