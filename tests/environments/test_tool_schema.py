@@ -209,12 +209,21 @@ def a_schema(**parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "description": "Do it.", "parameters": parameters}}
 
 
+SLOW = {"patternProperties": {"^(a|aa)+$": {}}}
+
+
 @pytest.mark.parametrize(
     ("parameters", "arguments"),
     [
         ({"properties": {"text": {"type": "string", "pattern": "^(a|aa)+$"}}}, {"text": "a" * 40 + "!"}),
         ({"patternProperties": {"^(a|aa)+$": {"type": "string"}}}, {"a" * 40 + "!": "x"}),
         ({"patternProperties": {"^(a|aa)+$": {}}, "additionalProperties": False}, {"a" * 40 + "!": "x"}),
+        ({"patternProperties": {"^(a|aa)+$": {}}, "unevaluatedProperties": False}, {"a" * 40 + "!": "x"}),
+        (
+            {"allOf": [{"$ref": "#/$defs/x"}], "unevaluatedProperties": False, "$defs": {"x": SLOW}},
+            {"a" * 40 + "!": "x"},
+        ),
+        ({"properties": {"all": {"items": {"pattern": "^(a|aa)+$"}}}}, {"all": ["a" * 40 + "!"] * 100}),
     ],
 )
 def test_a_pattern_that_takes_for_ever_is_given_up_and_holds_nobody_up(
@@ -242,6 +251,44 @@ def test_a_pattern_that_takes_for_ever_is_given_up_and_holds_nobody_up(
     assert outcome.error == "arguments"
     assert "could not be compared with the pattern '^(a|aa)+$' in 1 s" in outcome.content
     assert ticks > 10  # the event loop went on meanwhile
+    assert outcome.seconds < 20  # not a second for each of a hundred texts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"code": "ab", "x_1": 2, "in": {"y_1": 1, "patternProperties": {"z": 1}}}, None),
+        ({"code": "ab", "x_1": "two"}, "x_1: 'two' is not of type 'integer'"),
+        ({"code": "ab", "z": 2}, "('z' was unexpected)"),
+        ({"code": "ab", "in": {"y_1": 1, "z": 2}}, "in: Unevaluated properties are not allowed ('z' was unexpected)"),
+        ({"code": "ab", "in": {"y_1": "a"}}, "in.y_1: 'a' is not of type 'integer'"),
+        ({"x_code": 1}, "x_code: 1 is not of type 'string'"),
+    ],
+)
+def test_unevaluated_properties_beside_patterns_are_checked_as_json_schema_says(
+    arguments: dict[str, Any], problem: str | None
+) -> None:
+    async def f(**given: Any) -> str:
+        return "done"
+
+    parameters = {
+        "type": "object",
+        "properties": {"code": {"enum": ["ab"]}, "x_code": {"type": "string"}, "in": {"$ref": "#/$defs/in"}},
+        "allOf": [{"patternProperties": {"^x_[0-9]": {"type": "integer"}, "^x_c": {}}}],
+        "unevaluatedProperties": False,
+        "$defs": {
+            "in": {
+                "patternProperties": {"^y_": {"type": "integer"}},
+                "properties": {"patternProperties": {"type": "object"}},
+                "unevaluatedProperties": False,
+            }
+        },
+    }
+    tool = Tool.from_schema(a_schema(**parameters), f)
+    outcome = asyncio.run(tool.run(ToolCall(id="1", name="f", arguments=arguments, text="")))
+    assert (outcome.error, problem in outcome.content if problem else outcome.content) == (
+        ("arguments", True) if problem else (None, "done")
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ lock meanwhile. The package `regex` takes a time limit and lets the lock go.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +14,27 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
     from jsonschema.protocols import Validator
 
-__all__ = ["PATTERN_SECONDS", "bounded_patterns"]
+__all__ = ["PATTERN_SECONDS", "PatternTooSlow", "bounded_patterns", "expanded", "needs_expansion"]
 
 PATTERN_SECONDS = 1.0
 """For one pattern and one text."""
 
 
-class _TooLong(Exception):
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose value maps names to schemas."""
+_DATA = frozenset({"enum", "const", "default", "examples"})
+"""Keywords whose value is no schema."""
+
+
+class PatternTooSlow(Exception):
     """A text could not be compared with a pattern in time."""
 
 
 def bounded_patterns(kind: type[Validator]) -> type[Validator]:
-    """The same kind of validator with `pattern`, `patternProperties` and `additionalProperties` in bounded time."""
+    """The same kind of validator with `pattern`, `patternProperties` and `additionalProperties` in bounded time.
+
+    Its checks raise PatternTooSlow at the first text that takes too long.
+    """
     from jsonschema import validators
     from jsonschema.exceptions import ValidationError
 
@@ -33,11 +43,8 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
     def pattern(validator: Any, patrn: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if not validator.is_type(instance, "string"):
             return
-        try:
-            if not _found(patrn, instance):
-                yield ValidationError(f"{instance!r:.200} does not match {patrn!r}")
-        except _TooLong as problem:
-            yield ValidationError(str(problem))
+        if not _found(patrn, instance):
+            yield ValidationError(f"{instance!r:.200} does not match {patrn!r}")
 
     def pattern_properties(
         validator: Any, properties: Mapping[str, Any], instance: Any, schema: Any
@@ -46,11 +53,8 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
             return
         for patrn, subschema in properties.items():
             for name, value in instance.items():
-                try:
-                    if _found(patrn, name):
-                        yield from validator.descend(value, subschema, path=name, schema_path=patrn)
-                except _TooLong as problem:
-                    yield ValidationError(str(problem))
+                if _found(patrn, name):
+                    yield from validator.descend(value, subschema, path=name, schema_path=patrn)
 
     def additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         patterns = schema.get("patternProperties", {})
@@ -58,12 +62,8 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
             if additional is not None:
                 yield from additional(validator, allowed, instance, schema) or ()
             return
-        try:
-            names = [name for name in instance if name not in schema.get("properties", {})]
-            extra = [name for name in names if not any(_found(patrn, name) for patrn in patterns)]
-        except _TooLong as problem:
-            yield ValidationError(str(problem))
-            return
+        names = [name for name in instance if name not in schema.get("properties", {})]
+        extra = [name for name in names if not any(_found(patrn, name) for patrn in patterns)]
         if validator.is_type(allowed, "object"):
             for name in extra:
                 yield from validator.descend(instance[name], allowed, path=name)
@@ -81,12 +81,61 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
     return bounded
 
 
+def needs_expansion(parameters: Mapping[str, Any]) -> bool:
+    """Whether a schema has `unevaluatedProperties`: jsonschema looks for these with `re`, in unbounded time."""
+    return any("unevaluatedProperties" in schema for schema in _schemas(parameters))
+
+
+def expanded(parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """A schema without `patternProperties` that says the same of these arguments: the names in them that a pattern matches are
+    written out as `properties`.
+
+    Raises PatternTooSlow.
+    """
+    whole: dict[str, Any] = copy.deepcopy(dict(parameters))
+    names = _names(arguments)
+    for schema in list(_schemas(whole)):
+        patterns = schema.pop("patternProperties", None)
+        if not isinstance(patterns, Mapping):
+            continue
+        properties = schema.setdefault("properties", {})
+        for name in names:
+            if parts := [subschema for pattern, subschema in patterns.items() if _found(pattern, name)]:
+                properties[name] = {"allOf": [*([properties[name]] if name in properties else []), *parts]}
+    return whole
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas inside it, the inner ones first."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _schemas(item)
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            for item in value.values():
+                yield from _schemas(item)
+        elif keyword not in _DATA:
+            yield from _schemas(value)
+    yield schema
+
+
+def _names(value: Any) -> set[str]:
+    """The names of all objects in some arguments."""
+    if isinstance(value, list):
+        return set().union(*map(_names, value))
+    if isinstance(value, dict):
+        return set(value).union(*map(_names, value.values()))
+    return set()
+
+
 def _found(pattern: str, text: str) -> bool:
     import regex
 
     try:
         return regex.search(pattern, text, timeout=PATTERN_SECONDS, concurrent=True) is not None
     except TimeoutError:
-        raise _TooLong(
+        raise PatternTooSlow(
             f"{text!r:.80} could not be compared with the pattern {pattern!r} in {PATTERN_SECONDS:g} s; give a shorter text"
         ) from None

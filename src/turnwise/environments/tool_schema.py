@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from turnwise.environments.schema_patterns import bounded_patterns
+from turnwise.environments.schema_patterns import PatternTooSlow, bounded_patterns, expanded, needs_expansion
 from turnwise.errors import ConfigError, nearest
 from turnwise.types import ToolSchema
 
@@ -79,11 +79,12 @@ class FromSchema:
         self._validator = _validator(parameters, name)
         self._names = list(parameters.get("properties", {}))
         self._patterns = bool(parameters.get("patternProperties"))
+        self._expanded_from = dict(parameters) if needs_expansion(dict(parameters)) else None
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
         arguments = copy.deepcopy(dict(given))
         lines: list[str] = []
-        for error in sorted(self._validator.iter_errors(arguments), key=lambda error: list(map(str, error.path))):
+        for error in self._errors(arguments):
             where = ".".join(str(part) for part in error.absolute_path)
             if error.validator == "required" and not where and error.message.endswith(" is a required property"):
                 lines.append(f"the argument {error.message.removesuffix(' is a required property')} is missing")
@@ -95,6 +96,15 @@ class FromSchema:
         if lines:
             raise WrongArguments(_told(lines))
         return arguments
+
+    def _errors(self, arguments: dict[str, Any]) -> list[Any]:
+        try:
+            validator = self._validator
+            if self._expanded_from is not None:
+                validator = _validator(expanded(self._expanded_from, arguments), self._name)
+            return sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+        except PatternTooSlow as problem:
+            raise WrongArguments(str(problem)) from None
 
 
 def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
