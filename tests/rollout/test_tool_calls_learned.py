@@ -213,7 +213,36 @@ def test_a_template_without_marks_tells_the_model_its_own_shape(write: Any, how:
     assert bad.error.endswith(f". Write it as {how}")
 
 
-@pytest.mark.parametrize("write", [turn(lambda one: f"probe_tool\n{_json(one)}"), turn(lambda one: "probe_tool")])
+OFFERED = [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_a_name_without_a_mark_is_a_call_on_the_first_line_only_and_only_of_a_tool_on_offer() -> None:
+    """GLM-4's shape."""
+    format = found(turn(lambda one: f"probe_tool\n{_json(one)}"))
+    assert (format.name, getattr(format, "how", "")) == ("learned", "<tool>\n{...}")
+    for text in ('weather\n{"city": "Rome"}', '\nweather \n {"city": "Rome"}\n'):
+        reading = format.parse(text, tools=OFFERED)
+        assert [(one.name, one.arguments, one.error) for one in reading.calls] == [("weather", {"city": "Rome"}, None)]
+        assert reading.content == ""
+    first, second = format.parse('weather\n{"city": "Rome"}<|assistant|>weather\n{}', tools=OFFERED).calls
+    assert (first.error, second.name, "only one call a turn" in (second.error or "")) == (None, "weather", True)
+    for words in (
+        'time\n{"city": "Rome"}',
+        'The weather\n{"city": "Rome"}',
+        'See:\nweather\n{"city": "Rome"}',
+        'weather {"city": "Rome"}',
+        "weather\n[1]",
+    ):
+        reading = format.parse(words, tools=OFFERED)
+        assert (reading.calls, reading.content) == ((), words)
+    (bad,) = format.parse('weather\n{"city": Rome}', tools=OFFERED).calls
+    assert (bad.name, bad.arguments) == ("weather", {})
+    assert bad.error is not None
+    for unit in ("weather\n{", "weather\n", "w", "\n", "{"):
+        assert costs_its_length(lambda text: format.parse(text, tools=OFFERED), unit, before="weather\n{"), unit
+
+
+@pytest.mark.parametrize("write", [turn(lambda one: f"probe_tool {_json(one)}"), turn(lambda one: "probe_tool")])
 def test_calls_without_a_mark_or_without_their_arguments_are_not_learned(write: Any) -> None:
     assert find_format(write) is None
 

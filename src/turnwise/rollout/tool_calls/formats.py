@@ -9,7 +9,7 @@ from turnwise.errors import TemplateError, nearest
 from turnwise.rollout.tool_calls.gemma import FunctionGemma, Gemma4
 from turnwise.rollout.tool_calls.harmony import Harmony
 from turnwise.rollout.tool_calls.json_formats import Cohere2, DeepSeek, Hermes, Kimi, Mistral
-from turnwise.rollout.tool_calls.learned import Write, learn
+from turnwise.rollout.tool_calls.learned import PROBE_TOOLS, Write, learn
 from turnwise.rollout.tool_calls.llama3 import Llama3
 from turnwise.rollout.tool_calls.pythonic import Lfm2, Pythonic
 from turnwise.rollout.tool_calls.reading import ToolFormat
@@ -90,7 +90,7 @@ def find_format(
 
     def clean(format: ToolFormat) -> bool:
         """Whether it reads not the call alone, but what the template puts around it too: else it is another format."""
-        return not format.parse(alone("probe_tool", {"text": "x"}), marks=marks).content.strip()
+        return not format.parse(alone("probe_tool", {"text": "x"}), tools=PROBE_TOOLS, marks=marks).content.strip()
 
     marked = [format for format in FORMATS if format.name not in _BARE]
     tries: tuple[Callable[[], ToolFormat | None], ...] = (

@@ -2,7 +2,8 @@
 
 The template writes probe calls. What stands around the name and the arguments are the marks of the format; the arguments are
 one JSON object, or stand one by one between marks, or are written as in Python. A format is accepted only if it reads the
-probes back. It needs a mark in front of the calls: without one, words could not be told from calls.
+probes back. It needs a mark in front of the calls: without one, words could not be told from calls. The exception is GLM-4's
+shape: the name of a tool on offer is the turn's first line, and a JSON object follows.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from turnwise.rollout.tool_calls.json_formats import JsonTagged, NameFirst
 from turnwise.rollout.tool_calls.json_text import arguments_of, decode, named
 from turnwise.rollout.tool_calls.llama3 import Llama3
 from turnwise.rollout.tool_calls.pythonic import PythonCalls
-from turnwise.rollout.tool_calls.reading import Found, Problem, ToolFormat, skip_space
+from turnwise.rollout.tool_calls.reading import Found, Problem, ToolFormat, names_of, skip_space
 from turnwise.rollout.tool_calls.xml_formats import MarkedArguments
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["LEARNED", "learn"]
+__all__ = ["LEARNED", "PROBE_TOOLS", "learn"]
 
 LEARNED = "learned"
 """The name of a format that was learned."""
@@ -31,6 +32,8 @@ Write = Callable[[Sequence[Arguments]], str]
 it. Raises TemplateError or gives "" where the template takes no such message."""
 
 _NAME = "probe_tool"
+PROBE_TOOLS: Sequence[ToolSchema] = ({"type": "function", "function": {"name": _NAME}},)
+"""The tool on offer when probe calls are read back."""
 _FIRST, _SECOND = {"alpha": "valuea", "beta": "valueb"}, {"alpha": "valuec", "beta": "valued"}
 _NUMBERS = {"alpha": 731, "beta": 732}
 _PROBES: tuple[Arguments, ...] = (
@@ -77,20 +80,23 @@ def learn(write: Write, *, ends: Sequence[str] = ()) -> ToolFormat | None:
     for candidate in (_json, _name_first, _marked, _python):
         if (format := candidate(written)) is not None and _reads_back(format, written):
             return format
-    return None
+    format = _bare_name(written)
+    return format if format is not None and _reads_back(format, written, several=False) else None
 
 
-def _reads_back(format: ToolFormat, written: Callable[..., str]) -> bool:
+def _reads_back(format: ToolFormat, written: Callable[..., str], *, several: bool = True) -> bool:
+    """Whether it reads the probes; with `several`, two calls in a turn too, where the template takes them."""
+
     def read(*calls: Arguments) -> bool:
         text = written(*calls)
-        found = format.parse(text).calls
+        found = format.parse(text, tools=PROBE_TOOLS).calls
         return [(call.name, dict(call.arguments), call.error) for call in found] == [
             (_NAME, one, None) for one in calls
         ]
 
     # some templates write nested values in a way that is neither JSON nor Python: the model may still write JSON
-    several = not written(_FIRST, _SECOND) or read(_FIRST, _SECOND)
-    return several and read(_FIRST) and any(read(probe) for probe in _PROBES)
+    both = not several or not written(_FIRST, _SECOND) or read(_FIRST, _SECOND)
+    return both and read(_FIRST) and any(read(probe) for probe in _PROBES)
 
 
 # where calls stand, and what is around them
@@ -309,6 +315,34 @@ def _name_first(written: Callable[..., str]) -> ToolFormat | None:
     if call is None or marks is None or not _is_mark(marks.opening):
         return None
     return _LearnedNameFirst(marks, one[call.start + len(_NAME) : call.arguments[0]])
+
+
+class _LearnedBareName(NameFirst):
+    """The name of a tool on offer on the turn's first line, then the arguments as a JSON object. One call a turn."""
+
+    name = LEARNED
+    how = "<tool>\n{...}"
+    opening = r"\A\s*(?=[\w.\-]+[^\S\n]*\n\s*\{)"
+    close, closing = _NEVER, ""
+    head = re.compile(r"(?<![\w.\-])(?P<name>[\w.\-]+)[^\S\n]*\n\s*(?=\{)")
+
+    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+        known = names_of(tools)
+        head = self.head.match(text, mark.end())
+        if head is None or head["name"] not in known:
+            return [], mark.end()  # words
+        calls, end = super().read(text, mark, tools)
+        again = next((one for one in self.head.finditer(text, end) if one["name"] in known), None)
+        if again is None:
+            return calls, end
+        return [*calls, self.bad("only one call a turn can be read", text[end:], again["name"])], len(text)
+
+    def _after_json(self, text: str, end: int) -> int:
+        return end
+
+
+def _bare_name(written: Callable[..., str]) -> ToolFormat | None:
+    return _LearnedBareName() if re.match(rf"\s*{_NAME}[^\S\n]*\n\s*\{{", written(_FIRST)) else None
 
 
 # the name, then the arguments one by one between marks
