@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
 import logging
 import os
 import sys
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_Stretch = tuple[tuple[float, str] | None, tuple[float, str], float]
+_Stretch = tuple[tuple[float, str] | None, tuple[float, str], float, float]
 
 GRACE = 1.0
 """Seconds that a cancelled call has to clean up, before it is abandoned."""
@@ -87,6 +88,24 @@ class _Account:
         return max(0.0, time.monotonic() - began - (self.loop.blocked - self.blocked - blocked))
 
 
+class _Collecting:
+    """Seconds that Python's garbage collector has taken in this process, for `gc.callbacks`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.monotonic()
+        else:
+            self.seconds += time.monotonic() - self._began
+
+
+_collecting = _Collecting()
+gc.callbacks.append(_collecting)
+
+
 class _Loop:
     """How long the code of users has blocked one event loop, and where."""
 
@@ -107,16 +126,18 @@ class _Loop:
         if self._watching is None:
             self._watching = threading.Thread(target=_look, args=(weakref.ref(self),), name="loop-watch", daemon=True)
             self._watching.start()
-        return outer, running, time.thread_time()
+        return outer, running, time.thread_time(), _collecting.seconds
 
     def end(self, stretch: _Stretch, account: _Account | None) -> None:
         """The stretch is over."""
-        outer, (began, name), worked = stretch
+        outer, (began, name), worked, collected = stretch
         seconds = time.monotonic() - began
         self._running = outer
         if outer is not None:  # it is a part of that one
             return
         self.blocked += seconds
+        # a garbage collection of a large process takes a second, and begins in whichever call comes next
+        seconds = max(0.0, seconds - (_collecting.seconds - collected))
         if account is not None:
             account.blocked += seconds
         if seconds >= BLOCKED and (self._was_seen(began) or time.thread_time() - worked >= seconds / 2):

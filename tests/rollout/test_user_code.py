@@ -475,3 +475,21 @@ def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves
     gc.collect()
     assert complaints == []
     assert threading.active_count() < 20
+
+
+def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    from turnwise import user_code
+
+    @environment
+    async def collects(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        began = time.monotonic()
+        user_code._collecting("start", {})
+        while time.monotonic() - began < 0.4:  # computes, as a collection does
+            pass
+        user_code._collecting("stop", {})
+        yield Reply(done=True)
+
+    with caplog.at_level(logging.WARNING):
+        hold(Says("a"), collects)
+    assert not [one for one in caplog.records if "blocked the event loop" in one.message]

@@ -168,8 +168,10 @@ class Tool:
 
     async def _call(self, given: Mapping[str, Any]) -> Result:
         with boundary("tool"):
-            # beside the event loop: a schema and what a model gives for it can take any time to be compared
-            arguments = await aside(lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool")
+            if self.arguments.quick:
+                arguments = self.arguments.check(given)
+            else:  # beside the event loop: such a schema and what a model gives for it can take any time to be compared
+                arguments = await aside(lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool")
             function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
             if inspect.iscoroutinefunction(self.function) and not self.thread:
                 return self._read(await function())

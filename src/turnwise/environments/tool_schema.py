@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -27,12 +27,27 @@ __all__ = ["Arguments", "FromSchema", "FromSignature", "WrongArguments", "schema
 _MOST_PROBLEMS = 5  # of one call that are told to the model
 
 
+_SLOW_KEYWORDS = {
+    "pattern",
+    "patternProperties",
+    "propertyNames",
+    "uniqueItems",
+    "unevaluatedProperties",
+    "$ref",
+    "$dynamicRef",
+}
+"""Keywords of JSON Schema whose check can take longer than in proportion to the arguments."""
+
+
 class WrongArguments(Exception):
     """The arguments of a call are not those of the tool; the text says so to the model."""
 
 
 class Arguments(Protocol):
     """Checks the arguments of calls."""
+
+    quick: bool
+    """Whether a check takes time in proportion to the arguments, so that it may run in the event loop's own thread."""
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the tool is to get them: nothing that it changes in them is seen by anybody else.
@@ -44,6 +59,8 @@ class Arguments(Protocol):
 
 class FromSignature:
     """Checks against a function's annotations, as pydantic does: `"2"` is taken for 2, and nested models are made."""
+
+    quick = True  # pydantic's patterns need linear time
 
     def __init__(self, model: type[BaseModel], name: str) -> None:
         self._model = model
@@ -78,6 +95,7 @@ class FromSchema:
         self._name = name
         self._validator = _validator(parameters, name)
         self._names = list(parameters.get("properties", {}))
+        self.quick = not (_SLOW_KEYWORDS & set(_keywords(parameters)))
         self._patterns = bool(parameters.get("patternProperties"))
         self._expanded_from = dict(parameters) if needs_expansion(dict(parameters)) else None
 
@@ -222,3 +240,14 @@ def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
         }
 
     return clean(schema)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Every key of a schema, at any depth; names of properties are among them."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            yield str(key)
+            yield from _keywords(value)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            yield from _keywords(value)
