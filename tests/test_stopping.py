@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -113,25 +112,164 @@ def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
     assert "BrokenPipe" not in recipe.with_name("log.txt").read_text()
 
 
-def test_a_second_ctrl_c_says_which_checkpoint_there_is(recipe: Path) -> None:
-    slow = recipe.with_name("slow")  # from then on, closing takes long
-    closing = f"if Path({str(slow)!r}).exists():\n            await asyncio.sleep(20)\n        child.kill()"
-    recipe.with_name("user.py").write_text(USER.replace("child.kill()", closing))
-    started = start(recipe, "checkpoint.every=1")
+def wait_for(path: Path, process: subprocess.Popen[str], recipe: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, recipe.with_name("log.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+SLOW_TO_CLOSE = """
+import asyncio
+import time
+from pathlib import Path
+from turnwise.types import Opening, Reply
+
+HERE = Path(__file__).parent
+
+class SlowToClose:
+    async def begin(self, row):
+        return Opening(messages=row.messages)
+
+    async def step(self, turn):
+        if (HERE / "slow").exists():
+            (HERE / "waits").touch()
+            await asyncio.sleep(60)
+        return Reply(reward=float(len(turn.text)), done=True)
+
+    async def close(self):
+        if (HERE / "slow").exists():
+            WAIT
+            (HERE / "closed").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "every"),
+    [
+        pytest.param("await asyncio.sleep(20)", 1, id="waiting"),
+        pytest.param("time.sleep(20)", 1, id="blocking", marks=pytest.mark.slow),
+        pytest.param("await asyncio.to_thread(time.sleep, 20)", 400, id="in a thread", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_ctrl_c_stops_at_once_and_says_which_checkpoint_there_is(recipe: Path, wait: str, every: int) -> None:
+    waits, closed, slow = (recipe.with_name(name) for name in ("waits", "closed", "slow"))
+    recipe.with_name("user.py").write_text(SLOW_TO_CLOSE.replace("WAIT", wait))
+    started = start(
+        recipe, f"environment={recipe.with_name('user.py')}:SlowToClose", "train.rows=1", f"checkpoint.every={every}"
+    )
     wait_for_steps(started, recipe, 2)
     slow.touch()
+    wait_for(waits, started, recipe)
     started.send_signal(signal.SIGINT)
-    time.sleep(2)
-    if started.poll() is None:
+    log, deadline = recipe.with_name("log.txt"), time.monotonic() + 240
+    while "turnwise: stopping (SIGINT); Ctrl-C stops at once" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=240) == 130
+    assert not closed.exists()
+    text, run = log.read_text(), recipe.with_name("run")
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    there = (
+        f"the newest checkpoint is that of step {done}: {run}/checkpoint"
+        if every == 1
+        else "there is no checkpoint yet"
+    )
+    assert f"turnwise: stopped after step {done}; {there}\n" in text
+    assert f"go on with: turnwise train {recipe} " in text
+    assert f" checkpoint.every={every} resume=auto output={run}\n" in text
+    if every == 1:
+        assert (run / "checkpoint").resolve().parent.name == f"step-{done:06d}"
+    for word in ("Traceback", "Exception", "never retrieved", "never awaited"):
+        assert word not in text
+
+
+AT_EXIT = """
+import atexit
+import builtins
+import threading
+import time
+
+def wait(here=HERE, sleep=time.sleep):
+    (here / "exiting").touch()
+    sleep(3)
+    (here / "exited").touch()
+
+class Last:
+    def __del__(self, wait=wait):
+        wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "presses", "status"),
+    [
+        pytest.param("threading.Thread(target=wait).start()", 1, 0, marks=pytest.mark.slow),
+        pytest.param("threading.Thread(target=wait).start()", 2, 130, marks=pytest.mark.slow),
+        pytest.param("atexit.register(wait)", 1, 0, marks=pytest.mark.slow),
+        ("atexit.register(wait)", 2, 130),
+        ("builtins.last = Last()", 1, 0),
+    ],
+)
+def test_ctrl_c_while_the_interpreter_exits_prints_no_traceback(
+    recipe: Path, how: str, presses: int, status: int
+) -> None:
+    begin = f"if not (HERE / 'children').exists():\n        {how}\n    child = "
+    recipe.with_name("user.py").write_text(
+        USER.replace("child = ", begin).replace("@environment", f"{AT_EXIT}\n@environment")
+    )
+    if "Thread" in how:  # it starts with the first conversation, and must outlive the run
+        recipe.with_name("user.py").write_text(
+            recipe.with_name("user.py").read_text().replace("sleep(3)", "threading.main_thread().join(); sleep(3)")
+        )
+    started = start(recipe, "train.steps=1")
+    exiting = recipe.with_name("exiting")
+    wait_for(exiting, started, recipe)
+    if "Thread" in how:
+        wait_for(recipe.with_name("run") / "curve.png", started, recipe)
+        time.sleep(0.5)
+    log = recipe.with_name("log.txt")
+    for press in range(presses):
         started.send_signal(signal.SIGINT)
-    # the latter where it came when all was said, and Python was shutting down
-    assert started.wait(timeout=240) in (130, -signal.SIGINT)
+        while press + 1 < presses and "turnwise: stopping (SIGINT)" not in log.read_text():
+            time.sleep(0.02)
+    assert started.wait(timeout=240) == status
+    assert recipe.with_name("exited").exists() == (presses == 1)
+    for word in ("Traceback", "Exception", "KeyboardInterrupt"):
+        assert word not in log.read_text()
+
+
+SLOW_TRAINING = """
+import time
+import torch
+
+def slow(module, inputs):
+    if torch.is_grad_enabled() and isinstance(module, torch.nn.Embedding) and (HERE / "slow").exists():
+        (HERE / "training").touch()
+        time.sleep(1)
+
+torch.nn.modules.module.register_module_forward_pre_hook(slow)
+"""
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, overlap: bool) -> None:
+    recipe.with_name("user.py").write_text(USER.replace("@environment", f"{SLOW_TRAINING}\n@environment"))
+    # 300 micro-batches of a second each
+    small = ["train.group=150", "train.micro_batch_tokens=1", "train.share_prompts=never"]
+    started = start(recipe, *small, f"train.overlap={str(overlap).lower()}")
+    wait_for_steps(started, recipe, 1)
+    recipe.with_name("slow").touch()
+    wait_for(recipe.with_name("training"), started, recipe)
+    done = len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines())
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(timeout=120) == 143  # the step would last 300 s
     log = recipe.with_name("log.txt").read_text()
-    link = recipe.with_name("run") / "checkpoint"
-    step = int(link.resolve().parent.name.removeprefix("step-"))
-    assert step >= 1
-    assert f"the newest checkpoint is that of step {step}" in log
-    assert "Traceback" not in log
-    for line in recipe.with_name("children").read_text().split():
-        if alive(int(line)):
-            os.kill(int(line), signal.SIGKILL)
+    assert f"stopped after step {done}; the newest checkpoint is that of step {done}: " in log
+    assert len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines()) == done
+    for word in ("Traceback", "Exception", "never retrieved", "never awaited"):
+        assert word not in log

@@ -2,7 +2,7 @@
 
 import sys
 
-from turnwise.cli import main
+from turnwise.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

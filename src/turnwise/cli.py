@@ -35,6 +35,9 @@ __all__ = ["main"]
 
 _OVERRIDES = "dotted overrides of the recipe, values in YAML: train.lr=1e-4 limits.turns=4 'sampling.stop=[\"###\"]'"
 
+_SHOW_CURSOR = "\r\n\x1b[?25h"
+"""A live display hides the cursor, and a run that is stopped at once cannot end its display."""
+
 _EPILOG = """\
 examples:
   turnwise train recipes/calculator.yaml                         train the tiny model that comes with the repository
@@ -55,7 +58,12 @@ examples:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def program() -> int:
+    """`main` in a process of its own: its signal handlers stay until the process has ended. Returns the exit status."""
+    return main(stops=Stops(until_exit=True))
+
+
+def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) -> int:
     """Run a command.
 
     Returns its exit status: 0; 1 where a person can put it right; 130, 143 or 129 after Ctrl-C, SIGTERM or SIGHUP.
@@ -73,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         format="%(message)s",
         handlers=[RichHandler(console=console, show_time=False, show_path=False)],
     )
-    with Stops() as stops:
+    with stops or Stops() as stops:
         options.stops = stops
         if options.command in (_train, _sft, _rollout):
             with lasting_output():
@@ -256,18 +264,13 @@ def _underway(
     again: str,
 ) -> int:
     """Go through with a run, and say where it is and which checkpoint there is when somebody stops it."""
+    stops.farewell = lambda: f"{_SHOW_CURSOR if console.is_terminal else ''}turnwise: {run.stopped_text(again)}"
     try:
         with Heartbeat(run.activity, console):
             stops.run(going)
     except KeyboardInterrupt:
         report.close()
-        if run.saved:
-            lost = f", which steps {run.saved + 1} to {run.step} are not in" if run.saved < run.step else ""
-            there = f"the newest checkpoint is that of step {run.saved}{lost}: {run.checkpoints.newest}"
-        else:
-            there = "there is no checkpoint yet"
-        console.print(f"stopped after step {run.step}; {there}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"go on with: {again}", highlight=False, markup=False, soft_wrap=True)
+        console.print(run.stopped_text(again), highlight=False, markup=False, soft_wrap=True)
         raise
     finally:
         report.close()
@@ -397,4 +400,4 @@ def _retrieval(options: argparse.Namespace, console: Console) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -84,11 +84,12 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
             started = time.perf_counter()
             batch = _pack(run, every)
             _refuse_nothing(run, every)
-            run.whole = False
             run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
             update = Update()
             if batch.micro_batches:  # without anything to learn from, momentum would move the weights all the same
-                update = await run.policy.learn([batch], lr=_rate(run), done=run.activity.advance)
+                update = await run.policy.learn(
+                    [batch], lr=_rate(run), done=run.activity.advance, changing=run.weights_change
+                )
             seconds = {"replay": started - began, "train": time.perf_counter() - started}
             _finish_step(run, show, every, batch, update, seconds, began=began)
         await _evaluate(run, show)
@@ -187,7 +188,7 @@ async def _evaluate(run: SftRun, show: SftReport) -> None:
         raise RolloutError(f"no held-out conversation (data.eval) can be measured:\n  {why[0]}")
     summary = {
         "step": run.step,
-        "loss": run.policy.measure(batch),
+        "loss": await run.policy.measure(batch),
         "tokens/trained": batch.tokens,
         "conversations": sum(bool(one.advantages) for one in every),
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),

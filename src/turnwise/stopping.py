@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
@@ -22,13 +24,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Stops:
     """Within it, a signal ends what `run` runs as a cancellation does: whatever is open is closed, a checkpoint is written.
 
-    A second Ctrl-C ends it at once. Other repeated signals change nothing: terminals and schedulers send them twice. A signal
-    that is ignored (`nohup`, a shell's background) stays ignored. KeyboardInterrupt is raised for all of them; `received` says
-    which it was.
+    A second Ctrl-C ends the process at once: nothing is closed or written, and `farewell` is the last text. Other repeated
+    signals change nothing: terminals and schedulers send them twice. A signal that is ignored (`nohup`, a shell's background)
+    stays ignored. KeyboardInterrupt is raised for all of them; `received` says which it was.
+
+    With `until_exit`, the handlers stay while the interpreter exits, so that a signal then changes no exit status.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, until_exit: bool = False) -> None:
         self.received: signal.Signals | None = None
+        self.farewell: Callable[[], str] = lambda: "turnwise: stopped at once"
+        """The last text of a process that is stopped at once. Called in a signal handler: it reads, and waits for nothing."""
+        self._until_exit = until_exit
+        self._running = False
+        self._exiting = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[signal.Signals, Any] = {}
@@ -40,11 +49,20 @@ class Stops:
                 if former not in (signal.SIG_IGN, None):
                     self._former[number] = former
                     signal.signal(number, self._stop)
+            if self._until_exit:  # Python resets its handlers at the very end, after all other functions of `atexit`
+                atexit.register(self._ignore)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._until_exit:
+            self._exiting = True
+            return
         for number, former in self._former.items():
             signal.signal(number, former)
+
+    def _ignore(self) -> None:
+        for number in self._former:
+            signal.signal(number, signal.SIG_IGN)
 
     @property
     def status(self) -> int:
@@ -56,6 +74,7 @@ class Stops:
 
         Raises KeyboardInterrupt if a signal has ended it.
         """
+        self._running = True
         try:
             return asyncio.run(self._supervised(main))
         except asyncio.CancelledError:
@@ -63,6 +82,7 @@ class Stops:
                 raise
             raise KeyboardInterrupt from None
         finally:
+            self._running = False
             self._loop = self._task = None
 
     async def _supervised(self, main: Coroutine[Any, Any, T]) -> T:
@@ -75,15 +95,24 @@ class Stops:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         again = self.received is not None
         self.received = self.received or signal.Signals(number)
-        if self._task is None or self._loop is None:
-            if not again or number == signal.SIGINT:
-                raise KeyboardInterrupt
-        elif not again:
-            with contextlib.suppress(OSError):  # no print: it could be in the middle of another
-                os.write(2, f"turnwise: stopping ({self.received.name}); Ctrl-C stops at once\n".encode())
-            self._loop.call_soon_threadsafe(self._task.cancel)  # threadsafe: it wakes a loop that waits
-        elif number == signal.SIGINT:
+        if again:
+            if number == signal.SIGINT:
+                _write_error(self.farewell())
+                os._exit(self.status)  # the interpreter's own exit would wait for threads, and for user code
+        elif self._running or self._exiting:
+            _write_error(f"turnwise: stopping ({self.received.name}); Ctrl-C stops at once")
+            if self._loop is not None and self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)  # threadsafe: it wakes a loop that waits
+        else:
             raise KeyboardInterrupt
+
+
+def _write_error(text: str) -> None:
+    """Write a line to stderr from a signal handler: not by print, which may be interrupted itself, and without waiting."""
+    with contextlib.suppress(OSError, ValueError):
+        _, ready, _ = select.select([], [2], [], 0)
+        if ready:
+            os.write(2, f"{text}\n".encode(errors="replace"))
 
 
 class _Lasting:

@@ -91,15 +91,14 @@ async def train(run: Run, show: Report) -> None:
                 run.credit(group)
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
-            run.whole = False
             pieces = options.epochs * sum(len(batch.micro_batches) for batch in batches)
             run.activity.part(run.step + 1, "training, micro-batches", pieces)
             update = await run.policy.learn(
                 batches,
                 lr=build.learning_rate(run.config, run.step),
                 epochs=options.epochs,
-                beside=options.overlap,
                 done=run.activity.advance,
+                changing=run.weights_change,
             )
             # at once: what is sampled from here on is the new policy's
             await run.table.engine.load_weights(run.step + 1)

@@ -79,6 +79,10 @@ class Underway:
         """How far in the data it is: what a checkpoint remembers beside the step."""
         return {"evaluated": self.evaluated}
 
+    def weights_change(self) -> None:
+        """The first optimizer step of a step follows: from here on until the step's end, nothing can be saved."""
+        self.whole = False
+
     def finish_step(
         self, metrics: dict[str, Any], trajectories: Sequence[Trajectory], *, began: float, last: bool
     ) -> None:
@@ -87,6 +91,7 @@ class Underway:
         The step's line is written between the checkpoint's large files and its last one: so it tells what they took, and the
         checkpoint covers it. Raises RunError if something cannot be written; then the step is in no checkpoint.
         """
+        self.whole = False
         started = time.perf_counter()
         since = time.monotonic() - self._saved_at
         every = self.opened.config.checkpoint.every
@@ -126,6 +131,18 @@ class Underway:
         self.directory.note_checkpoint(unfinished.step)
         self.saved, self._cost, self._saved_at = unfinished.step, seconds, time.monotonic()
 
+    def stopped_text(self, again: str) -> str:
+        """How far a stopped run is, its newest checkpoint, and the command that resumes it (`again`). Two lines.
+
+        Reads attributes only, so it may be called from a signal handler.
+        """
+        if self.saved:
+            lost = f", which steps {self.saved + 1} to {self.step} are not in" if self.saved < self.step else ""
+            there = f"the newest checkpoint is that of step {self.saved}{lost}: {self.checkpoints.newest}"
+        else:
+            there = "there is no checkpoint yet"
+        return f"stopped after step {self.step}; {there}\ngo on with: {again}"
+
     def tell_drift(self, trajectories: Sequence[Trajectory]) -> None:
         """Say once in a run that the tokens are not what the template writes."""
         if not self.drift_told and (told := drift(trajectories)) is not None:
@@ -136,7 +153,7 @@ class Underway:
     async def going_on_later(self) -> AsyncIterator[None]:
         """However the run ends, leave a checkpoint of the last finished step behind, and the directory to others.
 
-        Only a second Ctrl-C, which is to end it at once, leaves none.
+        Only KeyboardInterrupt, which is to end it at once, leaves none.
         """
         try:
             yield

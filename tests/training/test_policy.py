@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.errors import ConfigError
+from turnwise.training.background import Halt
 from turnwise.training.batch import pack
 from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy, Update, rate
@@ -149,8 +152,8 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
     found, expected = Update(), Update()
-    ours = beside._accumulate(batch, found, lambda: None)
-    assert ours == pytest.approx(one_by_one._accumulate(batch, expected, lambda: None))
+    ours = beside._accumulate(batch, found, lambda: None, Halt())
+    assert ours == pytest.approx(one_by_one._accumulate(batch, expected, lambda: None, Halt()))
     for own, theirs in zip(beside._parameters, one_by_one._parameters, strict=True):
         assert own.grad is not None
         assert theirs.grad is not None
@@ -158,3 +161,69 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
     assert found.max_deviation == pytest.approx(expected.max_deviation)
     assert (found.clipped, found.tokens) == (expected.clipped, expected.tokens)
     assert list(beside._workers.map(lambda _: torch.get_num_threads(), range(6))) == [1] * 6
+
+
+# a run that is stopped
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cancellation_before_the_first_optimizer_step_ends_after_a_micro_batch_and_changes_nothing(
+    workers: int,
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        one = policy()
+    finally:
+        torch.set_num_threads(threads)
+    before = flat(one)
+    batch = pack(group(), micro_batch_tokens=1)
+    assert len(batch.micro_batches) == 4
+    counted, changed, cancelled = [], [], threading.Event()
+
+    async def stopped() -> None:
+        loop, first = asyncio.get_running_loop(), asyncio.Event()
+
+        def done() -> None:
+            counted.append(1)
+            loop.call_soon_threadsafe(first.set)
+            cancelled.wait(60)
+
+        task = asyncio.create_task(one.learn([batch], lr=1e-2, done=done, changing=lambda: changed.append(1)))
+        await first.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+
+    asyncio.run(stopped())  # it waits for the thread
+    assert (counted, changed) == ([1], [])
+    assert torch.equal(flat(one), before)
+
+
+def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are_done() -> None:
+    counted, changed = [], []
+    one, other = policy(), policy()
+    batches = [pack(group())] * 2
+
+    async def stopped() -> None:
+        def done() -> None:
+            counted.append(1)
+            if len(counted) == 2:  # of four, the first of them applied
+                loop.call_soon_threadsafe(task.cancel)
+                time.sleep(0.2)
+
+        async def work() -> None:
+            ended.append(await one.learn(batches, lr=1e-2, epochs=2, done=done, changing=lambda: changed.append(1)))
+            await asyncio.sleep(0)
+
+        loop, ended = asyncio.get_running_loop(), []
+        task = asyncio.create_task(work())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [update.steps for update in ended] == [4]
+
+    asyncio.run(stopped())
+    asyncio.run(other.learn(batches, lr=1e-2, epochs=2))
+    assert (len(counted), changed) == (4, [1])
+    assert torch.equal(flat(one), flat(other))

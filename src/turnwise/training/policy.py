@@ -6,11 +6,11 @@ come from.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.threads import Threads
+from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, nll, ppo_clip
@@ -138,25 +139,30 @@ class Policy:
         *,
         lr: float,
         epochs: int = 1,
-        beside: bool = False,
         done: Callable[[], None] = lambda: None,
+        changing: Callable[[], None] = lambda: None,
     ) -> Update:
-        """One optimizer step for each batch, `epochs` times over. `done` is called after each micro-batch.
+        """One optimizer step for each batch, `epochs` times over.
 
-        With `beside`, gradients are computed in a thread, so that the event loop can hold conversations meanwhile. The
+        `done` is called after each micro-batch, in a thread; `changing` once, before the first optimizer step.
+
+        Gradients are computed in a thread, so that the event loop can hold conversations and notice signals meanwhile. The
         weights themselves change in the event loop's own thread, and so never in the middle of an engine's step.
+
+        A cancellation before the first optimizer step is raised at once; the thread ends after its current micro-batch, and the
+        weights are unchanged. A later one takes effect after the last optimizer step, when the weights are those of a whole step.
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         update = Update()
         # before the first step: afterwards the weights are no longer those that sampled
-        batches = [self._completed(batch) for batch in batches]
+        batches = await halted_if_cancelled(lambda halt: [self._completed(batch, halt) for batch in batches])
         for _ in range(epochs):
             for batch in batches:
-                if beside:
-                    loss, kl = await asyncio.to_thread(self._accumulate, batch, update, done)
-                else:
-                    loss, kl = self._accumulate(batch, update, done)
+                in_thread = to_the_end if update.steps else halted_if_cancelled
+                loss, kl = await in_thread(lambda halt, batch=batch: self._accumulate(batch, update, done, halt))
+                if update.steps == 0:
+                    changing()
                 norm = self._apply()
                 update.steps += 1
                 update.loss, update.kl, update.grad_norm = update.loss + loss, update.kl + kl, update.grad_norm + norm
@@ -165,11 +171,11 @@ class Policy:
         update.clipped /= max(update.tokens, 1)
         return update
 
-    def _completed(self, batch: Batch) -> Batch:
+    def _completed(self, batch: Batch, halt: Halt) -> Batch:
         """The batch with log-probabilities of the weights as they are, where the engine reported none that can be used."""
         if self._options.loss != "policy_gradient" or all(bool(one.known_N.all()) for one in batch.micro_batches):
             return batch
-        return replace(batch, micro_batches=[self._with_logprobs(micro) for micro in batch.micro_batches])
+        return replace(batch, micro_batches=[self._with_logprobs(micro) for micro in halt.until(batch.micro_batches)])
 
     def _with_logprobs(self, micro: MicroBatch) -> MicroBatch:
         if bool(micro.known_N.all()):
@@ -178,24 +184,25 @@ class Policy:
             logprob_N = self._forward.logprobs(micro.to(self.model.device))[0].to(micro.old_logprob_N.device)
         return replace(micro, old_logprob_N=torch.where(micro.known_N, micro.old_logprob_N, logprob_N))
 
-    def _accumulate(self, batch: Batch, update: Update, done: Callable[[], None]) -> tuple[float, float]:
+    def _accumulate(self, batch: Batch, update: Update, done: Callable[[], None], halt: Halt) -> tuple[float, float]:
         """Gradients of a batch, from its micro-batches. Returns its loss and its divergence."""
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
         loss = kl = 0.0
-        for part in self._parts(batch.micro_batches):
-            if part.gradients is not None:
-                self._add(part.gradients)
-            loss, kl = loss + part.loss, kl + part.kl
-            if update.steps == 0:
-                update.max_deviation = max(update.max_deviation, part.max_deviation)
-            update.clipped += part.clipped
-            update.tokens += part.tokens
-            done()
+        with contextlib.closing(self._parts(batch.micro_batches)) as parts:  # closed early, it computes no more of them
+            for part in halt.until(parts):
+                if part.gradients is not None:
+                    self._add(part.gradients)
+                loss, kl = loss + part.loss, kl + part.kl
+                if update.steps == 0:
+                    update.max_deviation = max(update.max_deviation, part.max_deviation)
+                update.clipped += part.clipped
+                update.tokens += part.tokens
+                done()
         return loss, kl
 
-    def _parts(self, micro_batches: Sequence[MicroBatch]) -> Iterator[_Part]:
+    def _parts(self, micro_batches: Sequence[MicroBatch]) -> Generator[_Part]:
         """What each micro-batch gives, in their order; small models compute several at a time."""
         if self._workers is not None and len(micro_batches) > 1:
             yield from self._workers.map(lambda micro: self._part(micro, apart=True), micro_batches)
@@ -252,11 +259,14 @@ class Policy:
                 clipped=float(outside_N.sum()),
             )
 
-    def measure(self, batch: Batch) -> float:
-        """The batch's negative log-likelihood, averaged by its weights; nothing is changed."""
+    async def measure(self, batch: Batch) -> float:
+        """The batch's negative log-likelihood, averaged by its weights; nothing is changed. Computed in a thread."""
+        return await halted_if_cancelled(lambda halt: self._measure(batch, halt))
+
+    def _measure(self, batch: Batch, halt: Halt) -> float:
         total = 0.0
         with torch.no_grad():
-            for micro in batch.micro_batches:
+            for micro in halt.until(batch.micro_batches):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
                     here = micro.to(self.model.device)
                     total += float((nll(self._forward.logprobs(here)[0]) * here.weight_N).sum())
