@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -22,18 +23,31 @@ class Activity:
     """0 where there is nothing to count."""
     began: float = field(default_factory=time.monotonic)
     """When the step began, by `time.monotonic`."""
+    _parts: int = field(default=0, init=False)
 
     def step(self, step: int) -> None:
         """A step begins, counted from 1."""
         self.began = time.monotonic()
         self.part(step, "conversations")
 
-    def part(self, step: int, what: str, total: int = 0) -> None:
-        """A part of a step begins, which has `total` pieces."""
+    def part(self, step: int, what: str, total: int = 0) -> Callable[[], None]:
+        """A part of a step begins, which has `total` pieces.
+
+        Returns a function to call when a piece is finished. It has no effect once another part has begun: with `train.overlap`
+        the conversations of the next step go on during training.
+        """
         self.what, self.done, self.total = f"step {step}: {what}", 0, total
+        self._parts += 1
+        own = self._parts
+
+        def advance() -> None:
+            if self._parts == own:
+                self.done += 1
+
+        return advance
 
     def advance(self) -> None:
-        """A piece is finished."""
+        """A piece is finished, where there is only one part."""
         self.done += 1
 
     def text(self) -> str:

@@ -21,7 +21,7 @@ from turnwise.activity import Heartbeat
 from turnwise.convert import SYSTEMS
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.option_names import called_here
-from turnwise.stopping import Stops, lasting_output
+from turnwise.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.terminal import Terminal
 from turnwise.version import __version__
 
@@ -60,6 +60,7 @@ examples:
 
 def program() -> int:
     """`main` in a process of its own: its signal handlers stay until the process has ended. Returns the exit status."""
+    open_closed_streams()
     return main(stops=Stops(until_exit=True))
 
 

@@ -84,12 +84,10 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
             started = time.perf_counter()
             batch = _pack(run, every)
             _refuse_nothing(run, every)
-            run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
+            advance = run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
             update = Update()
             if batch.micro_batches:  # without anything to learn from, momentum would move the weights all the same
-                update = await run.policy.learn(
-                    [batch], lr=_rate(run), done=run.activity.advance, changing=run.weights_change
-                )
+                update = await run.policy.learn([batch], lr=_rate(run), done=advance, changing=run.weights_change)
             seconds = {"replay": started - began, "train": time.perf_counter() - started}
             _finish_step(run, show, every, batch, update, seconds, began=began)
         await _evaluate(run, show)

@@ -14,11 +14,25 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TextIO, TypeVar
 
-__all__ = ["Stops", "lasting_output"]
+__all__ = ["Stops", "lasting_output", "open_closed_streams"]
 
 T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def open_closed_streams() -> None:
+    """Where the process was started with stdin, stdout or stderr closed, open the null device in its place.
+
+    Otherwise the next file, such as a record, would get its number, and what is written to stderr.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w", encoding="utf-8"))  # noqa: SIM115
 
 
 class Stops:

@@ -92,12 +92,12 @@ async def train(run: Run, show: Report) -> None:
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
             pieces = options.epochs * sum(len(batch.micro_batches) for batch in batches)
-            run.activity.part(run.step + 1, "training, micro-batches", pieces)
+            advance = run.activity.part(run.step + 1, "training, micro-batches", pieces)
             update = await run.policy.learn(
                 batches,
                 lr=build.learning_rate(run.config, run.step),
                 epochs=options.epochs,
-                done=run.activity.advance,
+                done=advance,
                 changing=run.weights_change,
             )
             # at once: what is sampled from here on is the new policy's
@@ -123,12 +123,12 @@ async def _hold(run: Run, step: int) -> _Rollouts:
         new_group(run.rows[index], size=options.group, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
         for place, (_, index) in enumerate(places)
     ]
-    run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
+    advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
 
     score = run.scorer.as_they_end(groups)
 
     async def done(trajectory: Trajectory) -> None:
-        run.activity.advance()
+        advance()
         await score(trajectory)
 
     await rollout_groups(groups, run.table, done=done)
