@@ -86,7 +86,7 @@ def ours(tokenizer: Counting) -> Cost:
         script.hear(piece, place)
         segment.token_ids.extend(sampled[n])
         script.say(renderer.parse(sampled[n], tools=TOOLS))
-        piece = renderer.bridge(segment.token_ids[-1], [answer], again=script.tools_answered)
+        piece = renderer.bridge(segment.token_ids[-1], [answer], script.before)
         seconds.append(time.process_time() - started)
         encoded.append(tokenizer.encoded)
         kept = len(segment.token_ids) if n + 1 == 40 else kept

@@ -11,7 +11,7 @@ from support.conversations import hold, scripted, spoken
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment
 from turnwise.environments.replay import Replay, rounds
-from turnwise.rollout.probes import with_short_ids
+from turnwise.rollout.message_shapes import with_short_ids
 from turnwise.rollout.rehearsal import lines
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.tool_calls import by_name

@@ -291,6 +291,9 @@ def test_a_drift_says_where_it_begins_and_what_both_sides_say() -> None:
         # a character of two tokens differs in one: both are shown
         ("<|im_start|>user\nHé<|im_end|>\n<|im_start|>assistant\n", "Yo", "7 to 9", "'é' [", "'i' [75]"),
         ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "Yo, I say", "23 to 30", "', I say' [", "'"),
+        # a character is missing in the tokens, or stands there in addition
+        ("<|im_start|>user\nH<|im_end|>\n<|im_start|>assistant\n", "Yo", "7 to 7", "'' []", "'i' [75], after"),
+        ("<|im_start|>user\nHiy<|im_end|>\n<|im_start|>assistant\n", "Yo", "8 to 9", "'y' [91]", "'' [], after"),
     ],
 )
 def test_the_tokens_of_a_drift_are_those_that_differ(

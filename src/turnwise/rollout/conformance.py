@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from turnwise.errors import TemplateError
+from turnwise.rollout.bases import Before
 from turnwise.rollout.probes import probe_call
 from turnwise.rollout.renderer import Piece, Renderer
 from turnwise.types import Message, ToolSchema
@@ -111,24 +112,21 @@ def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
     tools = (scenario.tools if template.call_shape is not None else []) or template.probe_tools
     opening = renderer.opening(scenario.opening, tools)
     messages, handed = list(opening.messages), _shapes(scenario.opening, opening.messages)
-    answered = False
+    stands: list[Before] = []
     for said, answers in scenario.rounds:
         # a template that writes no calls is spoken to in words
         asks = said.get("tool_calls") and template.call_shape is None
         messages.append({"role": "assistant", "content": "call-words"} if asks else said)
         if answers:
-            given = template.plan(answers, again=answered).apply(answers)
+            stands.append(Before.of(list(messages), tools=bool(tools)))
+            given = template.plan(answers, stands[-1]).apply(answers)
             handed |= _shapes(answers, given)
             messages.extend(given)
-            answered = answered or any(message["role"] == "tool" for message in given)
     held = _Held(renderer, template.render(messages, cue=False, tools=tools))
     held.differs = _lost(messages, held.whole)
     held.append(opening)
-    answered = False
-    for _, answers in scenario.rounds:
-        if answers:
-            piece = held.turn(answers, again=answered)
-            answered = answered or any(message["role"] == "tool" for message in piece.messages)
+    for answers, before in zip((answers for _, answers in scenario.rounds if answers), stands, strict=True):
+        held.turn(answers, before)
     held.last()
     if not held.differs and held.ids != held.whole_ids[: len(held.ids)]:
         held.differs, held.harmless = "cuts the same text into other tokens in one pass", True
@@ -178,14 +176,14 @@ class _Held:
             self._cue_differs(text, bare, 0)
         self._take(piece, text if self.whole.startswith(text) else bare)
 
-    def turn(self, answers: Sequence[Message], *, again: bool) -> Piece:
-        """What the model says next, and what it is answered."""
-        if (exact := self._turn_by_ids(answers, again=again)) is not None:
-            return exact
+    def turn(self, answers: Sequence[Message], before: Before) -> None:
+        """What the model says next, and what it is answered. `before`: what stands in the conversation, that turn included."""
+        if self._turn_by_ids(answers, before):
+            return
         decode = self._renderer.decode
         found: list[tuple[bool, int, int, Piece, str]] = []
         for order, stop in enumerate(self._renderer.stop_token_ids):
-            piece = self._renderer.bridge(stop, answers, again=again)
+            piece = self._renderer.bridge(stop, answers, before)
             text = decode(piece.token_ids)
             for written in dict.fromkeys([text, self._renderer.marks.without_open_thought(text)]):
                 end = self.whole.find(written, self._at)
@@ -194,7 +192,7 @@ class _Held:
                     found.append((not ends, order, end, piece, written))
                     break
         if not found:
-            piece = self._renderer.bridge(self._renderer.stop_token_ids[0], answers, again=again)
+            piece = self._renderer.bridge(self._renderer.stop_token_ids[0], answers, before)
             text = decode(piece.token_ids)
             raise TemplateError(
                 f"writes other words around the answers when the conversation goes on: {self._instead(text, answers)}"
@@ -210,25 +208,24 @@ class _Held:
         if written != text:
             self._cue_differs(text, written, end)
         self._take(piece, written)
-        return piece
 
-    def _turn_by_ids(self, answers: Sequence[Message], *, again: bool) -> Piece | None:
-        """The same where the tokens are those of the one pass so far and go on so; None where texts must tell why not."""
+    def _turn_by_ids(self, answers: Sequence[Message], before: Before) -> bool:
+        """The same where the tokens are those of the one pass so far and go on so; False where texts must tell why not."""
         if self.ids != self.whole_ids[: len(self.ids)]:
-            return None
+            return False
         found: list[tuple[int, Piece]] = []
         for stop in self._renderer.stop_token_ids:
-            piece = self._renderer.bridge(stop, answers, again=again)
+            piece = self._renderer.bridge(stop, answers, before)
             place = _find(self.whole_ids, [stop, *piece.token_ids], len(self.ids)) if piece.token_ids else -1
             if place >= 0:
                 found.append((place + 1, piece))
         if not found:
-            return None
+            return False
         place, piece = min(found, key=lambda one: one[0])
         self.ids = self.whole_ids[: place + len(piece.token_ids)]
         self.encoded += len(piece.token_ids)
         self._at = len(self._renderer.decode(self.ids))
-        return piece
+        return True
 
     def _instead(self, text: str, answers: Sequence[Message]) -> str:
         """The text that was expected, and what stands there in the one pass: from where they differ, laid over the answer."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnwise.errors import TemplateError
+from turnwise.rollout.bases import Before
 from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.tool_calls.reasoning import ThoughtMarks
 from turnwise.types import Message, ToolSchema
@@ -34,15 +35,14 @@ def lines(
     """
     template = renderer.template
     before = template.opening(opening, tools)
-    answered = False
     found: list[str] = []
     for message, answers in rounds:
         plain = _with_thoughts(renderer, _read(renderer, message))
         asked = _asked(before)
         line = _Line(renderer, asked, tools, cue=template.render(asked, cue=True, tools=tools))
-        found.append(line.of(message, answers, again=answered))
-        handed = template.plan(answers, again=answered).apply(answers) if answers else []
-        answered = answered or any(answer["role"] == "tool" for answer in handed)
+        stands = Before.of([*before, plain], tools=bool(tools))
+        found.append(line.of(message, answers, stands))
+        handed = template.plan(answers, stands).apply(answers) if answers else []
         before = [*before, plain, *handed]
     return found
 
@@ -96,13 +96,13 @@ class _Line:
     cue: str
     """`before` as the template writes it, when the model is to speak."""
 
-    def of(self, message: Message, answers: Sequence[Message], *, again: bool) -> str:
+    def of(self, message: Message, answers: Sequence[Message], stands: Before) -> str:
         read = _read(self.renderer, message)
         opened = self.renderer.marks.open_thought(self.cue)
         words = ""
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
-                return self._ended(words, answers, again=again)
+                return self._ended(words, answers, stands)
         lost = read.reasoning if self._says(words, read) else read.said
         raise TemplateError(
             f"the chat template of {self.renderer.where} leaves out of an assistant message what is in the data: "
@@ -165,7 +165,7 @@ class _Line:
                     f"template has tools, or write the call into the message's content as the model is to say it"
                 )
 
-    def _ended(self, words: str, answers: Sequence[Message], *, again: bool) -> str:
+    def _ended(self, words: str, answers: Sequence[Message], stands: Before) -> str:
         """The words up to the token that ends the turn."""
         template = self.renderer.template
         stops = [self.renderer.decode([token]) for token in self.renderer.stop_token_ids]
@@ -179,9 +179,9 @@ class _Line:
         if not answers:
             return words
         # nothing ends a turn but the header of the next one: the model says its first token
-        plan = template.plan(answers, again=again)
+        plan = template.plan(answers, stands)
         roles = [str(answer["role"]) for answer in plan.apply(answers)]
-        head = template.head(roles, plan.bases[0], again=again)
+        head = template.head(roles, plan.bases[0], plan.behind(stands))
         return words + min((stop for stop in stops if stop in head), key=head.index, default="")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import Failed, TemplateError, boundary
+from turnwise.rollout.bases import NOTHING, Before
 from turnwise.rollout.media import Vision, refuse_media
 from turnwise.rollout.probes import PLACEHOLDER, probe_call, words
 from turnwise.rollout.sanity import SanityMode
@@ -225,17 +226,18 @@ class Renderer:
     def _hidden(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self.vision is None else self.vision.said.hide(messages)
 
-    def bridge(self, last_token: int, messages: Sequence[Message], *, again: bool = False) -> Piece:
+    def bridge(self, last_token: int, messages: Sequence[Message], before: Before = NOTHING) -> Piece:
         """What comes between the model's turn, which ended with `last_token`, and its next cue.
 
-        `again` says that tools have answered earlier in the segment: some templates write the first answer differently.
+        `before` is what stands in the segment: some templates write the first answer of a tool differently, or number them.
         Raises TemplateError if the template refuses the messages.
         """
-        plan = self.template.plan(messages, again=again)
+        plan = self.template.plan(messages, before)
+        behind = plan.behind(before)
         handed = plan.apply(messages)
         roles = tuple(str(message["role"]) for message in handed)
-        base, cut = self._end.cut(roles, plan.bases, again, last_token)
-        return self._piece(self.template.after_turn(handed, base, again=again)[cut:], handed, last_token)
+        base, cut = self._end.cut(roles, plan.bases, behind, last_token)
+        return self._piece(self.template.after_turn(handed, base, behind)[cut:], handed, last_token)
 
     def resumed(self, last_token: int | None, text: str) -> Sequence[int]:
         """Token ids of words that are put into the model's mouth behind `last_token`."""

@@ -20,6 +20,7 @@ SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
 _SHOWN = 60  # characters of a difference, and a third as many ids
 _EDGE = 3  # tokens at the ends of a run that may be cut in another way beside sampled text
+_ALIKE = 3  # characters that two texts must have in common to be laid over each other
 _TRIED = 32  # places at which a text may stand
 
 
@@ -200,10 +201,19 @@ def _only_special(text: str, reading: Reading) -> bool:
 
 
 def _like(text: str, whole: str, begin: int) -> str:
-    """As much of the whole as stands for a text that was not found in it: to where both go on alike, or as long."""
-    tail = text[-_SHOWN:]
-    end = whole.find(tail, begin)
-    return whole[begin : end + len(tail)] if end >= 0 else whole[begin : begin + len(text)]
+    """As much of the whole as stands for a text that was not found in it: to the end of what both have in common, or as long.
+
+    Both begin alike up to the first difference. Behind it, the longest end of the text is looked for.
+    """
+    other = whole[begin : begin + len(text)]
+    head = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
+    low, high = 0, len(text) - head
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if whole.find(text[-middle:], begin + head) >= 0 else (low, middle - 1)
+    if low < _ALIKE:
+        return other
+    return whole[begin : whole.find(text[-low:], begin + head) + low]
 
 
 def told(difference: Difference, reading: Reading) -> str:

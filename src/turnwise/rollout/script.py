@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from turnwise.rollout.bases import Before, system_role
 from turnwise.rollout.one_pass import Held, OnePass
 from turnwise.rollout.renderer import Piece, Renderer, Said, Thinking
 from turnwise.types import Message, Segment, ToolSchema
@@ -27,8 +28,7 @@ class Script:
         self._one_pass = OnePass(renderer)
         self._thinking: Thinking = thinking
         self.tools: Sequence[ToolSchema] = ()
-        self.tools_answered = False
-        """Whether tools have answered in this segment."""
+        self._tools_answered = False
         self._messages: list[Message] = []
         self._said: dict[int, Said] = {}
         """The model's turns, by their place in `_messages`."""
@@ -46,10 +46,15 @@ class Script:
     def hear(self, piece: Piece, place: int) -> None:
         """Messages became tokens, at `place` of the segment."""
         self._messages.extend(piece.messages)
-        self.tools_answered = self.tools_answered or any(message["role"] == "tool" for message in piece.messages)
+        self._tools_answered = self._tools_answered or any(message["role"] == "tool" for message in piece.messages)
         if piece.text:
             self._texts[place] = piece.text
             self._cue_thinks = self._renderer.marks.without_open_thought(piece.text) != piece.text
+
+    @property
+    def before(self) -> Before:
+        """What stands in the segment, the model's last turn included."""
+        return Before(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
 
     def say(self, said: Said) -> None:
         """The model has spoken, in its own words."""
@@ -73,7 +78,7 @@ class Script:
         """A new segment begins."""
         self._messages, self._said, self._thoughts, self._resumed = [], {}, set(), set()
         self._texts, self._first = {}, 0
-        self.tools_answered = False
+        self._tools_answered = False
 
     def drift(self, segment: Segment) -> str | None:
         """What the sanity check finds in the segment, or None."""
@@ -91,7 +96,7 @@ class Script:
         """The first tokens of a new segment: everything so far, without the thoughts that are left out."""
         if self._thinking == "strip_at_user":
             self._messages = [self._stripped(place, message) for place, message in enumerate(self._messages)]
-        handed = self._renderer.template.plan(heard, again=self.tools_answered).apply(heard)
+        handed = self._renderer.template.plan(heard, self.before).apply(heard)
         piece = self._renderer.whole([*self._messages, *handed], self.tools)
         self._first, self._thoughts, self._resumed, self._texts = len(self._messages), set(), set(), {}
         return replace(piece, messages=handed)

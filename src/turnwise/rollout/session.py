@@ -264,9 +264,7 @@ class Session:
                         _ = self._renderer.tool_format  # refuse before a token is spent
                     self._next = self._renderer.opening(self._heard, self.trajectory.tools)
                 else:
-                    self._next = self._renderer.bridge(
-                        self._segment.token_ids[-1], self._heard, again=self._script.tools_answered
-                    )
+                    self._next = self._renderer.bridge(self._segment.token_ids[-1], self._heard, self._script.before)
                     if self._script.restarts(self._segment, self._heard, self._next):
                         self._check()
                         self._next = self._script.restarted(self._heard)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from turnwise.errors import TemplateError
+from turnwise.rollout.bases import Before
 from turnwise.rollout.probes import QUESTION
 from turnwise.rollout.template import Template
 from turnwise.types import Message
@@ -68,7 +69,7 @@ def _written(template: Template, turns: Sequence[Message], role: str) -> list[bo
         asked: Message = {"role": role, "content": f"Go on, {number}."}
         if role == "tool":
             asked |= {"tool_call_id": f"callprob{number}", "name": "probe_tool"}
-        messages += [said, *template.plan([asked], again=number > 0).apply([asked])]
+        messages += [said, *template.plan([asked], Before.of([*messages, said])).apply([asked])]
     whole = template.render(messages, cue=True)
     return [_thought(number) in whole for number in range(len(turns))]
 

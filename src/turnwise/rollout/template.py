@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import TemplateError
+from turnwise.rollout.bases import NOTHING, Base, Before, base_conversation
+from turnwise.rollout.message_shapes import check_content, with_calls, with_named_ids, with_short_ids
+from turnwise.rollout.plans import Plan, PlanFinder
 from turnwise.rollout.probes import (
     PLACEHOLDER,
     QUESTION,
     TOOL,
-    Base,
-    Plan,
-    asked,
-    plans,
     probe,
     probe_call,
     probe_message,
-    probe_words,
     roles_of,
-    with_calls,
-    with_named_ids,
-    with_short_ids,
     words,
 )
 from turnwise.rollout.thoughts import ThoughtProfile, find_thoughts
@@ -40,8 +36,20 @@ __all__ = ["Template"]
 
 Shape = Literal["text", "thoughts apart", "fields"]
 """Of a turn: its text as said; its text with the thoughts in a field of their own; or content, calls and thoughts in fields."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-PARTS = ("text", "image", "image_url", "video")
+
+
+@dataclass(frozen=True, slots=True)
+class _CallForm:
+    """How an assistant message with calls is given to a template."""
+
+    as_text: bool
+    """Whether arguments are JSON text."""
+    empty: str | None
+    """What its empty content is."""
+    named_ids: bool
+    """Whether the template writes the tool's name only as a part of the call's id (Kimi's)."""
+    tools: Sequence[ToolSchema]
+    """The tools that probes with calls are rendered with."""
 
 
 class Template:
@@ -60,7 +68,7 @@ class Template:
             )
         self.source = str(tokenizer.chat_template)
         self.probe_tools: Sequence[ToolSchema] = ()
-        """The tools that probes are rendered with: none, or one where the template works only with tools."""
+        """The tools that probes without calls are rendered with: none, or one where the template works only with tools."""
         self._in_parts = False
         if not self._find_content():
             raise TemplateError(
@@ -68,7 +76,7 @@ class Template:
                 f"cannot be continued without rendering it again. It wrote: "
                 f"{self.render([QUESTION, words(PLACEHOLDER)], cue=False)[-200:]!r}"
             )
-        self._plan = functools.lru_cache(maxsize=1024)(self._find_plan)
+        self._plan = functools.lru_cache(maxsize=1024)(PlanFinder(self, where).find)
         self._check_closing()
 
     # what it writes
@@ -83,7 +91,7 @@ class Template:
     def _write(self, messages: Sequence[Message], *, cue: bool, tools: Sequence[ToolSchema] | None = None) -> str:
         import jinja2
 
-        tools = self.probe_tools if tools is None else tools
+        tools = self._tools_for(messages) if tools is None else tools
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, add_generation_prompt=cue, tokenize=False
@@ -102,6 +110,7 @@ class Template:
         self, message: Message, *, before: Sequence[Message] = (QUESTION,), tools: Sequence[ToolSchema] | None = None
     ) -> str:
         """What the model has to say, end of turn included, for the template to write this assistant message."""
+        tools = self._tools_for([*before, message]) if tools is None else tools
         cue = self.render(before, cue=True, tools=tools)
         whole = self.render([*before, message], cue=False, tools=tools)
         for begun in (
@@ -119,39 +128,44 @@ class Template:
         Raises TemplateError if there is no way to hand them over.
         """
         try:
-            plan = self._plan(roles_of(messages), opening=True, again=False, tools=bool(tools))
+            plan = self._plan(roles_of(messages), opening=True, before=Before(tools=bool(tools)))
         except TemplateError:
             self.render(messages, cue=True, tools=tools)  # the template's own words say it better
             raise
         return plan.apply(messages)
 
-    def plan(self, messages: Sequence[Message], *, again: bool = False) -> Plan:
-        """How messages after a model turn are handed over. `again`: tools have answered in this conversation before.
+    def plan(self, messages: Sequence[Message], before: Before = NOTHING) -> Plan:
+        """How messages after a model turn are handed over, where `before` stands in the conversation.
 
         Raises TemplateError if there is no way.
         """
         try:
-            return self._plan(roles_of(messages), opening=False, again=again, tools=False)
+            return self._plan(roles_of(messages), opening=False, before=before.short)
         except TemplateError:
             self.after_turn(messages, "words")  # the template's own words say it better
             raise
 
-    def after_turn(self, messages: Sequence[Message], base: Base, *, again: bool = False) -> str:
+    def after_turn(self, messages: Sequence[Message], base: Base, before: Before = NOTHING) -> str:
         """What stands behind the model's words: the end of its turn, the messages (as `plan` has them), the next cue.
 
-        The history in front is fixed and short, so the cost is that of the messages. Raises TemplateError if the template
-        does not take `base`.
+        The conversation in front is short, so the cost is that of the messages; for templates that count (`Plan.behind`) it is
+        the real one. Raises TemplateError if the template does not take `base`.
         """
-        history = self._history(base, messages, again=again)
-        after = None if history is None else self._after([*history, *messages])
+        if before.messages:
+            try:
+                if (after := self._behind(messages, base, before)) is not None:
+                    return after
+            except TemplateError:
+                pass  # the real conversation is refused as a whole: the sanity check tells so
+        after = self._behind(messages, base, before.short)
         if after is None:
             raise TemplateError(f"the chat template of {self._where} loses the model's turn")
         return after
 
-    def head(self, roles: Sequence[str], base: Base, *, again: bool = False) -> str:
+    def head(self, roles: Sequence[str], base: Base, before: Before = NOTHING) -> str:
         """The part of `after_turn` that comes before the first message's content, for messages of these roles."""
         probes = [probe_message(role, number) for number, role in enumerate(roles)]
-        return self.after_turn(probes, base, again=again).partition(probe(0))[0]
+        return self.after_turn(probes, base, before).partition(probe(0))[0]
 
     # what it is like
 
@@ -163,7 +177,7 @@ class Template:
     @functools.cached_property
     def closing(self) -> str:
         """What stands behind the model's last words when nothing follows them."""
-        after = self._after([QUESTION, words(PLACEHOLDER)], cue=False)
+        after = self.after([QUESTION, words(PLACEHOLDER)], cue=False)
         assert after is not None, "seen to by __init__"
         return after
 
@@ -179,20 +193,28 @@ class Template:
 
         None where the template writes no calls.
         """
-        return None if self._call_form is None else self._call_form[:2]
+        return None if self._call_form is None else (self._call_form.as_text, self._call_form.empty)
 
     @functools.cached_property
-    def _call_form(self) -> tuple[bool, str | None, bool] | None:
-        """`call_shape`, and whether the template writes the tool's name only as a part of the call's id (Kimi's)."""
+    def _call_form(self) -> _CallForm | None:
+        """How calls are given, first tried without tools; some templates write calls only where tools are given."""
         turn = probe_call({"text": PLACEHOLDER})
-        for named_ids, as_text, empty in itertools.product((False, True), (False, True), ("", None)):
+        ways = itertools.product((self.probe_tools, (TOOL,)), (False, True), (False, True), ("", None))
+        for tools, named_ids, as_text, empty in ways:
+            shaped = with_calls(with_named_ids(turn) if named_ids else turn, as_text=as_text, empty=empty)
             try:
-                whole = self._render_as(with_named_ids(turn) if named_ids else turn, as_text=as_text, empty=empty)
+                whole = self._write([QUESTION, shaped], cue=False, tools=tools)
             except TemplateError:
                 continue
-            if PLACEHOLDER in whole and turn["tool_calls"][0]["function"]["name"] in whole:
-                return as_text, empty, named_ids
+            behind = whole.partition(QUESTION["content"])[2]  # the tools stand in front
+            if PLACEHOLDER in whole and turn["tool_calls"][0]["function"]["name"] in behind:
+                return _CallForm(as_text, empty, named_ids, tools)
         return None
+
+    def _tools_for(self, messages: Sequence[Message]) -> Sequence[ToolSchema]:
+        """The tools that a probe of these messages is rendered with."""
+        calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        return self._call_form.tools if calls and self._call_form is not None else self.probe_tools
 
     @functools.cached_property
     def thoughts(self) -> ThoughtProfile:
@@ -248,9 +270,9 @@ class Template:
         """What the template writes behind the only call of a turn, and between two calls ("" where it takes only one)."""
         if self.call_shape is None:
             return "", ""
-        alone = self._after([QUESTION, probe_call({"text": PLACEHOLDER})], cue=False) or ""
+        alone = self.after([QUESTION, probe_call({"text": PLACEHOLDER})], cue=False) or ""
         try:
-            two = self._after([QUESTION, probe_call({"text": PLACEHOLDER}, {"text": probe(1)})], cue=False) or ""
+            two = self.after([QUESTION, probe_call({"text": PLACEHOLDER}, {"text": probe(1)})], cue=False) or ""
         except TemplateError:
             return alone, ""
         between, second, _ = two.partition(probe(1))
@@ -258,73 +280,16 @@ class Template:
 
     # how it is found out
 
-    def _find_plan(self, roles: tuple[str, ...], *, opening: bool, again: bool, tools: bool) -> Plan:
-        """The first way to hand over messages of these roles that the template neither refuses nor loses."""
-        wanted = asked(roles)
-        for plan in plans(roles):
-            handed = plan.apply(wanted)
-            if opening:
-                if self._takes(handed, tools):
-                    return plan
-                continue
-            bases: list[Base] = ["calls", "call", "words"] if "tool" in roles else ["words"]
-            taken: tuple[Base, ...] = tuple(base for base in bases if self._follows(handed, base, again))
-            if taken:
-                return Plan(plan.roles, plan.merge, taken)
-        strange = [role for role in roles if role not in ROLES]
-        hint = (
-            f"; {strange[0]!r} is a role that it does not know: use system, user, assistant or tool" if strange else ""
-        )
-        place = "at the beginning" if opening else "after the model's turn"
-        raise TemplateError(
-            f"the chat template of {self._where} refuses or leaves out messages of the roles [{', '.join(roles)}] {place}{hint}"
-        )
+    def _behind(self, messages: Sequence[Message], base: Base, before: Before) -> str | None:
+        """What is written behind the model's turn in a base conversation; None where the turn is lost."""
+        conversation = base_conversation(base, messages, before, writes_calls=self.call_shape is not None)
+        return None if conversation is None else self.after([*conversation, *messages], tools=before.offered)
 
-    def _takes(self, messages: Sequence[Message], tools: bool) -> bool:
-        offered = [TOOL] if tools else []
-        try:
-            whole = self.render(messages, cue=True, tools=offered)
-        except TemplateError:
-            return False
-        return all(text in whole for text in probe_words(messages))
-
-    def _follows(self, messages: Sequence[Message], base: Base, again: bool) -> bool:
-        history = self._history(base, messages, again=again)
-        try:
-            after = None if history is None else self._after([*history, *messages])
-        except TemplateError:
-            return False
-        if after is None:
-            return False
-        at = 0
-        for text in probe_words(messages):
-            at = after.find(text, at)
-            if at < 0:
-                return False
-        return True
-
-    def _history(self, base: Base, messages: Sequence[Message], *, again: bool) -> list[Message] | None:
-        """A question, an earlier round of tools where there was one, and the turn that ends in the placeholder."""
-        answers = [message for message in messages if message["role"] == "tool"]
-        if base == "words":
-            turn = words(PLACEHOLDER)
-        elif self.call_shape is None or not answers:
-            return None
-        else:
-            turn = probe_call(*[{"text": PLACEHOLDER}] * (len(answers) if base == "calls" else 1))
-            for call, answer in zip(turn["tool_calls"], answers, strict=False):
-                call["id"] = str(answer.get("tool_call_id") or call["id"])
-                call["function"]["name"] = str(answer.get("name") or call["function"]["name"])
-        history = [QUESTION, turn]
-        if again and answers:
-            earlier = words("Words.") if base == "words" else probe_call({"text": "earlier"})
-            answer: Message = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": "An answer."}
-            history[1:1] = [earlier, answer]
-        return history
-
-    def _after(self, messages: Sequence[Message], *, cue: bool = True) -> str | None:
+    def after(
+        self, messages: Sequence[Message], *, cue: bool = True, tools: Sequence[ToolSchema] | None = None
+    ) -> str | None:
         """What is written behind the placeholder's last occurrence, or None where it is lost."""
-        _, found, after = self.render(messages, cue=cue).rpartition(PLACEHOLDER)
+        _, found, after = self.render(messages, cue=cue, tools=tools).rpartition(PLACEHOLDER)
         return after if found else None
 
     def _find_content(self) -> bool:
@@ -356,7 +321,7 @@ class Template:
     def _check_closing(self) -> None:
         """A turn that is cut out of a short conversation must end as it does in a longer one."""
         try:
-            later = self._after([QUESTION, words("x"), QUESTION, words(PLACEHOLDER)], cue=False)
+            later = self.after([QUESTION, words("x"), QUESTION, words(PLACEHOLDER)], cue=False)
         except TemplateError:
             return  # it will be told where it matters: not every environment speaks as a user
         if later != self.closing:
@@ -365,27 +330,17 @@ class Template:
                 f"{self.closing!r}; such a template cannot be continued turn by turn"
             )
 
-    def _render_as(self, message: Message, *, as_text: bool, empty: str | None) -> str:
-        return self._write([QUESTION, with_calls(message, as_text=as_text, empty=empty)], cue=False)
-
     def _shaped(self, message: Message) -> Message:
         """A message in the shape that this template reads."""
+        check_content(message)
         content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                _check_part(part, message)
-        elif content is not None and not isinstance(content, str):
-            raise TemplateError(
-                f"the content of a {message.get('role')!r} message is a {type(content).__name__}; it must be a text, or a "
-                f'list of parts such as {{"type": "text", "text": ...}} and {{"type": "image", "image": ...}}'
-            )
         if self._in_parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
         if message.get("tool_calls") and self.call_shape is not None:
             as_text, empty = self.call_shape
             message = with_calls(message, as_text=as_text, empty=empty)
         if message.get("tool_calls") or message.get("role") == "tool":
-            if self._call_form is not None and self._call_form[2]:
+            if self._call_form is not None and self._call_form.named_ids:
                 return with_named_ids(message)
             if not self._takes_any_id:
                 return with_short_ids(message)
@@ -418,12 +373,3 @@ def _file(where: str) -> str:
     if Path(where, "tokenizer_config.json").is_file():
         return f"chat_template in {Path(where, 'tokenizer_config.json')}"
     return "chat_template.jinja (or chat_template in tokenizer_config.json)"
-
-
-def _check_part(part: Any, message: Message) -> None:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in PARTS or (kind == "text" and not isinstance(part.get("text"), str)):
-        raise TemplateError(
-            f"a {message.get('role')!r} message has a content part {part!r:.80}; parts are "
-            f'{{"type": "text", "text": ...}}, {{"type": "image", "image": ...}} and {{"type": "video", "video": ...}}'
-        )

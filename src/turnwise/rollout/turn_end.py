@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from turnwise.errors import TemplateError
-from turnwise.rollout.probes import Base, probe, probe_message
+from turnwise.rollout.bases import Base, Before
+from turnwise.rollout.probes import probe, probe_message
 from turnwise.rollout.template import Template
 
 __all__ = ["TurnEnd"]
@@ -49,23 +50,27 @@ class TurnEnd:
         self._stops = frozenset(stops)
         self._cut = functools.lru_cache(maxsize=1024)(self._find)
 
-    def cut(self, roles: tuple[str, ...], bases: Sequence[Base], again: bool, last_token: int) -> tuple[Base, int]:
+    def cut(self, roles: tuple[str, ...], bases: Sequence[Base], before: Before, last_token: int) -> tuple[Base, int]:
         """The base to take, and how many characters of its `after_turn` the model has said. `bases`: best first.
 
-        `last_token` is the last one that the model sampled, a stop token or not.
+        `before` is what stands in the conversation (`Plan.behind`), `last_token` the last one that the model sampled, a stop
+        token or not.
         """
-        return self._cut(roles, tuple(bases), again, last_token)
+        find = self._find if before.messages else self._cut  # no conversation has the same messages twice
+        return find(roles, tuple(bases), before, last_token)
 
-    def _find(self, roles: tuple[str, ...], bases: tuple[Base, ...], again: bool, last_token: int) -> tuple[Base, int]:
+    def _find(
+        self, roles: tuple[str, ...], bases: tuple[Base, ...], before: Before, last_token: int
+    ) -> tuple[Base, int]:
         for base in bases:
-            found = self._find_cut(roles, base, again, last_token)
+            found = self._find_cut(roles, base, before, last_token)
             if found is not None:
                 return base, found
-        return bases[-1], self._other_end(roles, bases[-1], again, last_token)
+        return bases[-1], self._other_end(roles, bases[-1], before, last_token)
 
-    def _find_cut(self, roles: tuple[str, ...], base: Base, again: bool, last_token: int) -> int | None:
+    def _find_cut(self, roles: tuple[str, ...], base: Base, before: Before, last_token: int) -> int | None:
         """The part that the model has said; None where a base of calls does not write the token that the turn ended with."""
-        head = self._template.head(roles, base, again=again)
+        head = self._template.head(roles, base, before)
         if (
             last_token not in self._stops
         ):  # a text of the user's stopped it, say: the template's own end of turn is missing
@@ -86,13 +91,13 @@ class TurnEnd:
             ].end  # a last turn ends with `stop`, and any other with the token that now stands in its place
         return 0
 
-    def _other_end(self, roles: tuple[str, ...], base: Base, again: bool, last_token: int) -> int:
+    def _other_end(self, roles: tuple[str, ...], base: Base, before: Before, last_token: int) -> int:
         """The same for a turn of calls that did not end as the template ends it.
 
         The probe call is the model's. The template's own stop token is left out behind the model's, unless it opens the answer
         too (Gemma 4 writes `<|tool_response>` before each answer).
         """
-        head = self._template.head(roles, base, again=again)
+        head = self._template.head(roles, base, before)
         marks = self._marks(head)
         call = self._call_end(head, marks)
         own = next((mark for mark in marks if mark.start >= call), None)
@@ -103,7 +108,7 @@ class TurnEnd:
             or head[call : own.start].strip()
         ):
             return call
-        return call if head[own.start : own.end] in self._between_answers(base, again) else own.end
+        return call if head[own.start : own.end] in self._between_answers(base, before) else own.end
 
     def _call_end(self, head: str, marks: Sequence[_Mark]) -> int:
         """Where the probe call ends: what the template writes behind it in any case, without the end of the turn."""
@@ -115,11 +120,11 @@ class TurnEnd:
                 return mark.start
         return same
 
-    def _between_answers(self, base: Base, again: bool) -> str:
+    def _between_answers(self, base: Base, before: Before) -> str:
         """What the template writes between two answers of tools; empty where it takes only one."""
         answers = [probe_message("tool", number) for number in range(2)]
         try:
-            text = self._template.after_turn(answers, base, again=again)
+            text = self._template.after_turn(answers, base, before)
         except TemplateError:
             return ""
         return text.partition(probe(0))[2].partition(probe(1))[0]
