@@ -67,10 +67,10 @@ def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_it
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (ToolResponse(image=["no image"]), "Error: image (part 1) of a 'tool' message: there is no image file '/"),
+        (ToolResponse(image=["no image"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
         (ToolResponse(image=[b"GIF89a"], text="Here."), "Error: image (part 1) of a 'tool' message"),
         (ToolResponse(image=[picture(4, 900)]), "Error: image (part 1) of a 'tool' message is refused by the model's"),
-        (ToolResponse(image=["<|image_pad|>"]), "Error: image (part 1) of a 'tool' message: there is no image file '/"),
+        (ToolResponse(image=["<|image_pad|>"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
     ],
     ids=["missing", "cut short", "narrow", "named like a placeholder"],
 )
