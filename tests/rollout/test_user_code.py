@@ -265,6 +265,31 @@ def test_a_tool_and_its_environment_that_both_hang_when_they_are_closed_are_both
     ]
 
 
+def test_the_close_of_a_tool_that_swallows_cancellation_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.environments.tools._CLOSING_SECONDS", 0.2)
+
+    class Stays:
+        async def look(self) -> str:
+            """Look."""
+            return "nothing"
+
+        async def close(self) -> None:
+            for _ in range(3):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+
+    async def run() -> set[str]:
+        group = new_group(a_row(), size=4, seed=0)
+        await rollout_groups([group], a_table(Says(call("look"), "a"), lambda: Tools([Stays])))
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            if len(asyncio.all_tasks()) == 1:
+                break
+        return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+    assert asyncio.run(run()) == set()
+
+
 def test_in_lockstep_the_time_of_a_conversation_does_not_run_while_it_waits_for_others() -> None:
     class Hangs(Once):
         async def step(self, turn: Turn) -> Reply:

@@ -20,7 +20,7 @@ from turnwise.environments.environment import Environment, Once, Settles
 from turnwise.environments.tool import Tool, Toolbox
 from turnwise.environments.tool_result import Answer, ToolResponse, failed
 from turnwise.environments.truncation import Truncation
-from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
 from turnwise.user_code import call, deadline, own_context, spawn
 
@@ -197,7 +197,8 @@ class _Instance:
     async def _close(self, made: Any) -> None:
         if not self._box.closes:
             return
-        with boundary("environment"):
+
+        async def close() -> None:
             if inspect.iscoroutinefunction(made.close):
                 await made.close()
             else:
@@ -205,18 +206,21 @@ class _Instance:
                 if inspect.isawaitable(result):
                     await result
 
+        # a call of its own: it runs in a task of this instance, which nobody else could end where it swallows cancellation
+        await call(close, kind="environment", name=f"{self._box.name}.close")
+
     def _close_late(self, making: asyncio.Future[Any]) -> None:
         if not making.cancelled() and making.exception() is None:
-            _late.add(task := self._spawn(self._close(making.result())))
+            _late.add(task := self._spawn(_closed(lambda: self._close(making.result()), f"the tools {self._box.name}")))
             task.add_done_callback(self._closed_late)
 
-    def _closed_late(self, task: asyncio.Future[None]) -> None:
+    def _closed_late(self, task: asyncio.Future[str | None]) -> None:
         _late.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Failed):
-            _log.warning("the tools %s could not be closed: %s", self._box.name, error)
+        if not task.cancelled() and task.exception() is None and (problem := task.result()) is not None:
+            _log.warning("the tools %s could not be closed: %s", self._box.name, problem)
 
 
-_late: set[asyncio.Future[None]] = set()
+_late: set[asyncio.Future[str | None]] = set()
 """Instances that are being closed after their conversation was over: the event loop itself remembers tasks weakly only."""
 
 
