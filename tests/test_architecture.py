@@ -14,7 +14,8 @@ HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sgla
 
 MAY_KNOW: dict[str, set[str]] = {
     # our own modules and folders that a part may import; its own folder goes without saying
-    "types": set(),
+    "sampling": set(),
+    "types": {"sampling"},
     "errors": {"types"},
     "answers": set(),
     "reward_number": set(),
@@ -80,6 +81,7 @@ MAY_KNOW: dict[str, set[str]] = {
 """Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
 
 LIGHT = [
+    "sampling",
     "types",
     "errors",
     "user_code",

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+from turnwise.sampling import LogprobKind as LogprobKind
+from turnwise.sampling import Sampling as Sampling
+from turnwise.sampling import SamplingChange as SamplingChange
+
 Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where due.
 
@@ -34,7 +38,7 @@ class Stop(StrEnum):
     MAX_TURNS = "max_turns"
     """`limits.turns` model turns were taken."""
     LENGTH = "length"
-    """The last turn was cut: it reached `limits.tokens_per_turn` before it said its stop token."""
+    """The last turn was cut: it reached `limits.tokens_per_turn`, or `SamplingChange.max_tokens`, before its stop token."""
     MAX_TOKENS = "max_tokens"
     """`limits.tokens` were sampled in the whole trajectory."""
     MAX_RESPONSE = "max_response"
@@ -84,52 +88,6 @@ class Row:
                 f"row {self.id!r} has no column {name!r}; its columns are: {have}. "
                 f"Add the column to the data, or map one to it: data.columns.{name}=<column>"
             ) from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` switch that filter off.
-
-    The filters apply in this order, each on what the one before has left: temperature, top-k, top-p, min-p.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    """Texts that end the turn; the token that completes one is kept, whole."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the turn; the token is kept."""
-
-    @property
-    def filtered(self) -> bool:
-        """Whether the distribution sampled from leaves tokens out."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
-    @property
-    def exact_kinds(self) -> frozenset[LogprobKind]:
-        """The kinds of log-probability that are, under these options, of the distribution sampled from."""
-        kinds = {LogprobKind.SAMPLED}
-        if not self.filtered:
-            kinds.add(LogprobKind.TEMPERED)
-            if self.temperature == 1.0:
-                kinds.add(LogprobKind.RAW)
-        return frozenset(kinds)
-
-
-class LogprobKind(StrEnum):
-    """Of which distribution a reported log-probability is: engines differ (research: vLLM `raw`, SGLang `tempered`)."""
-
-    SAMPLED = "sampled"
-    """The distribution that was sampled from: after temperature and filters, renormalised."""
-    TEMPERED = "tempered"
-    """After temperature, before the filters."""
-    RAW = "raw"
-    """`log_softmax(logits)`: neither temperature nor filters."""
-    NONE = "none"
-    """Nothing was sampled (a scripted line): the numbers are zeros and mean nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -405,6 +363,8 @@ class Opening:
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
+    sampling: SamplingChange | None = None
+    """Changes the sampling of the first turn and the following ones; None: that of the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -447,3 +407,5 @@ class Reply:
     learn_from: Collection[int] = ()
     """Indexes of turns that are to be learnt from even where they are not in the last round: `loss_mask` `last_round` and
     `after_last_user` give them weight 1. `{0}` where a first answer is a training record of its own."""
+    sampling: SamplingChange | None = None
+    """Changes the sampling of the following turns, in place of an earlier change; None: no change."""

@@ -81,9 +81,7 @@ class Tools:
             for tool in await instance.make():
                 self._tools[tool.name] = tool
                 self._shared[tool.name] = instance
-        return Opening(
-            messages=opening.messages, tools=(*opening.tools, *(tool.schema for tool in self._tools.values()))
-        )
+        return replace(opening, tools=(*opening.tools, *(tool.schema for tool in self._tools.values())))
 
     async def step(self, turn: Turn) -> Reply:
         behind = [call for call in turn.calls if call.error is None and call.name in self._offered_behind]

@@ -43,9 +43,14 @@ class Limits:
             return Stop.CONTEXT
         return None
 
-    def room(self, trajectory: Trajectory, length: int, response: int = 0) -> tuple[int, Stop]:
-        """How many tokens the next turn may have, and why it ends if it takes them all; the arguments are those of `reached`."""
-        bounds = [(self.tokens_per_turn, Stop.LENGTH)]
+    def room(
+        self, trajectory: Trajectory, length: int, response: int = 0, *, most: int | None = None
+    ) -> tuple[int, Stop]:
+        """How many tokens the next turn may have, and why it ends if it takes them all; the arguments are those of `reached`.
+
+        `most` is a lower bound than `tokens_per_turn`, of this turn alone.
+        """
+        bounds = [(self.tokens_per_turn if most is None else min(most, self.tokens_per_turn), Stop.LENGTH)]
         if self.tokens is not None:
             bounds.append((self.tokens - trajectory.sampled_tokens, Stop.MAX_TOKENS))
         if self.response_tokens is not None:

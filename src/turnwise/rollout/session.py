@@ -28,6 +28,7 @@ from turnwise.types import (
     Request,
     Resume,
     Sampling,
+    SamplingChange,
     Segment,
     Stop,
     ToolOutcome,
@@ -56,6 +57,7 @@ class Session:
         self._renderer = renderer
         self._sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *renderer.stop_token_ids))
         self._limits = limits
+        self._change = SamplingChange()
         self._heard: list[Message] = []
         self._next: Piece | None = None
         self._segment: Segment | None = None
@@ -78,6 +80,7 @@ class Session:
             if not opening.messages:
                 raise ValueError("the environment's Opening has no messages; there is nothing to answer")
             _refuse_no_messages(opening.messages)
+            self._change_sampling(opening.sampling, "Opening")
         self.trajectory.messages.extend(opening.messages)
         self.trajectory.tools = self._script.tools = tuple(opening.tools)
         self._heard = list(opening.messages)
@@ -115,13 +118,16 @@ class Session:
             self._opened = piece.thinking
             self._before, self._prefill = self._prefill, ""
 
-        room, self.cut = self._limits.room(trajectory, len(segment), self._response_tokens(len(segment)))
+        room, self.cut = self._limits.room(
+            trajectory, len(segment), self._response_tokens(len(segment)), most=self._change.max_tokens
+        )
         index = len(trajectory.turns)
+        stop = self._sampling.stop if self._change.stop is None else tuple(self._change.stop)
         request = Request(
             conversation=trajectory.id,
             token_ids=segment.token_ids,
             media=segment.media,
-            sampling=replace(self._sampling, max_tokens=room),
+            sampling=replace(self._sampling, max_tokens=room, stop=stop),
             seed=_mix(trajectory.seed, index),
         )
         started = time.perf_counter()
@@ -186,6 +192,7 @@ class Session:
             turn.reward += reward_number(reply.reward, "Reply(reward=...)")
             turn.info.update(reply.info)
             turn.outcomes = tuple(reply.outcomes)
+            self._change_sampling(reply.sampling, "Reply")
         self.answered += 1
         if reply.resume is not None:
             with boundary("tokens"):
@@ -201,6 +208,11 @@ class Session:
         if not reply.done:
             self._heard.extend(messages)
             self._prefill = reply.prefill
+
+    def _change_sampling(self, change: SamplingChange | None, where: str) -> None:
+        if change is not None:
+            _check_sampling(change, where)
+            self._change = change
 
     def _shown(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
         """The messages as the model can be shown them; where that is not what a tool has said, its outcome says so too."""
@@ -287,6 +299,8 @@ def _check_reply(reply: Reply, turn: Turn) -> None:
         raise ValueError(
             f"Reply(prefill={reply.prefill!r:.80}, done=True): nobody speaks any more; leave one of them out"
         )
+    if reply.sampling is not None and reply.done:
+        raise ValueError("Reply(sampling=..., done=True): there is no following turn; leave one of them out")
     if reply.resume is None:
         return
     if reply.messages or reply.done or reply.prefill or reply.rewrite is not None:
@@ -313,6 +327,20 @@ def _check_parts(reply: Reply) -> None:
             raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
     if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
         raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
+
+
+def _check_sampling(change: SamplingChange, where: str) -> None:
+    if not isinstance(change, SamplingChange):
+        raise TypeError(f"{where}(sampling={change!r:.80}): give SamplingChange(max_tokens=..., stop=[...])")
+    most, stop = change.max_tokens, change.stop
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ValueError(
+            f"SamplingChange(max_tokens={most!r:.80}): max_tokens must be an integer of at least 1; None is the recipe's limit"
+        )
+    if stop is not None and not (
+        isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
+    ):
+        raise ValueError(f"SamplingChange(stop={stop!r:.80}): stop must be a list of texts that are not empty")
 
 
 def _check_masked(index: int, places: Collection[int], turns: Sequence[Turn]) -> None:

@@ -124,7 +124,10 @@ def test_a_run_that_makes_no_sense_breaks_its_own_conversation() -> None:
 
     assert "Odd.run returned before it asked its infer_engine for anything" in refused(nothing)
     assert "Odd.run must return a RolloutOutput or a list of them; it returned 'text'" in refused(no_output)
-    assert "the scheduler asks with temperature=2.0. How tokens are drawn is the recipe's" in refused(hotter)
+    assert (
+        "the scheduler asks with temperature=2.0. Training compares log-probabilities under one distribution"
+        in refused(hotter)
+    )
     assert "run asks its infer_engine for a second answer before it has the first" in refused(two_at_once)
     assert "infer_engine.infer blocks until the model has answered" in refused(blocks)
     assert refused(breaks) == "KeyError: gone"

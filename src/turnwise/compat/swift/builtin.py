@@ -70,6 +70,7 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
             if said.done:
                 return outputs
             infer_request = said.request
+            request_config = request_config if said.config is None else said.config
 
 
 class MathTipsScheduler(MultiTurnScheduler):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.compat.swift.engine import asking
+from turnwise.compat.swift.engine import asking, sampling_change
 from turnwise.compat.swift.masks import Sampled, masked_outputs, masked_turn
 from turnwise.compat.swift.messages import (
     MEDIA,
@@ -34,7 +34,7 @@ from turnwise.compat.swift.protocol import (
 )
 from turnwise.compat.swift.scheduler import answer, call
 from turnwise.errors import boundary
-from turnwise.types import Message, Opening, Reply, Row, Turn
+from turnwise.types import Message, Opening, Reply, Row, SamplingChange, Turn
 from turnwise.user_code import own_context, spawn
 
 __all__ = ["Run", "Steps"]
@@ -102,6 +102,7 @@ class Steps:
             reward=self._earned(infos),
             masked={turn.index: masked.places} if masked.places else {},
             learn_from=[turn.index] if masked.declared else [],
+            sampling=None if answered.config is None else sampling_change(answered.config),
         )
 
     async def close(self) -> None:
@@ -134,6 +135,7 @@ class Run:
         self._turns: list[Sampled] = []
         self._tools: Any = None
         self._rewrites = 0
+        self._sampling = SamplingChange()
 
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self._name}")
@@ -149,7 +151,7 @@ class Run:
         if self._history[-1]["role"] == "assistant":
             raise ValueError("run asks for an answer to a conversation that begins with one; leave the answer out")
         self._tools = asked.tools
-        return Opening(messages=self._history, tools=tuple(asked.tools or ()))
+        return Opening(messages=self._history, tools=tuple(asked.tools or ()), sampling=self._sampling)
 
     async def step(self, turn: Turn) -> Reply:
         assert self._task is not None, "step before begin"
@@ -176,7 +178,7 @@ class Run:
         if reply.resume is not None:
             self._turns[-1] = replace(self._turns[-1], edited=True)
         self._rewrites += reply.rewrite is not None
-        return replace(reply, info=infos)
+        return replace(reply, info=infos, sampling=self._sampling)
 
     async def close(self) -> None:
         if self._task is not None and not self._task.done():
@@ -185,13 +187,14 @@ class Run:
         if self._request is not None:
             await call(self._scheduler.on_trajectory_end, self._request)
 
-    async def ask(self, request: RolloutInferRequest) -> ChatCompletionResponse:
+    async def ask(self, request: RolloutInferRequest, sampling: SamplingChange) -> ChatCompletionResponse:
         """A call of the engine, from inside `run`."""
         if self._asked is None or self._asked.done():
             raise RuntimeError(
                 "run asks its infer_engine for a second answer before it has the first; ask one after the other"
             )
         self._answer = asyncio.get_running_loop().create_future()
+        self._sampling = sampling
         self._asked.set_result(request)
         return await self._answer
 

@@ -15,18 +15,23 @@ from typing import Any, Protocol
 
 from turnwise.compat.swift.protocol import ChatCompletionResponse, RequestConfig, RolloutInferRequest
 from turnwise.errors import ConfigError
+from turnwise.types import SamplingChange
 
-__all__ = ["Asks", "InferEngine", "Template", "asking", "load_tokenizer"]
+__all__ = ["Asks", "InferEngine", "Template", "asking", "load_tokenizer", "sampling_change"]
 
-_FREE = {"logprobs", "top_logprobs", "prompt_logprobs", "return_details", "stream"}
-"""Options of a request that change nothing about what is sampled."""
+_FREE = {"logprobs", "top_logprobs", "prompt_logprobs", "return_details", "stream", "max_tokens", "stop"}
+"""Options of a request that do not change the distribution: a scheduler may change them."""
+
+
+_OPTIONS = {"temperature", "top_k", "top_p", "min_p"}
+"""Options of a request that the recipe has under `sampling`."""
 
 
 class Asks(Protocol):
     """A conversation that a scheduler's `run` leads."""
 
-    async def ask(self, request: RolloutInferRequest) -> ChatCompletionResponse:
-        """Let the model speak."""
+    async def ask(self, request: RolloutInferRequest, sampling: SamplingChange) -> ChatCompletionResponse:
+        """Let the model speak, with this change to the recipe's sampling."""
         ...
 
 
@@ -124,8 +129,7 @@ class InferEngine:
         """
         if isinstance(infer_request, dict):
             infer_request = RolloutInferRequest(**infer_request)
-        if request_config is not None:
-            _refuse_changes(request_config)
+        change = sampling_change(request_config if request_config is not None else RequestConfig())
         if adapter_request is not None:
             raise ValueError("adapter_request chooses weights, and there is one model here; leave it out")
         conversation = asking.get(None)
@@ -133,7 +137,7 @@ class InferEngine:
             raise RuntimeError(
                 "infer_async is for schedulers that override run; step must return the next infer_request"
             )
-        return await conversation.ask(infer_request)
+        return await conversation.ask(infer_request, change)
 
     def infer(
         self, infer_requests: Sequence[RolloutInferRequest], request_config: RequestConfig | None = None
@@ -145,14 +149,22 @@ class InferEngine:
         )
 
 
-def _refuse_changes(config: RequestConfig) -> None:
+def sampling_change(config: RequestConfig) -> SamplingChange:
+    """What a request changes about the recipe's sampling: `max_tokens` and `stop`; the rest must have its default.
+
+    Raises ValueError if it changes the distribution that tokens are sampled from, TypeError if it is no RequestConfig.
+    """
+    if not isinstance(config, RequestConfig):
+        raise TypeError(f"request_config must be a RequestConfig; it is {config!r:.80}")
     plain = RequestConfig()
-    changed = [
-        name for name in vars(plain) if name not in _FREE and getattr(config, name, None) != getattr(plain, name)
-    ]
+    changed = [name for name in vars(plain) if name not in _FREE and getattr(config, name) != getattr(plain, name)]
     if changed:
-        value = getattr(config, changed[0])
+        name = changed[0]
+        fix = f"set sampling.{name} in the recipe" if name in _OPTIONS else "the recipe has no such option"
         raise ValueError(
-            f"the scheduler asks with {changed[0]}={value!r}. How tokens are drawn is the recipe's: set it under sampling and "
-            f"limits, and leave request_config as it is"
+            f"the scheduler asks with {name}={getattr(config, name)!r}. Training compares log-probabilities under one "
+            f"distribution, the recipe's: leave {name} of the request_config as it is; {fix}. A scheduler may change max_tokens "
+            f"and stop"
         )
+    stop = [config.stop] if isinstance(config.stop, str) else config.stop
+    return SamplingChange(max_tokens=config.max_tokens, stop=stop or None)

@@ -65,7 +65,8 @@ class RolloutInferRequest(InferRequest):
 
 @dataclass
 class RequestConfig:
-    """How tokens are to be drawn. The recipe says so for all of a run's conversations, so a scheduler cannot change it."""
+    """How tokens are sampled. None, and an empty `stop`, are the recipe's values. A scheduler may change `max_tokens` and `stop`;
+    the others have one value in all conversations of a run, that of the recipe."""
 
     max_tokens: int | None = None
     temperature: float | None = None

@@ -101,7 +101,10 @@ class MultiTurnScheduler(RolloutScheduler):
     def step(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> dict[str, Any]:
-        """The request of the next turn: `{"infer_request": ...}`. `current_turn` counts from 1."""
+        """The request of the next turn: `{"infer_request": ...}`. `current_turn` counts from 1.
+
+        A `request_config` beside it changes `max_tokens` and `stop` of the following turns.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither a step nor a run of its own")
 
     def check_finished(
@@ -143,6 +146,7 @@ class MultiTurnScheduler(RolloutScheduler):
                 infos["num_turns"] = turn
                 return RolloutOutput(response, infer_request.messages, ids, mask if masked else [], infos)
             infer_request = told.request
+            request_config = request_config if told.config is None else told.config
             turn += 1
 
     @staticmethod
@@ -159,6 +163,8 @@ class Answer:
     request: RolloutInferRequest
     infos: dict[str, Any]
     returned: Returned
+    config: RequestConfig | None = None
+    """The `request_config` that `step` returned: for the following turns."""
 
 
 async def answer(
@@ -196,7 +202,8 @@ async def answer(
         )
     infos.update(result.get("rollout_infos") or {})
     returned = Returned.of(result)
-    return Answer(False, following, infos, Returned.of(hooked) if returned.nothing else returned)
+    returned = Returned.of(hooked) if returned.nothing else returned
+    return Answer(False, following, infos, returned, result.get("request_config"))
 
 
 async def call(function: Callable[..., Any], *arguments: Any, lock: asyncio.Lock | None = None) -> Any:
