@@ -89,6 +89,8 @@ def tried(name: str, *, sample: int, seed: int, jobs: int) -> int:
         print(f"\n{fate}: {one}\n{_mutmut(folder, 'show', one)}")
     untried = sum(fates[one] is None for one in names)
     print(f"{name}: {len(missed)} of {len(names)} mutants were not noticed, {untried} were not tried")
+    if names and untried == len(names):
+        sys.exit(f"{name}: mutmut tried nothing; run `mutmut run` in {folder} by hand to see why")
     return len(missed)
 
 

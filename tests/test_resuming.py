@@ -298,6 +298,16 @@ def test_fine_tuning_is_resumed_by_the_same_rules(model: Path, tmp_path: Path) -
 # checkpoints that are gone, damaged, or somebody else's
 
 
+def test_a_checkpoint_of_an_earlier_layout_is_named_as_such(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-000003"
+    step.mkdir(parents=True)
+    for name in ("config.json", "trainer.pt"):  # the model's files and the trainer's state in one directory
+        (step / name).write_text("{}")
+    (tmp_path / "checkpoint").symlink_to(step.relative_to(tmp_path))
+    with pytest.raises(RunError, match=r"step-000003 was written by an earlier version of turnwise.*model\.path="):
+        Checkpoints(tmp_path).find()
+
+
 def test_a_link_that_is_gone_or_names_nothing_loses_no_run(copied: Path) -> None:
     folder = copied.parent / "run"
     (folder / "checkpoint").unlink()

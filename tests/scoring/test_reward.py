@@ -155,6 +155,20 @@ def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, me
     ]
 
 
+def test_a_reward_that_takes_too_long_names_the_bound() -> None:
+    async def slow(trajectory: Trajectory) -> float:
+        await asyncio.sleep(10)
+        return 1.0
+
+    one = a_trajectory(1.0)
+    score(Scorer(trajectory=[TrajectoryReward("slow", slow)], seconds=0.05), one)
+    assert one.error is not None
+    assert (one.error.kind, one.error.message) == (
+        "reward",
+        "the reward functions took longer than reward.seconds=0.05",
+    )
+
+
 def test_a_reward_of_a_turn_that_breaks_leaves_the_turns_as_they_were() -> None:
     def breaks_late(trajectory: Trajectory, turn: Turn) -> float:
         return 1.0 if turn.index == 0 else math.nan

@@ -185,6 +185,11 @@ class Checkpoints:
 
         Raises RunError.
         """
+        if (folder / "config.json").is_file() and (folder / _STATE).is_file():
+            raise RunError(
+                f"{folder} was written by an earlier version of turnwise, whose checkpoints cannot be resumed. Its model can be "
+                f"trained on: model.path={folder} with another output"
+            )
         problem = _damage(folder)
         about = _about(folder) if problem is None else None
         if about is None:
