@@ -204,6 +204,21 @@ def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> 
     Config.model_validate(found.recipe)
 
 
+@pytest.mark.parametrize(("key", "node"), [("save_steps", "checkpoint"), ("eval_steps", "eval")])
+def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> None:
+    found = converted(FULL + f"--val_dataset e.jsonl --{key} 0.1")
+    (one,) = [one for one in found.left if one.key == key]
+    assert (one.value, one.matters) == (0.1, False)
+    assert (
+        one.reason == f"below 1 it is a share of all steps in ms-swift, and {node}.every is a number of steps: set it"
+    )
+    assert key not in found.carried
+    assert "every" not in found.recipe.get(node, {})
+    valid(found)
+    with pytest.raises(ConfigError, match=f"--{key}: '1.5' is not an integer"):
+        converted(FULL + f"--val_dataset e.jsonl --{key} 1.5")
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [

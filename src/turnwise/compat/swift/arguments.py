@@ -29,6 +29,7 @@ REWARD_ARGUMENTS = tuple(key for key in REWARD_DEFAULTS if key != "max_completio
 """Arguments of ms-swift's own reward functions."""
 _READS = re.compile(r"\b(?:args|trainer_state)\.([a-z_]\w*)")
 """What the code of a reward function reads of ms-swift's arguments."""
+_SHARE = "below 1 it is a share of all steps in ms-swift, and {} is a number of steps: set it"
 _PREFIXES = {"cosine": "cosine_", "repetition": "repetition_", "soft_overlong": "soft_"}
 
 COMPUTED = (
@@ -111,6 +112,8 @@ class _Conversion:
             value = self._value(key)
             if key in self._given.values and value is None:
                 self._carry("nothing: it is not set", key)
+            elif key == "save_steps" and isinstance(value, float):
+                self._leave(key, _SHARE.format("checkpoint.every"))
             elif value is not None and not (key == "system" and self._file_of_system(value)):
                 self._set(option, value, key)
         for key, (option, names) in CHOICES.items():
@@ -246,14 +249,8 @@ class _Conversion:
         turns = (given.get("max_turns") or _MANY_TURNS) if name is not None else 1
         self._set("limits.turns", turns, *(["max_turns"] if name is not None else []))
         self._set("environment", {"use": f"{_PLACE}:scheduler", "arguments": arguments})
-        for key in (
-            "multi_turn_scheduler",
-            "max_turns",
-            "use_gym_env",
-            "gym_env",
-            "context_manager",
-            "external_plugins",
-        ):
+        made_of = "multi_turn_scheduler max_turns use_gym_env gym_env context_manager external_plugins"
+        for key in made_of.split():
             if key not in {left.key for left in self._left}:
                 self._carry("environment", key)
         self._loss_scale(many=name is not None)
@@ -383,7 +380,9 @@ class _Conversion:
             self._set("train.warmup_steps", warm, "warmup_steps")
         self._carry("train.warmup_steps", "warmup_ratio", "warmup_steps")
         if "eval_steps" in given:
-            if given.get("val_dataset"):
+            if isinstance(given["eval_steps"], float):
+                self._leave("eval_steps", _SHARE.format("eval.every"))
+            elif given.get("val_dataset"):
                 self._set("eval.every", given["eval_steps"], "eval_steps")
             else:
                 self._leave("eval_steps", "there are no held-out rows: data.eval")

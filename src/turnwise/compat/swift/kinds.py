@@ -53,6 +53,12 @@ def _count(value: Any) -> int:
     return number
 
 
+def _steps(value: Any) -> int | float:
+    """A number of steps; a number between 0 and 1 is a share of all steps."""
+    number = _number(value)
+    return number if 0 < number < 1 else _integer(value)
+
+
 def _above_zero(value: Any) -> int | float:
     number = _number(value)
     if number <= 0:
@@ -118,8 +124,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     **dict.fromkeys(
         (
-            "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_steps", "save_total_limit",
-            "eval_steps", "soft_cache_length",
+            "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
+            "soft_cache_length",
         ),
         _integer,
     ),
@@ -133,6 +139,7 @@ KINDS: Mapping[str, Kind] = {
         _number,
     ),
     "num_train_epochs": _above_zero,
+    **dict.fromkeys(("save_steps", "eval_steps"), _steps),
     **dict.fromkeys(("async_generate", "dataset_shuffle", "use_gym_env", "use_hf"), _flag),
     **dict.fromkeys(
         (
