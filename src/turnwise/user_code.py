@@ -37,8 +37,10 @@ __all__ = [
     "deadline",
     "forget",
     "in_lockstep",
+    "leave_running",
     "own_context",
     "spawn",
+    "wait_for_left",
     "waiting_for_others",
 ]
 
@@ -361,12 +363,37 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
         raise failed_by(error, kind) from error
 
 
+_patient: weakref.WeakKeyDictionary[asyncio.Task[Any], _Driven | None] = weakref.WeakKeyDictionary()
+"""Calls that are left running where they outlast `GRACE`, and what drives them once they do."""
+
+
+def leave_running() -> asyncio.Task[Any] | None:
+    """To be called inside a `call`: where that is cancelled and takes longer than `GRACE`, it is left running instead of being
+    abandoned. Returns its task, for `wait_for_left`."""
+    task = asyncio.current_task()
+    if task is not None:
+        _patient[task] = None
+    return task
+
+
+async def wait_for_left(task: asyncio.Task[Any], seconds: float) -> None:
+    """Wait for a call that was left running, and abandon it if it has not ended after so many seconds."""
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done() and (driven := _patient.get(task)) is not None:
+            driven.abandoned = True
+            task.cancel()
+
+
 async def _abandon(task: asyncio.Task[Any], driven: _Driven) -> None:
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=GRACE)
     finally:
-        if not task.done():
+        if task in _patient:
+            _patient[task] = driven
+        elif not task.done():
             driven.abandoned = True
             task.cancel()
 

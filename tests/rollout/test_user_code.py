@@ -518,3 +518,40 @@ def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest
     with caplog.at_level(logging.WARNING):
         hold(Says("a"), collects)
     assert not [one for one in caplog.records if "blocked the event loop" in one.message]
+
+
+def test_the_finally_of_a_generator_may_take_longer_than_the_grace(caplog: pytest.LogCaptureFixture) -> None:
+    cleaned: list[str] = []
+
+    @environment
+    async def slow_to_clean_up(row: Row):  # type: ignore[no-untyped-def]
+        try:
+            yield Opening(messages=row.messages)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(1.5)  # stops a container, say
+            cleaned.append(row.id)
+
+    with caplog.at_level(logging.WARNING):
+        trajectory = hold(Says("a"), slow_to_clean_up, limits=Limits(seconds=0.2))
+    assert trajectory.stop is Stop.DEADLINE
+    assert cleaned == ["1"]
+    assert not [one.message for one in caplog.records if "could not be closed" in one.message]
+
+
+def test_a_generator_that_swallows_cancellation_is_abandoned_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turnwise.environments import environment as module
+
+    monkeypatch.setattr(module, "_CLEANING_SECONDS", 0.3)
+
+    @environment
+    async def swallows(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    began = time.monotonic()
+    trajectory = hold(Says("a"), swallows, limits=Limits(seconds=0.2))
+    assert trajectory.stop is Stop.DEADLINE
+    assert time.monotonic() - began < 10

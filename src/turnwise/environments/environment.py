@@ -6,17 +6,22 @@ its state is its own attributes or local variables. It does not count turns or t
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
+from turnwise import user_code
 from turnwise.environments.foreign import Foreign
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 
 __all__ = ["Environment", "EnvironmentFactory", "Exposes", "Once", "Settles", "environment", "say"]
 
 P = ParamSpec("P")
+
+_CLEANING_SECONDS = 10.0
+"""What the `finally` of a generator may take after its conversation was ended from outside."""
 
 Generating = AsyncGenerator[Opening | Reply, Turn] | Generator[Opening | Reply, Turn, None]
 """What a generator function gives."""
@@ -130,21 +135,31 @@ _OVER = object()
 
 
 class _Async:
-    """An async generator, run in the event loop."""
+    """An async generator, run in the event loop.
+
+    Its `finally` is the clean-up, and runs where the generator is cancelled: in the step, not in `close`. So a step that is
+    cancelled is left running, and `close` waits for it.
+    """
 
     def __init__(self, generator: AsyncGenerator[Opening | Reply, Turn]) -> None:
         self._generator = generator
+        self._step: asyncio.Task[Any] | None = None
 
     async def first(self) -> Any:
+        self._step = user_code.leave_running()
         return await anext(self._generator, _OVER)
 
     async def send(self, turn: Turn) -> Any:
+        self._step = user_code.leave_running()
         try:
             return await self._generator.asend(turn)
         except StopAsyncIteration:
             return _OVER
 
     async def close(self) -> None:
+        step = self._step
+        if step is not None and step is not asyncio.current_task() and not step.done():
+            await user_code.wait_for_left(step, _CLEANING_SECONDS)
         await self._generator.aclose()
 
 
