@@ -20,6 +20,7 @@ from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.report import Report
 from turnwise.train import Run, _hold, _pack, assemble, train
+from turnwise.training.background import Halt
 from turnwise.training.policy import Update
 from turnwise.types import Completion, Group, LogprobKind, Request
 
@@ -106,7 +107,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
-        run.policy._accumulate(batch, Update(), lambda: None)
+        run.policy._accumulate(batch, Update(), lambda: None, Halt())
         gradients = [parameter.grad for parameter in run.policy._parameters]
         found = torch.cat([one.flatten() for one in gradients if one is not None])
         every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]

@@ -485,6 +485,7 @@ def test_asyncio_complains_of_nothing_after_many_faulty_conversations() -> None:
 
 def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves_nothing() -> None:
     complaints: list[str] = []
+    before = threading.active_count()  # threads of other tests may still hang, as those tests want it
 
     async def done(trajectory: Trajectory) -> None:
         raise OSError("the disk is full")
@@ -499,7 +500,7 @@ def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves
     asyncio.run(run())
     gc.collect()
     assert complaints == []
-    assert threading.active_count() < 20
+    assert threading.active_count() <= before + 2
 
 
 def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
+from turnwise.training.background import Halt
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.policy import Optimization, Policy
 from turnwise.types import LogprobKind, Sampling, Trajectory
@@ -79,7 +80,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
     assert micro.known_N.tolist() == [token == 12 or index == 4 for index, token in enumerate(micro.target_N.tolist())]
     assert micro.old_logprob_N[micro.known_N].tolist() == [-0.5, -0.5]
     one = policy(Sampling())
-    (completed,) = one._completed(pack(of_kind(NONE, turns=1))).micro_batches
+    (completed,) = one._completed(pack(of_kind(NONE, turns=1)), Halt()).micro_batches
     own_N = one._forward.logprobs(micro)[0].detach()
     assert torch.equal(completed.old_logprob_N, torch.where(micro.known_N, micro.old_logprob_N, own_N))
     update = asyncio.run(one.learn([pack(of_kind(NONE, turns=1))], lr=0.0))
@@ -92,7 +93,7 @@ def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
         tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2, loss="likelihood"), share_prompts="never"
     )
     batch = pack(of_kind(NONE), share_prompts=False)
-    assert one._completed(batch) is batch
+    assert one._completed(batch, Halt()) is batch
 
 
 def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> None:
