@@ -25,12 +25,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table as Printed
 
+from turnwise.chat.renderer import Renderer
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import Environment, environment, say
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Group, Opening, Reply, Row, Sampling, Stop, Turn
 

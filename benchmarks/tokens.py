@@ -22,10 +22,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tool
-from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.script import Script
+from turnwise.environments.tools.toolbox import Tool
+from turnwise.rollout.segment_history import Script
 from turnwise.types import Message, Segment
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"

@@ -15,9 +15,9 @@ from typing import Any
 from questions import questions
 from student import Habits, Trace, converse
 
+from turnwise.chat.tool_calls import Hermes
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tool
-from turnwise.rollout.tool_calls import Hermes
+from turnwise.environments.tools.toolbox import Tool
 
 HERE = Path(__file__).resolve().parent
 TOOLS = [Tool.of(calculator).schema]

@@ -1,7 +1,7 @@
 """Make the demo's model and its questions: `python demo/make_model.py`, a few minutes on two cores.
 
 Trains a byte-level BPE on the demo's own conversations, builds a Qwen3 of 0.7 million parameters, and warm-starts it in two
-steps, by the library's own fine-tuning (`turnwise.replay`): first it learns how the questions are answered, then, briefly, it
+steps, by the library's own fine-tuning (`turnwise.sft.replay`): first it learns how the questions are answered, then, briefly, it
 learns the habits of a sloppy student (`student.py`). What comes out has the skill under the sloppiness, which is what
 reinforcement learning is good at removing. Writes demo/model/, demo/train.jsonl and demo/heldout.jsonl.
 """
@@ -26,10 +26,10 @@ from student import Habits, Trace, converse
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tool
-from turnwise.replay import problems, replay, weigh
-from turnwise.rollout.renderer import Renderer
+from turnwise.environments.tools.toolbox import Tool
+from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
 from turnwise.training.policy import Optimization, Policy, Update
 from turnwise.types import Row, Sampling

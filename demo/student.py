@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.chat.tool_calls import Hermes
 from turnwise.environments.calculator import calculate
-from turnwise.rollout.tool_calls import Hermes
 
 __all__ = ["WRONG", "Habits", "Trace", "converse"]
 
@@ -119,7 +119,7 @@ def _swapped(rng: random.Random, expression: str) -> str:
 
 
 def _garbled(rng: random.Random, expression: str) -> tuple[str, str]:
-    """A call that cannot be executed, and what the tool says to it, as `turnwise.environments.tools` would."""
+    """A call that cannot be executed, and what the tool says to it, as `turnwise.environments.tools.toolbox` would."""
     match rng.randrange(4):
         case 0:  # a bracket or a quotation mark is missing
             text = _call(expression).replace('"}}', rng.choice(('"}', "}}")))

@@ -6,8 +6,8 @@ import os
 from functools import cache
 
 from turnwise import Message, Sampling, Trajectory
-from turnwise.answers import final_answer, same_number
-from turnwise.rollout.speaker import EngineSpeaker
+from turnwise.data.numeric_answers import final_answer, same_number
+from turnwise.rollout.chat_model import EngineSpeaker
 
 
 @cache
@@ -15,8 +15,8 @@ def speaker() -> EngineSpeaker:
     """Loaded when somebody speaks for the first time, once for all conversations."""
     from transformers import AutoModelForCausalLM
 
+    from turnwise.chat.renderer import Renderer
     from turnwise.engines.local import LocalEngine
-    from turnwise.rollout.renderer import Renderer
 
     path = os.environ.get("USER_MODEL", "demo/model")
     renderer = Renderer.from_pretrained(path)

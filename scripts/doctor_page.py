@@ -18,9 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from turnwise.config.recipe import load
 from turnwise.doctor.check import show
 from turnwise.doctor.examine import examine
-from turnwise.recipe import load
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "doctor.md"

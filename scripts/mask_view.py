@@ -14,14 +14,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from turnwise.chat.renderer import Renderer
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
+from turnwise.rewards.turn_weights import RULES, custom
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_group
-from turnwise.scoring.mask import RULES, custom
 from turnwise.types import Row, Sampling, Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent

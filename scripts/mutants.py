@@ -35,15 +35,14 @@ class Part:
 
 
 PARTS = {
-    "scoring": Part(("scoring/*",), ("tests/scoring",)),
-    "training": Part(
-        ("training/*", "attention.py", "distribution.py"), ("tests/training", "tests/engines/test_distribution.py")
-    ),
+    "rewards": Part(("rewards/*",), ("tests/rewards",)),
+    "training": Part(("training/*", "models/*"), ("tests/training", "tests/engines/test_distribution.py")),
     "rollout": Part(("rollout/*",), ("tests/rollout",)),
+    "chat": Part(("chat/*",), ("tests/chat",)),
     "local": Part(("engines/local/*",), ("tests/engines",)),
     "train": Part(
-        ("train.py", "learning_watch.py"),
-        ("tests/test_train.py", "tests/test_train_loss.py", "tests/test_learning_watch.py"),
+        ("train.py", "runs/learning_watch.py"),
+        ("tests/test_train.py", "tests/test_train_loss.py", "tests/runs/test_learning_watch.py"),
     ),
 }
 

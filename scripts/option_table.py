@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from turnwise.config import Config, LocalEngine, Part, ScriptedEngine, Use
-from turnwise.resume_rules import EXPLAINED, RULES
+from turnwise.config.resume_rules import EXPLAINED, RULES
+from turnwise.config.schema import Config, LocalEngine, Part, ScriptedEngine, Use
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"

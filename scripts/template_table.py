@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.families import SHARED, family_renderer, template_files  # noqa: E402
+from turnwise.chat.renderer import Renderer  # noqa: E402
+from turnwise.chat.template_check import SCENARIOS, Finding, examine  # noqa: E402
 from turnwise.errors import TemplateError  # noqa: E402
-from turnwise.rollout.conformance import SCENARIOS, Finding, examine  # noqa: E402
-from turnwise.rollout.renderer import Renderer  # noqa: E402
 
 PAGE = ROOT / "docs" / "templates.md"
 BEGIN, END = "<!-- table: made by scripts/template_table.py -->", "<!-- end of table -->"

@@ -12,111 +12,109 @@ SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
 FILES = sorted(SOURCE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sglang", "ray"}
 
-MAY_KNOW: dict[str, set[str]] = {
-    # our own modules and folders that a part may import; its own folder goes without saying
+MAY_IMPORT: dict[str, set[str]] = {
+    # the parts and modules of turnwise that a part may import, besides its own folder
     "sampling": set(),
     "types": {"sampling"},
     "errors": {"types"},
-    "answers": set(),
-    "reward_number": set(),
-    "references": {"errors"},
-    "terminal": set(),
-    "user_code": {"types", "errors"},
-    "distribution": set(),
-    "images": {"errors"},
-    "gallery": {"errors", "images", "types"},
     "json_yaml": {"errors"},
-    "data": {"types", "errors", "answers", "images", "json_yaml"},
-    "threads": set(),
-    "vision": {"types", "errors"},
-    "attention": set(),
-    "engines": {"types", "errors", "user_code", "distribution", "threads", "vision", "attention"},
-    "environments": {"types", "errors", "user_code", "answers", "references", "json_yaml"},
+    "user_code": {"types", "errors"},
+    "models": {"types", "errors"},
+    "data": {"types", "errors", "json_yaml"},
+    "chat": {"types", "errors", "data.images"},
+    "engines": {"types", "errors", "user_code", "models"},
+    "environments": {"types", "errors", "user_code", "json_yaml", "data.numeric_answers"},
     "rollout": {
         "types",
         "errors",
         "user_code",
-        "reward_number",
-        "environments.environment",
+        "chat",
         "engines.engine",
         "engines.batched",
-        "images",
+        "environments.environment",
     },
-    "scoring": {"types", "errors", "user_code", "answers", "reward_number"},
-    "training": {"types", "errors", "distribution", "threads", "vision", "attention", "fingerprint"},
-    "metrics": {"types"},
-    "options": set(),
-    "config": {"errors", "data", "options"},
-    "recipe": {"config", "errors", "json_yaml", "option_names"},
-    "record_reading": {"errors"},
-    "show": {"errors", "json_yaml", "record_reading"},
-    "fingerprint": {"types"},
-    "run_lock": {"errors"},
-    "resume_rules": {"config", "errors", "options"},
-    "activity": set(),
-    "stopping": set(),
-    "trying_out": {"errors"},
-    "record": {"types", "errors", "config", "gallery", "json_yaml", "run_lock"},
+    "rewards": {"types", "errors", "user_code"},
+    "training": {"types", "errors", "models"},
+    "config": {"errors", "data.rows", "json_yaml"},
+    "record": {"types", "errors", "config", "data.images", "json_yaml"},
+    "terminal": {"types", "errors", "config", "record", "json_yaml"},
     "serve": {"errors", "json_yaml"},
     "compat": {
-        "json_yaml",
         "types",
         "errors",
+        "json_yaml",
         "user_code",
-        "answers",
-        "reward_number",
-        "images",
-        "references",
         "data",
-        "environments",
+        "chat",
         "engines",
+        "environments",
         "rollout",
-        "scoring",
+        "rewards",
     },
-    "evaluate": {"types", "metrics", "rollout", "scoring"},
-    "replay": {"types", "errors", "engines.scripted", "environments.replay", "rollout", "scoring.mask"},
-    "train_recipe": {"config", "data.rows", "errors", "options"},
-    "sft_recipe": {"config", "errors", "options", "train_recipe"},
+    "build": {
+        "types",
+        "errors",
+        "json_yaml",
+        "user_code",
+        "config",
+        "data",
+        "chat",
+        "engines",
+        "environments",
+        "rollout",
+        "rewards",
+        "training",
+        "models",
+    },
+    "runs": {
+        "types",
+        "errors",
+        "build",
+        "chat",
+        "config",
+        "models",
+        "record",
+        "rewards",
+        "rollout",
+        "terminal",
+        "training",
+    },
 }
-"""Who is not named here may know everybody: build, collect, train, report and the command line put the parts together."""
+"""Parts that are missing here put the others together: train, sft, doctor, commands, cli."""
 
 LIGHT = [
     "sampling",
     "types",
     "errors",
+    "json_yaml",
     "user_code",
-    "answers",
-    "reward_number",
-    "images",
-    "gallery",
+    "chat",
     "environments",
-    "scoring",
-    "metrics",
     "rollout",
-    "options",
+    "rewards",
     "config",
-    "recipe",
     "record",
-    "record_reading",
-    "fingerprint",
-    "run_lock",
-    "resume_rules",
-    "activity",
-    "stopping",
-    "show",
+    "terminal",
     "serve",
-    "references",
     "compat",
-    "replay",
-    "train_recipe",
-    "sft_recipe",
 ]
-"""Parts that load no heavy library, whatever is done with them (a name below in `LAZY` apart)."""
+"""Parts that import no heavy library, except for the pairs in `LAZY`."""
 
-LAZY = {("rollout", "transformers"), ("data", "datasets"), ("environments", "mcp"), ("compat", "transformers")}
-"""Heavy libraries that a part may load inside a function, where it is needed."""
+LAZY = {
+    ("chat", "transformers"),
+    ("data", "datasets"),
+    ("environments", "mcp"),
+    ("compat", "transformers"),
+    ("terminal", "matplotlib"),
+}
+"""Heavy libraries that a part may import inside a function."""
 
-EXCEPT_EXCEPTION = {"errors.py": 2, "user_code.py": 1, "environments/aside.py": 1, "engines/local/engine.py": 1}
+EXCEPT_EXCEPTION = {
+    "errors.py": 2,
+    "user_code/calls.py": 1,
+    "user_code/run_in_thread.py": 1,
+    "engines/local/engine.py": 1,
+}
 """Where whatever is raised may be caught, BaseException included: the boundary and the text of an exception, the two ways to
 call a user's code, and the requests of an embedded engine whose model raised."""
 
@@ -174,14 +172,14 @@ def heavy(path: Path, *, nested: bool = True) -> set[str]:
 
 
 def test_there_is_something_to_read() -> None:
-    assert {part_of(path) for path in FILES} >= {*MAY_KNOW, "train", "cli", "build", "collect", "report", "__init__"}
+    assert {part_of(path) for path in FILES} >= {*MAY_IMPORT, "train", "sft", "doctor", "commands", "cli", "__init__"}
     assert "engines.batched" in ours(SOURCE / "rollout" / "rollout.py")  # the reading works
-    assert "training.loading" in ours(SOURCE / "collect.py")  # nested imports too
-    assert heavy(SOURCE / "rollout" / "renderer.py") == {"transformers"}
-    assert heavy(SOURCE / "rollout" / "renderer.py", nested=False) == set()
+    assert "models.loading" in ours(SOURCE / "commands" / "rollout.py")  # nested imports too
+    assert heavy(SOURCE / "chat" / "renderer.py") == {"transformers"}
+    assert heavy(SOURCE / "chat" / "renderer.py", nested=False) == set()
 
 
-@pytest.mark.parametrize("part", sorted(MAY_KNOW))
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
 def test_a_part_knows_only_whom_it_may(part: str) -> None:
     files = [path for path in FILES if part_of(path) == part]
     assert files
@@ -189,28 +187,14 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
         f"{path.relative_to(SOURCE)} imports {name}"
         for path in files
         for name in ours(path)
-        if not any(name == known or name.startswith(f"{known}.") for known in {*MAY_KNOW[part], part})
+        if not any(name == known or name.startswith(f"{known}.") for known in {*MAY_IMPORT[part], part})
     }
     assert wrong == set()
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {
-        "training",
-        "train",
-        "sft",
-        "sft_report",
-        "underway",
-        "resuming",
-        "replay",
-        "evaluate",
-        "collect",
-        "report",
-        "cli",
-        "build",
-        "doctor",
-    }
-    joins = {*above, "show", "__main__"}
+    above = {"train", "sft", "runs", "build", "doctor", "commands", "cli"}
+    joins = {*above, "__main__"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"
         for path in FILES
@@ -219,7 +203,7 @@ def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
         if name.partition(".")[0] in above
     }
     assert wrong == set()
-    assert {part_of(path) for path in FILES if "train" in ours(path)} <= {"cli"}
+    assert {part_of(path) for path in FILES if "train" in ours(path)} <= {"cli", "commands"}
     assert {part_of(path) for path in FILES if "cli" in ours(path)} == {"__main__"}
 
 
@@ -245,20 +229,20 @@ def test_there_is_no_circle_between_files() -> None:
         waiting = {name: known for name, known in waiting.items() if name not in ready}
 
 
-@pytest.mark.parametrize("part", [*LIGHT, "data", "cli", "build"])
+@pytest.mark.parametrize("part", [*LIGHT, "data", "commands", "cli", "build"])
 def test_a_part_loads_no_heavy_library_when_it_is_imported(part: str) -> None:
     for path in FILES:
         if part_of(path) == part:
             assert heavy(path, nested=False) == set(), path
-            if part not in ("cli", "build"):
+            if part not in ("commands", "cli", "build"):
                 assert heavy(path) <= {library for known, library in LAZY if known == part}, path
 
 
 def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
     alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
-    assert with_torch <= {".", "training", "engines/local", "doctor"}
-    assert alone <= {"attention.py", "distribution.py", "threads.py", "train.py", "sft.py", "vision.py"}
+    assert with_torch <= {".", "models", "training", "engines/local", "doctor", "sft"}
+    assert alone <= {"train.py"}
     for name in ("engine", "scripted", "batched"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
 
@@ -289,8 +273,8 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
 def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
     allowed = {
         ("environments/environment.py", "factory"),  # hands a user's arguments on
-        ("record.py", "trajectory_record"),
-        ("record.py", "write_trajectories"),
+        ("record/writer.py", "trajectory_record"),
+        ("record/writer.py", "write_trajectories"),
     }
     found = {
         (path.relative_to(SOURCE).as_posix(), node.name)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from turnwise import build
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, Once
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
 from turnwise.rollout.limits import Limits

@@ -15,20 +15,20 @@ from rich.console import Console
 
 from support.conversations import RENDERER, Says, call, hold
 from support.tiny import save_model, save_rows
-from turnwise import build
-from turnwise.collect import collect
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.commands.rollout import collect
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.recipe import load
-from turnwise.record import write_config
-from turnwise.report import Report
+from turnwise.record.writer import write_config
+from turnwise.terminal.report import Report
 from turnwise.train import assemble, train
 
 SCRIPT = str(Path(__file__).parent / "support" / "mcp_server.py")
 
 USER = '''
-from turnwise.environments.mcp import McpServers
-from turnwise.environments.tools import Tool, Toolbox, ToolResponse
+from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse
 
 class Bank:
     def __init__(self, balance: int = 0) -> None:

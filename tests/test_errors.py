@@ -9,9 +9,9 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import Says, hold
 from support.templates import STRANGE_CALLS
-from turnwise.environments.tools import Tool, Tools
+from turnwise.chat.renderer import Renderer
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary, nearest
-from turnwise.rollout.renderer import Renderer
 from turnwise.types import Failure
 
 

@@ -13,8 +13,8 @@ import yaml
 
 import turnwise
 from support.conversations import Says, a_row, hold_all
-from turnwise import build
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.types import Group
 

@@ -12,9 +12,9 @@ import pytest
 
 from support.servers import Answer, serving
 from turnwise.cli import main
-from turnwise.config import Config
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
 from turnwise.data.gsm8k import main as preprocess
-from turnwise.recipe import load
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from support import byte_tokenizer
 from support.tiny import save_model, save_rows
-from turnwise.config import Config
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
-from turnwise.recipe import load
-from turnwise.report import Report
+from turnwise.terminal.report import Report
 from turnwise.train import Run, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "places.py"

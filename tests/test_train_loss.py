@@ -15,10 +15,10 @@ import torch
 from rich.console import Console
 
 from support.tiny import save_model, save_rows
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
-from turnwise.report import Report
+from turnwise.terminal.report import Report
 from turnwise.train import Run, _hold, _pack, assemble, train
 from turnwise.training.background import Halt
 from turnwise.training.policy import Update
@@ -167,7 +167,7 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
 
 
 def assembled_model(path: Path) -> Any:
-    from turnwise.training.loading import load_model
+    from turnwise.models.loading import load_model
 
     return load_model(path, dtype="float32", device="cpu")
 

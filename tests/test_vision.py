@@ -13,10 +13,10 @@ import yaml
 from rich.console import Console
 
 from support.vision import picture, save_vision_model
+from turnwise.config.recipe import load
+from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
-from turnwise.images import digest, load_image
-from turnwise.recipe import load
-from turnwise.report import Report
+from turnwise.terminal.report import Report
 from turnwise.train import Run, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "vision.py"

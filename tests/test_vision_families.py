@@ -14,11 +14,11 @@ import transformers as hf
 from engines.test_local_vision import ask
 from support.vision import MARKS, TEMPLATE, image_part, image_processor, picture, text_part, vision_tokenizer
 from training.test_vision import trajectory
+from turnwise.chat.media import Vision
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
-from turnwise.rollout.media import Vision
+from turnwise.models.loading import load_model
 from turnwise.training.batch import pack
-from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Media, Sampling, Segment
 

@@ -17,8 +17,8 @@ from task import calculator, question
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from turnwise.environments.tools import Tool
-from turnwise.rollout.renderer import Renderer
+from turnwise.chat.renderer import Renderer
+from turnwise.environments.tools.toolbox import Tool
 
 STEPS, BATCH, PEAK, WARMUP = 330, 32, 2e-3, 20
 SLIP = 0.3

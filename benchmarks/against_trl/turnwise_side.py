@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from turnwise.config import Config
-from turnwise.recipe import load
-from turnwise.record import RunDirectory
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
+from turnwise.record.writer import RunDirectory
 from turnwise.train import assemble, train
 from turnwise.types import Group
 

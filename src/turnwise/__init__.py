@@ -4,7 +4,7 @@ What most users need to write an environment, a tool or a reward is here; it imp
 """
 
 from turnwise.environments.environment import Environment, Once, environment, say
-from turnwise.environments.tools import Tool, Toolbox, ToolResponse, Tools
+from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.types import (
     Completion,

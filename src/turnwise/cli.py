@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.activity import Heartbeat
-from turnwise.convert import SYSTEMS
+from turnwise.commands.convert import SYSTEMS
+from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
+from turnwise.config.known_names import called_here
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.option_names import called_here
-from turnwise.stopping import Stops, lasting_output, open_closed_streams
-from turnwise.terminal import Terminal
+from turnwise.terminal.activity import Heartbeat
+from turnwise.terminal.console import Terminal
 from turnwise.version import __version__
 
 if TYPE_CHECKING:
-    from turnwise.config import Config
-    from turnwise.report import Report
-    from turnwise.sft_report import SftReport
-    from turnwise.underway import Underway
+    from turnwise.config.schema import Config
+    from turnwise.runs.run_state import Underway
+    from turnwise.terminal.report import Report
+    from turnwise.terminal.sft_report import SftReport
 
 __all__ = ["main"]
 
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.recipe import load
+    from turnwise.config.recipe import load
 
     of_verl = options.config_path is not None or options.config_name is not None
     if of_verl:
@@ -239,7 +239,9 @@ def _train(options: argparse.Namespace, console: Console) -> int:
     else:
         config, notes = load(options.recipe, options.overrides)
         again = _again("train", options, config)
-    from turnwise.report import Report  # a recipe that is wrong is told before torch is loaded, which takes seconds
+    from turnwise.terminal.report import (
+        Report,  # a recipe that is wrong is told before torch is loaded, which takes seconds
+    )
     from turnwise.train import assemble, train
 
     run = assemble(config)
@@ -279,8 +281,8 @@ def _underway(
 
 
 def _recipe_of_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
-    from turnwise.convert import converted, refuse
-    from turnwise.recipe import checked
+    from turnwise.commands.convert import converted, refuse
+    from turnwise.config.recipe import checked
 
     words: list[str] = options.overrides
     if options.recipe is not None:  # what stands first is an override too
@@ -297,7 +299,7 @@ def _recipe_of_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.convert import as_recipe, converted
+    from turnwise.commands.convert import as_recipe, converted
 
     found = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
     recipe = as_recipe(found)
@@ -324,11 +326,11 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
 
 
 def _sft(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.recipe import load
+    from turnwise.config.recipe import load
 
     config, notes = load(options.recipe, options.overrides)
-    from turnwise.sft import assemble, fine_tune
-    from turnwise.sft_report import SftReport
+    from turnwise.sft.fine_tune import assemble, fine_tune
+    from turnwise.terminal.sft_report import SftReport
 
     run = assemble(config)
     run.notes[:0] = notes
@@ -339,8 +341,8 @@ def _sft(options: argparse.Namespace, console: Console) -> int:
 
 
 def _rollout(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.collect import collect
-    from turnwise.recipe import load
+    from turnwise.commands.rollout import collect
+    from turnwise.config.recipe import load
 
     config, notes = load(options.recipe, options.overrides)
     for note in notes:
@@ -358,7 +360,7 @@ def _rollout(options: argparse.Namespace, console: Console) -> int:
 
 
 def _show(options: argparse.Namespace, console: Console) -> int:
-    from turnwise.show import show
+    from turnwise.terminal.show import show
 
     show(
         console,
@@ -378,9 +380,9 @@ def _show(options: argparse.Namespace, console: Console) -> int:
 def _doctor(options: argparse.Namespace, console: Console) -> int:
     if options.overrides and options.recipe is None:
         raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and there is none: add --recipe FILE")
+    from turnwise.config.recipe import load
     from turnwise.doctor.check import as_json, show, worst
     from turnwise.doctor.examine import examine
-    from turnwise.recipe import load
 
     config = None
     if options.recipe is not None:

@@ -15,28 +15,28 @@ from typing import Any
 
 import torch
 
-from turnwise import build
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.chat.media import ready_media
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import RolloutError
-from turnwise.evaluate import evaluate
-from turnwise.learning_watch import LearningWatch
-from turnwise.metrics import conversation_metrics, failures
-from turnwise.report import Report
-from turnwise.resuming import Opened, open_run
-from turnwise.rollout.media import ready_media
-from turnwise.rollout.renderer import Renderer
+from turnwise.models.loading import load_model
+from turnwise.rewards.credit import Credit
+from turnwise.rewards.reward import Scorer
+from turnwise.rewards.turn_weights import Rule
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
-from turnwise.scoring.credit import Credit
-from turnwise.scoring.mask import Rule
-from turnwise.scoring.reward import Scorer
-from turnwise.train_recipe import refuse_without_effect, refuse_without_reward
+from turnwise.runs.evaluate import evaluate
+from turnwise.runs.learning_watch import LearningWatch
+from turnwise.runs.metrics import conversation_metrics, failures
+from turnwise.runs.resuming import Opened, open_run
+from turnwise.runs.run_state import Underway
+from turnwise.terminal.report import Report
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
-from turnwise.training.loading import load_model
 from turnwise.training.policy import Policy, Update
 from turnwise.types import Group, Row, Trajectory
-from turnwise.underway import Underway
 
 __all__ = ["Run", "assemble", "train"]
 

@@ -11,9 +11,9 @@ import pytest
 
 from support.conversations import call, hold
 from turnwise.data.conversations import read_conversations
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import DataError
-from turnwise.record import write_trajectories
+from turnwise.record.writer import write_trajectories
 from turnwise.types import Message, Row
 
 USER: Message = {"role": "user", "content": "1+1?"}

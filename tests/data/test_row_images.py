@@ -12,9 +12,9 @@ import datasets
 import pytest
 
 from support.vision import picture
+from turnwise.data.images import digest, load_image
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
-from turnwise.images import digest, load_image
 from turnwise.types import Row
 
 

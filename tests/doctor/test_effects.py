@@ -18,14 +18,15 @@ from support import byte_tokenizer
 from support.conversations import RENDERER
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
-from turnwise import build, sft
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
 from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
-from turnwise.recipe import load
-from turnwise.report import Report
-from turnwise.sft_report import SftReport
+from turnwise.sft import fine_tune as sft
+from turnwise.terminal.report import Report
+from turnwise.terminal.sft_report import SftReport
 from turnwise.train import Run, assemble, train
 from turnwise.types import Request, Sampling
 

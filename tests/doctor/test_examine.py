@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
 from support.tiny import save_model, save_rows
-from turnwise import build
+from turnwise.build import parts as build
+from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
-from turnwise.config import Use
+from turnwise.config.recipe import load
+from turnwise.config.schema import Use
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
 from turnwise.doctor.options import take_effect
 from turnwise.doctor.recipe import conversations, openings
 from turnwise.errors import DataError
-from turnwise.recipe import load
-from turnwise.rollout.renderer import Renderer
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 OF_A_MODEL = [

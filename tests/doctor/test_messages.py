@@ -9,8 +9,8 @@ import pytest
 from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
 from support.templates import NO_TOOLS
+from turnwise.chat.renderer import Renderer
 from turnwise.doctor.messages import contents, headers
-from turnwise.rollout.renderer import Renderer
 
 PROMPT = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 

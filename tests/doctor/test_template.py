@@ -10,13 +10,13 @@ import pytest
 from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
 from support.templates import GROWS, NO_TOOLS, STRANGE_CALLS, THINKS
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_check import SCENARIOS, examine
 from turnwise.doctor.check import worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.template import Directory, continuing, features, stops, thinking, tool_calls, vocabulary
-from turnwise.rollout.conformance import SCENARIOS, examine
-from turnwise.rollout.renderer import Renderer
-from turnwise.scoring.mask import RULES
+from turnwise.rewards.turn_weights import RULES
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "templates.md"
 FILES = template_files()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.distribution import sampling_logits
+from turnwise.models.distribution import sampling_logits
 
 LOGITS = [3.0, 1.0, 2.5, -4.0, 2.0, -9.0]
 

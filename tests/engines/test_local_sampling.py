@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engines.test_local_tokens import ask, make, one_thread, tokens  # noqa: F401
-from turnwise.distribution import sampling_logits
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.sampler import Options, draw, stream, uniforms
+from turnwise.models.distribution import sampling_logits
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 SAMPLINGS = {

@@ -12,9 +12,9 @@ import torch
 
 from support.tiny import tiny_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_model, vision_tokenizer
+from turnwise.chat.media import Vision
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
-from turnwise.rollout.media import Vision
 from turnwise.types import Completion, Media, Request, Sampling, Segment
 
 TOKENIZER = vision_tokenizer()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.environments.calculator import calculate, calculator
-from turnwise.environments.tools import Tool
+from turnwise.environments.tools.toolbox import Tool
 from turnwise.types import ToolCall
 
 

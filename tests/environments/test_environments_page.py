@@ -12,10 +12,10 @@ import yaml
 
 from support.conversations import RENDERER, Says, a_row, call, hold, scripted
 from support.servers import Answer, serving
-from turnwise import build
+from turnwise.build import parts as build
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
-from turnwise.config import Config
-from turnwise.environments.modelled import ModelledUser
+from turnwise.config.schema import Config
+from turnwise.environments.modelled_user import ModelledUser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 

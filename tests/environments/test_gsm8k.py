@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, call, hold
-from turnwise.answers import Grader, grade, solution_number, truth
+from turnwise.data.numeric_answers import Grader, grade, solution_number, truth
 from turnwise.environments.gsm8k import CORRECT, INCORRECT, Gsm8kTool, ground_truth, gsm8k_interaction, gsm8k_with_tool
 from turnwise.errors import DataError
 from turnwise.rollout.limits import Limits

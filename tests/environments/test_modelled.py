@@ -13,15 +13,15 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
 from support.servers import Answer, serving
-from turnwise import build
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
-from turnwise.environments.modelled import Endpoint, ModelledUser
+from turnwise.environments.modelled_user import Endpoint, ModelledUser
 from turnwise.environments.service import ServiceError
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
+from turnwise.rollout.chat_model import EngineSpeaker
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.speaker import EngineSpeaker
 from turnwise.types import Message, Row, Sampling, Trajectory
 
 GREETING = {"role": "user", "content": "Hello! What can I do for you?"}
@@ -307,7 +307,7 @@ def test_a_recipe_names_the_speaker(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text("async def user(messages):\n    return messages[0]['content'] + ' [DONE]'\n")
     use = {
-        "use": "turnwise.environments.modelled:ModelledUser",
+        "use": "turnwise.environments.modelled_user:ModelledUser",
         "arguments": {"speaker": f"{file}:user", "system": "I am your user."},
     }
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})

@@ -14,8 +14,8 @@ from support.conversations import Says, call, hold
 from support.servers import Answer, serving
 from turnwise.environments.search import Search
 from turnwise.environments.service import ServiceError
-from turnwise.environments.tool import Toolbox
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.tool import Toolbox
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.serve.retrieval import Document, Index, RetrievalServer
 

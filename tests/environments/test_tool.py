@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, call, hold
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Reply, ToolCall, ToolOutcome, Turn

@@ -9,8 +9,8 @@ import numpy
 import pytest
 from PIL import Image
 
-from turnwise.environments.tool_result import Answer, ToolResponse
-from turnwise.environments.tools import Tool, Tools, Truncation
+from turnwise.environments.tools.result import Answer, ToolResponse
+from turnwise.environments.tools.toolbox import Tool, Tools, Truncation
 from turnwise.types import ToolCall, Turn
 
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from support.conversations import Says, call, hold, spoken
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
 from turnwise.types import ToolCall, ToolOutcome, ToolSchema
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise.environments.environment import Environment, Once
-from turnwise.environments.tools import Toolbox, ToolResponse, Tools
+from turnwise.environments.tools.toolbox import Toolbox, ToolResponse, Tools
 from turnwise.environments.users import checked_answer
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits

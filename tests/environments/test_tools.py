@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
 from turnwise.environments.environment import environment, say
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.errors import ConfigError
 from turnwise.types import Opening, Reply, ToolCall, ToolOutcome, Turn

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from support.conversations import Says, a_row, call, hold
-from turnwise import build
-from turnwise.config import Config, ToolCalls, ToolUse
-from turnwise.environments.mcp import McpServers
+from turnwise.build import parts as build
+from turnwise.config.schema import Config, ToolCalls, ToolUse
+from turnwise.environments.mcp.servers import McpServers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 

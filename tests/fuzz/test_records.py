@@ -11,10 +11,10 @@ from rich.console import Console
 
 from fuzz.mutations import mutated_text, mutated_tree
 from support.conversations import Says, a_row, call, hold
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
-from turnwise.record import trajectory_record
-from turnwise.show import show
+from turnwise.record.writer import trajectory_record
+from turnwise.terminal.show import show
 
 ROUNDS = 400
 

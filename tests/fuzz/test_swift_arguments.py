@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutated_tree, write
+from turnwise.commands.convert import as_recipe
 from turnwise.compat.swift import from_swift_arguments
-from turnwise.config import Config
-from turnwise.convert import as_recipe
-from turnwise.recipe import load
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config
 
 ROUNDS = 120
 

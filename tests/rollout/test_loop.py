@@ -27,7 +27,7 @@ from support.conversations import (
 )
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Once, environment, say
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import EngineError
 from turnwise.rollout.limits import Limits

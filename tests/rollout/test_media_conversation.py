@@ -10,11 +10,11 @@ pytest.importorskip("PIL")
 
 from support.conversations import a_row, call, hold, scripted, spoken
 from support.vision import TEMPLATE, picture, save_vision_model, vision_tokenizer
-from turnwise.environments.tools import ToolResponse, Tools
+from turnwise.chat.media import Vision
+from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.media import Vision
-from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.types import Trajectory
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from support import byte_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, call, hold, scripted, spoken
+from turnwise.chat.renderer import Renderer
 from turnwise.environments.environment import environment, say
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
 from turnwise.types import Opening, Reply, Resume, Row, Trajectory, Turn
 
 FORGETS = (

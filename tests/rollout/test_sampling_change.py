@@ -10,7 +10,7 @@ import pytest
 
 from support.conversations import RENDERER, Says, hold, spoken
 from turnwise.environments.environment import environment, say
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.rollout.limits import Limits
 from turnwise.types import Opening, Reply, Row, Sampling, SamplingChange, Stop, Trajectory, Turn
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from support import byte_tokenizer
+from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import EnvironmentFactory, Once
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Request, Row, Sampling, Segment, Trajectory
 

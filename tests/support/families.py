@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from turnwise.rollout.renderer import Renderer
+from turnwise.chat.renderer import Renderer
 
 SHARED = Path(__file__).parent.parent.parent.parent / "shared" / "templates"
 

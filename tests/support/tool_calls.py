@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.rollout.tool_calls import by_name
+from turnwise.chat.tool_calls import by_name
 from turnwise.types import ToolCall, ToolSchema
 
 Expected = tuple[str, dict[str, Any]] | None

@@ -14,12 +14,12 @@ import transformers as hf
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.attention import ignored_by_sdpa
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
+from turnwise.models.attention import ignored_by_sdpa
+from turnwise.models.loading import load_model
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.loading import load_model
 from turnwise.types import Completion, Request, Sampling
 
 SIZES = {

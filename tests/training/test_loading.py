@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import save_model, tiny_model
 from turnwise.cli import main
 from turnwise.errors import ConfigError
-from turnwise.training.loading import load_model
+from turnwise.models.loading import load_model
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 Weights = dict[str, torch.Tensor]

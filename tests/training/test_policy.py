@@ -13,9 +13,9 @@ import torch
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.errors import ConfigError
+from turnwise.models.loading import load_model
 from turnwise.training.background import Halt
 from turnwise.training.batch import pack
-from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy, Update, rate
 from turnwise.types import Sampling
 

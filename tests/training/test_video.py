@@ -14,10 +14,10 @@ import transformers
 from rich.console import Console
 
 from support.vision import image_processor, picture, save_vision_model, vision_tokenizer
-from turnwise.config import Config
+from turnwise.chat.media import Vision
+from turnwise.config.schema import Config
 from turnwise.errors import DataError
-from turnwise.report import Report
-from turnwise.rollout.media import Vision
+from turnwise.terminal.report import Report
 from turnwise.train import assemble, train
 
 pytest.importorskip("torchvision")

@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from engines.test_local_vision import PAD, converse, heard, own_logprobs
 from support.vision import picture, save_vision_model, vision_model, vision_tokenizer
+from turnwise.chat.media import Vision
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
-from turnwise.rollout.media import Vision
+from turnwise.models.loading import load_model
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.loading import load_model
 from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 

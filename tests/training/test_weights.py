@@ -10,7 +10,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import gradients, targets, trajectory
-from turnwise.scoring.mask import RULES, custom
+from turnwise.rewards.turn_weights import RULES, custom
 from turnwise.training.batch import pack
 from turnwise.training.policy import Optimization, Policy
 from turnwise.types import Message, Sampling, Trajectory, Turn

@@ -23,10 +23,10 @@ import numpy as np
 from turnwise.compat.actions import Actions, NoAction
 from turnwise.compat.maker import InFront, Maker, end, messages_of, number, opened, plain, referred
 from turnwise.environments.environment import Environment
-from turnwise.environments.foreign import Foreign, columns_for
-from turnwise.environments.tool import Tool
+from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
 from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.user_code.threaded_object import Foreign, columns_for
 
 __all__ = ["GymEnvironments", "ToolEnvironments"]
 

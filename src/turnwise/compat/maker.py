@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from turnwise.environments.environment import Environment
-from turnwise.environments.tool import Tool, Toolbox
+from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.references import resolve
 from turnwise.types import Message
+from turnwise.user_code.object_references import resolve
 
 __all__ = ["InFront", "Maker", "end", "messages_of", "number", "opened", "plain", "referred"]
 

@@ -20,14 +20,14 @@ from typing import Any
 
 from turnwise.compat.instances import EXHAUSTED, InstancePool, Lease
 from turnwise.compat.maker import InFront, Maker, end, number, opened
-from turnwise.environments.aside import aside
 from turnwise.environments.environment import Environment
-from turnwise.environments.foreign import Foreign, columns_for
-from turnwise.environments.tool import Tool, Toolbox
-from turnwise.environments.tool_result import ToolResponse
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.result import ToolResponse
+from turnwise.environments.tools.tool import Tool, Toolbox
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, boundary, nearest
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.threaded_object import Foreign, columns_for
 
 __all__ = ["TrlEnvironments"]
 

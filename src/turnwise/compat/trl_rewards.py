@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.references import resolve
-from turnwise.reward_number import reward_number
 from turnwise.types import Message, Trajectory
+from turnwise.user_code.object_references import resolve
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["TrlReward"]
 

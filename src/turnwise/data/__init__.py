@@ -1,1 +1,1 @@
-"""Where a conversation starts."""
+"""Where a conversation starts: rows, their order, images and videos in columns."""

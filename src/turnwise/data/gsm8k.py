@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from turnwise.answers import solution_number
+from turnwise.data.numeric_answers import solution_number
 from turnwise.data.rows import FILES, records
 from turnwise.errors import DataError, TurnwiseError
 from turnwise.json_yaml import parse_json

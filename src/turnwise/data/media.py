@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.data.images import media_kind, media_value, probe_image
 from turnwise.errors import DataError
-from turnwise.images import media_kind, media_value, probe_image
 from turnwise.types import Message
 
 __all__ = ["COLUMNS", "with_media"]

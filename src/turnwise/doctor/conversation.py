@@ -7,16 +7,16 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from turnwise.chat.probes import QUESTION, probe_call, words
+from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check, Run, Status, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, say
-from turnwise.environments.tools import Tool, Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import TemplateError
+from turnwise.rewards.turn_weights import Rule
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.probes import QUESTION, probe_call, words
-from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.rollout import Table, new_group, rollout_group
-from turnwise.scoring.mask import Rule
 from turnwise.types import Message, Opening, Reply, Row, Sampling, Trajectory, Turn
 
 __all__ = ["cost", "masked", "said"]

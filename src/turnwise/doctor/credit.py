@@ -9,18 +9,18 @@ from typing import Literal
 
 import torch
 
+from turnwise.chat.probes import words
+from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check
 from turnwise.doctor.conversation import said
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, say
-from turnwise.metrics import failures
+from turnwise.rewards.credit import grpo
+from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.probes import words
-from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
-from turnwise.scoring.credit import grpo
-from turnwise.scoring.mask import custom
-from turnwise.scoring.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.runs.metrics import failures
 from turnwise.training.batch import Batch, pack
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Trajectory, Turn
 

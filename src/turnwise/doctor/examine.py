@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise import build
-from turnwise.config import Config
+from turnwise.build import parts as build
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.stop_tokens import generation_stops
+from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
@@ -17,9 +19,7 @@ from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, openings, rewards
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
-from turnwise.rollout.renderer import Renderer
-from turnwise.rollout.stops import generation_stops
-from turnwise.scoring.mask import Rule
+from turnwise.rewards.turn_weights import Rule
 from turnwise.types import Sampling
 
 __all__ = ["Weights", "examine"]
@@ -168,7 +168,7 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
             None,
             f"left out: {size:.1f} GB of weights are more than the {most:.1f} GB that load soon; --weights always",
         )
-    from turnwise.training.loading import load_model
+    from turnwise.models.loading import load_model
 
     dtype, device = (config.model.dtype, config.model.device) if config is not None else ("float32", "auto")
     return load_model(path, dtype=dtype, device=device), ""

@@ -6,10 +6,10 @@ import json
 import re
 from typing import Any
 
+from turnwise.chat.probes import PLACEHOLDER, QUESTION, probe, words
+from turnwise.chat.renderer import Renderer
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
-from turnwise.rollout.probes import PLACEHOLDER, QUESTION, probe, words
-from turnwise.rollout.renderer import Renderer
 from turnwise.types import Message
 
 __all__ = ["contents", "headers"]

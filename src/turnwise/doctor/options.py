@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from turnwise import build
-from turnwise.config import Config, ScriptedEngine, Use
+from turnwise.build import parts as build
+from turnwise.config.parts import Part, changed
+from turnwise.config.schema import Config, ScriptedEngine, Use
+from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.options import Part, changed
 from turnwise.rollout.rollout import new_group
-from turnwise.sft_recipe import refuse_sft_without_effect
-from turnwise.train_recipe import refuse_without_effect, refuse_without_reward
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
 __all__ = ["EVIDENCE", "Named", "Proven", "Shown", "fine_tunes", "options_of", "schema", "take_effect"]
@@ -145,7 +145,7 @@ _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
 
-_THREADS = Proven("environments/test_thread_loop.py::test_a_recipe_asks_for_threads")
+_THREADS = Proven("environments/test_in_thread.py::test_a_recipe_asks_for_threads")
 EVIDENCE: Mapping[str, Evidence] = {
     "model.path": Named("the model"),
     "model.dtype": _LEARNT,
@@ -212,8 +212,8 @@ EVIDENCE: Mapping[str, Evidence] = {
         f"eval.sampling.{name}": _effects("evaluations_draw_as_their_own_sampling_says")
         for name in ("temperature", "top_p", "top_k", "min_p")
     },
-    "rollout.rows": Proven("test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
-    "rollout.samples": Proven("test_cli.py::test_the_script_says_how_many_conversations_there_are"),
+    "rollout.rows": Proven("commands/test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
+    "rollout.samples": Proven("commands/test_cli.py::test_the_script_says_how_many_conversations_there_are"),
     **{
         f"sft.{name}": _FINE_TUNED
         for name in (
@@ -238,7 +238,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     "seed": Shown(_streams),
     "deterministic": _REPEATED,
     "resume": _REPEATED,
-    "resume_changes": Proven("test_resuming.py::test_a_change_that_is_named_takes_effect"),
+    "resume_changes": Proven("runs/test_resuming.py::test_a_change_that_is_named_takes_effect"),
     "replace": Proven("test_train.py::test_a_former_run_is_not_overwritten"),
 }
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from turnwise.config import Config
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
 from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.template import continuing, stops_note, thinking
 from turnwise.errors import TemplateError
-from turnwise.rollout.renderer import Renderer
 
 __all__ = ["preflight"]
 

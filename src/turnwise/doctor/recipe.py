@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise import build
-from turnwise.config import Config, ScriptedEngine
+from turnwise.build import parts as build
+from turnwise.chat.media import has_media, ready_media
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, TurnwiseError
-from turnwise.metrics import failures
-from turnwise.rollout.media import has_media, ready_media
-from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.runs.metrics import failures
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["conversations", "openings", "rewards"]

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.chat.probes import TOOL, probe_call
+from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.chat.stripped_thoughts import StripRule
+from turnwise.chat.template_check import SCENARIOS, Finding, Scenario, examine
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
-from turnwise.rollout.conformance import SCENARIOS, Finding, Scenario, examine
-from turnwise.rollout.probes import TOOL, probe_call
-from turnwise.rollout.renderer import Renderer, Thinking
-from turnwise.rollout.strips import StripRule
 
 __all__ = ["Directory", "continuing", "features", "stops", "stops_note", "thinking", "tool_calls", "vocabulary"]
 

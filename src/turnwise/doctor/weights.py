@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from turnwise.distribution import sampling_logits
+from turnwise.chat.renderer import Renderer
 from turnwise.doctor.check import Check
 from turnwise.engines.local import LocalEngine
 from turnwise.environments.environment import environment, say
+from turnwise.models.distribution import sampling_logits
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
 from turnwise.rollout.rollout import Table, new_group, rollout_groups
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention

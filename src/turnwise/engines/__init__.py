@@ -1,1 +1,1 @@
-"""Ids in, ids and log-probabilities out."""
+"""Token ids in, token ids and log-probabilities out."""

@@ -1,1 +1,1 @@
-"""What comes after the model has spoken."""
+"""What answers the model: environments, tools, users."""

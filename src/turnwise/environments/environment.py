@@ -12,9 +12,9 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
-from turnwise import user_code
-from turnwise.environments.foreign import Foreign
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.user_code import calls as user_code
+from turnwise.user_code.threaded_object import Foreign
 
 __all__ = ["Environment", "EnvironmentFactory", "Exposes", "Once", "Settles", "environment", "say"]
 

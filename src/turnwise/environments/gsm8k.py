@@ -1,7 +1,7 @@
 """GSM8K with a tool, and GSM8K with somebody who says whether the answer is right.
 
 Rows are those of `python -m turnwise.data.gsm8k`, of verl's preprocessing, or any with a column `answer`. Texts and scores are
-verl's, to the letter; how an answer is read is the `grader`'s business (`turnwise.answers.Grader`).
+verl's, to the letter; how an answer is read is the `grader`'s business (`turnwise.data.numeric_answers.Grader`).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from turnwise.answers import Grader, grade, parsed, truth
+from turnwise.data.numeric_answers import Grader, grade, parsed, truth
 from turnwise.environments.environment import environment, say
-from turnwise.environments.tool import Tool
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.tool import Tool
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import DataError
 from turnwise.types import Opening, Reply, Row, Turn
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from turnwise.environments.aside import aside
 from turnwise.errors import ConfigError, Failed, TurnwiseError
+from turnwise.user_code.run_in_thread import aside
 
 __all__ = ["Service", "ServiceError", "service"]
 

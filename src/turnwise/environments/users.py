@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 
-from turnwise.answers import Method, final_answer, same_number, truth
+from turnwise.data.numeric_answers import Method, final_answer, same_number, truth
 from turnwise.environments.environment import environment, say
 from turnwise.types import Opening, Reply, Row, Turn
 

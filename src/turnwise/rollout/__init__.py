@@ -1,1 +1,1 @@
-"""One conversation, then a group of them."""
+"""One conversation, a group of them, many."""

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, Settles
 from turnwise.errors import Failed, boundary
-from turnwise.reward_number import reward_number
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer, Thinking
 from turnwise.rollout.session import Session
 from turnwise.types import Failure, Group, Opening, Reply, Row, Sampling, Stop, Trajectory, Turn
-from turnwise.user_code import call, call_blocking, conversation, deadline, forget
+from turnwise.user_code.calls import call, call_blocking, conversation, deadline, forget
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["Table", "new_group", "rollout", "rollout_group", "rollout_groups"]
 

@@ -11,13 +11,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from turnwise.chat.media import for_readers
+from turnwise.chat.renderer import Piece, Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.errors import Failed, boundary
-from turnwise.reward_number import reward_number
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.media import for_readers
-from turnwise.rollout.renderer import Piece, Renderer, Thinking
-from turnwise.rollout.script import Script
+from turnwise.rollout.segment_history import Script
 from turnwise.types import (
     Completion,
     Failure,
@@ -35,6 +34,7 @@ from turnwise.types import (
     Trajectory,
     Turn,
 )
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["Session"]
 

@@ -1,1 +1,1 @@
-"""What to do about it."""
+"""From scored trajectories to changed weights."""

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from turnwise.errors import RunError
-from turnwise.fingerprint import of_file
+from turnwise.training.fingerprint import of_file
 
 __all__ = ["Checkpoints", "Saved", "Unfinished"]
 

@@ -1,24 +1,68 @@
-"""A fingerprint of a model's weights: equal for two models whose parameters and buffers are the same, bit by bit."""
+"""Fingerprints: short texts that are equal where the contents are. They tell a resumed run that something has changed."""
 
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
+from turnwise.types import Row
 
-__all__ = ["of_model"]
-
-
-def of_model(model: Any) -> str:
-    """SHA-256 over the names, shapes, types and values of the model's parameters and buffers, wherever they lie."""
-    state = model.state_dict()
-    with ThreadPoolExecutor(4) as workers:
-        parts = workers.map(lambda name: _of_tensor(name, state[name]), sorted(state))
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+__all__ = ["of_file", "of_rows", "of_tokenizer"]
 
 
-def _of_tensor(name: str, tensor: torch.Tensor) -> str:
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(values.numpy().data).hexdigest()}"
+def of_file(path: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def of_rows(rows: Iterable[Row]) -> str:
+    """Of rows as they were read: ids, messages and all columns, in their order.
+
+    Of an object that is no plain data only the type counts. An image that is given as a path counts as its path.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        _update(digest, [row.id, row.messages, row.fields], 0)
+    return digest.hexdigest()
+
+
+def of_tokenizer(tokenizer: Any) -> str:
+    """Of what makes tokens of a text: the vocabulary and its rules, the special tokens and the chat template."""
+    core = (
+        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
+    special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
+    digest = hashlib.sha256()
+    _update(digest, [core, special, tokenizer.chat_template], 0)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any, depth: int) -> None:
+    """Feed a value, with its kind and length, so that no two values give the same bytes."""
+    if depth > 100:  # deeper than any data; a circle, perhaps
+        digest.update(b"...")
+    elif isinstance(value, Mapping):
+        digest.update(b"{%d" % len(value))
+        for key, item in value.items():
+            _update(digest, key, depth + 1)
+            _update(digest, item, depth + 1)
+    elif isinstance(value, list | tuple):
+        digest.update(b"[%d" % len(value))
+        for item in value:
+            _update(digest, item, depth + 1)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        raw = bytes(value)
+        digest.update(b"b%d:" % len(raw))
+        digest.update(raw)
+    elif value is None or isinstance(value, str | int | float):
+        text = f"{type(value).__name__}:{value}".encode("utf-8", "surrogatepass")
+        digest.update(b"s%d:" % len(text))
+        digest.update(text)
+    else:
+        name = type(value).__qualname__.encode()
+        digest.update(b"o%d:" % len(name))
+        digest.update(name)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from turnwise.attention import set_text_attention
-from turnwise.distribution import sampling_logits
 from turnwise.errors import TurnwiseError
+from turnwise.models.attention import set_text_attention
+from turnwise.models.distribution import sampling_logits
+from turnwise.models.vision import Eyes
 from turnwise.training.batch import MicroBatch
 from turnwise.training.tree import Tree, TreeShape, growing, use_tree_attention
 from turnwise.types import Sampling
-from turnwise.vision import Eyes
 
 __all__ = ["Forward", "try_tree_attention"]
 

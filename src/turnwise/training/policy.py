@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from turnwise.errors import ConfigError
-from turnwise.threads import Threads
+from turnwise.models.torch_threads import Threads
 from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention

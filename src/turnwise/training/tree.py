@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from turnwise.attention import set_text_attention, unsupported
+from turnwise.models.attention import set_text_attention, unsupported
 
 __all__ = ["Tree", "TreeShape", "growing", "use_tree_attention"]
 

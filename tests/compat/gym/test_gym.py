@@ -14,11 +14,11 @@ import pytest
 from gymnasium import spaces
 
 from support.conversations import Says, a_row, call, hold, hold_all
-from turnwise import build
+from turnwise.build import parts as build
 from turnwise.compat.gym import GymEnvironments
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.types import Trajectory

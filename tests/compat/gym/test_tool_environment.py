@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, hold, hold_all
-from turnwise import build
+from turnwise.build import parts as build
 from turnwise.compat.gym import ToolEnvironments
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.types import Trajectory

@@ -16,14 +16,14 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, completion, hold_all, scripted, spoken
 from support.swift import ASKED, learnt, made, play, whole
+from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift.arguments import from_swift_arguments
 from turnwise.compat.swift.builtin import MathTipsScheduler, ThinkingModelTipsScheduler
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
-from turnwise.rollout.renderer import Renderer
-from turnwise.scoring.credit import grpo
-from turnwise.scoring.mask import RULES
+from turnwise.rewards.credit import grpo
+from turnwise.rewards.turn_weights import RULES
 from turnwise.training.batch import pack
 from turnwise.types import Group, Request, Stop, Trajectory
 

@@ -13,9 +13,9 @@ from turnwise.compat.converted import Converted
 from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.command import read
 from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
-from turnwise.config import Config
+from turnwise.config.schema import Config
+from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.train_recipe import refuse_without_effect
 
 SCRIPT = """\
 # Multi-turn on two machines; don't forget the server.
@@ -386,7 +386,7 @@ def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_
 
 
 def test_what_was_guessed_is_told(tmp_path: Path) -> None:
-    from turnwise.convert import as_recipe
+    from turnwise.commands.convert import as_recipe
 
     words = "--rlhf_type grpo --tuner_type full --max_steps 1 --model Qwen/Qwen3-0.6B "
     found = converted(words + "--dataset AI-MO/NuminaMath-TIR")

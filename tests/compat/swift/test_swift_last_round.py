@@ -10,12 +10,12 @@ import pytest
 
 from support.conversations import a_row
 from support.swift import learnt, play, whole
-from turnwise.build import loss_mask
+from turnwise.build.parts import loss_mask
+from turnwise.commands.convert import converted
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
-from turnwise.convert import converted
-from turnwise.recipe import load
+from turnwise.config.recipe import load
 from turnwise.types import Trajectory
 
 SCRIPT = """
@@ -55,7 +55,7 @@ def weighed(trajectory: Trajectory, tmp_path: Path) -> list[float]:
     """The weights of the turns by the recipe that document 2's script becomes."""
     script, recipe = tmp_path / "run.sh", tmp_path / "recipe.yaml"
     script.write_text(SCRIPT)
-    from turnwise.convert import as_recipe
+    from turnwise.commands.convert import as_recipe
 
     recipe.write_text(as_recipe(converted("swift", [str(script)])))
     config, _ = load(recipe)

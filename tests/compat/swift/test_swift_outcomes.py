@@ -13,7 +13,8 @@ import torch
 
 from support.conversations import Says, a_row, hold, hold_all
 from support.swift import whole
-from turnwise.build import scorer
+from turnwise.build.parts import scorer
+from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import Reward, scheduler
 from turnwise.compat.swift.args import Args
 from turnwise.compat.swift.outcomes import (
@@ -25,9 +26,8 @@ from turnwise.compat.swift.outcomes import (
     SoftOverlong,
 )
 from turnwise.compat.swift.rewards import arguments_of, orms
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.rollout.renderer import Renderer
 from turnwise.types import Group, Trajectory
 
 OPENS = (

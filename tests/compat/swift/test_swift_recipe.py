@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from turnwise.build import environment_factory
+from turnwise.build.parts import environment_factory
 from turnwise.cli import main
-from turnwise.recipe import load
-from turnwise.train_recipe import refuse_without_effect
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,8 +15,8 @@ from turnwise.compat.swift import reward, scheduler
 from turnwise.compat.swift.rewards import arguments_of, ask, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.errors import ConfigError
+from turnwise.rewards.reward import Scorer, TrajectoryReward
 from turnwise.rollout.limits import Limits
-from turnwise.scoring.reward import Scorer, TrajectoryReward
 from turnwise.types import Trajectory
 
 PLUGIN = """
@@ -103,7 +103,7 @@ def test_a_reward_sees_the_images_of_a_conversation_and_where_they_are(tmp_path:
     pytest.importorskip("PIL")
     from support.conversations import scripted
     from support.vision import picture, save_vision_model
-    from turnwise.rollout.renderer import Renderer
+    from turnwise.chat.renderer import Renderer
     from turnwise.types import Row
 
     class Crops(MultiTurnScheduler):

@@ -254,7 +254,7 @@ def test_a_scheduler_that_pays_by_total_reward_is_paid_if_the_recipe_says_so() -
 def test_images_that_rollout_infos_names_stand_where_the_messages_say(tmp_path: Any) -> None:
     pytest.importorskip("PIL")
     from support.vision import picture, save_vision_model
-    from turnwise.rollout.renderer import Renderer
+    from turnwise.chat.renderer import Renderer
     from turnwise.types import Row
 
     renderer = Renderer.from_pretrained(save_vision_model(tmp_path / "sees"))

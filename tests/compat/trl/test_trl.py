@@ -12,12 +12,12 @@ from PIL import Image
 
 from support.conversations import Says, a_row, call, hold, hold_all, scripted
 from support.vision import save_vision_model
-from turnwise import build
+from turnwise.build import parts as build
+from turnwise.chat.renderer import Renderer
 from turnwise.compat.trl import TrlEnvironments
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.renderer import Renderer
 from turnwise.types import Trajectory
 
 MADE: list[Any] = []

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, call, hold_all
-from turnwise import build
+from turnwise.build import parts as build
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.compat.trl_rewards import TrlReward
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.rewards.reward import GroupReward, Scorer
 from turnwise.rollout.limits import Limits
-from turnwise.scoring.reward import GroupReward, Scorer
 from turnwise.types import Group, Trajectory
 
 ROOM = Limits(turns=8, tokens_per_turn=400)

@@ -10,15 +10,15 @@ import pytest
 import yaml
 
 from compat.verl.verl_files import an_interaction, written
-from turnwise import build
+from turnwise.build import parts as build
 from turnwise.cli import main
 from turnwise.compat.converted import Converted
 from turnwise.compat.verl.arguments import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
-from turnwise.config import Config
+from turnwise.config.recipe import checked
+from turnwise.config.schema import Config
+from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.recipe import checked
-from turnwise.train_recipe import refuse_without_effect
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 

@@ -13,8 +13,8 @@ from compat.verl.test_verl_arguments import a_row
 from compat.verl.verl_files import written
 from support.tiny import save_model
 from turnwise.cli import main
+from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
-from turnwise.recipe import load
 
 INTERACTION = """\
 interaction:

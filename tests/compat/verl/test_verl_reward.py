@@ -11,17 +11,17 @@ import pytest
 
 from compat.verl.verl_files import a_tool, an_interaction, set_up, user_module
 from support.conversations import a_row, call, hold
-from turnwise.build import scorer
+from turnwise.build.parts import scorer
 from turnwise.compat.verl import CustomScore, data_source_score
 from turnwise.compat.verl.reward import num_turns
 from turnwise.compat.verl.reward_score import compute_score, extract_solution
-from turnwise.config import Config
+from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, Failed
-from turnwise.metrics import conversation_metrics
-from turnwise.record import trajectory_record
+from turnwise.record.writer import trajectory_record
 from turnwise.rollout.limits import Limits
+from turnwise.runs.metrics import conversation_metrics
 from turnwise.types import Group, Row, Trajectory
 
 FUNCTIONS = """

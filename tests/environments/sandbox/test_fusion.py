@@ -12,8 +12,8 @@ from support.conversations import Says, call, hold
 from support.servers import Answer, serving
 from turnwise.environments.sandbox import SandboxError, SandboxFusion
 from turnwise.environments.service import ServiceError
-from turnwise.environments.tool import Toolbox
-from turnwise.environments.tools import Tools
+from turnwise.environments.tools.tool import Toolbox
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 
 

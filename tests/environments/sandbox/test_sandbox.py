@@ -20,7 +20,7 @@ from turnwise.environments.sandbox import Bounds, PythonSession, Ran, Sandbox, S
 from turnwise.environments.sandbox.jail import find_jail
 from turnwise.environments.sandbox.python import _shared
 from turnwise.environments.sandbox.seccomp import MACHINES, filter_program
-from turnwise.environments.tools import Toolbox, Tools
+from turnwise.environments.tools.toolbox import Toolbox, Tools
 from turnwise.errors import ConfigError
 
 

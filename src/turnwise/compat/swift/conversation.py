@@ -35,7 +35,7 @@ from turnwise.compat.swift.protocol import (
 from turnwise.compat.swift.scheduler import answer, call
 from turnwise.errors import boundary
 from turnwise.types import Message, Opening, Reply, Row, SamplingChange, Turn
-from turnwise.user_code import own_context, spawn
+from turnwise.user_code.calls import own_context, spawn
 
 __all__ = ["Run", "Steps"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.compat.swift.protocol import ChatCompletionResponseChoice, Messages, RolloutInferRequest
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, call, multi_turns
 from turnwise.errors import ConfigError, nearest
-from turnwise.reward_number import reward_number
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["ContextManager", "DummyContextManager", "Env", "GYMScheduler", "context_managers", "envs"]
 

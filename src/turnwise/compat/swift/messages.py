@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.compat.swift.masks import common
 from turnwise.compat.swift.protocol import RolloutInferRequest
-from turnwise.images import is_image, media_kind, media_value
+from turnwise.data.images import is_image, media_kind, media_value
 from turnwise.types import Message, Reply, Resume, Row, ToolSchema
 
 __all__ = [

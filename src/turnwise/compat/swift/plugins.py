@@ -21,8 +21,8 @@ import turnwise.compat.swift.rewards as rewards
 import turnwise.compat.swift.scheduler as scheduler
 from turnwise.compat.swift.engine import InferEngine, Template
 from turnwise.compat.swift.imports import Modules, run_file
+from turnwise.data.images import load_image
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.images import load_image
 
 __all__ = ["MODULES", "NAMES", "load", "modules", "select"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from turnwise.compat.swift.args import trainer_state
 from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
-from turnwise.environments.aside import aside
-from turnwise.reward_number import reward_number
 from turnwise.types import Message, Trajectory
+from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.run_in_thread import aside
 
 __all__ = ["ORM", "AsyncORM", "arguments_of", "ask", "ask_all", "histories", "infos_of", "orms"]
 

@@ -20,7 +20,7 @@ from turnwise.compat.swift.protocol import (
     RolloutInferRequest,
     RolloutOutput,
 )
-from turnwise.environments.aside import aside
+from turnwise.user_code.run_in_thread import aside
 
 __all__ = ["Answer", "MultiTurnScheduler", "RolloutScheduler", "answer", "call", "multi_turns"]
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.chat.media import has_media
+from turnwise.chat.tool_calls import FORMATS
 from turnwise.compat.converted import Converted, Left
 from turnwise.compat.verl import optimization
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
@@ -20,8 +22,6 @@ from turnwise.compat.verl.script import read_script
 from turnwise.compat.yaml_files import MISSING, at, compose, leaves, override, resolved
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest
-from turnwise.rollout.media import has_media
-from turnwise.rollout.tool_calls import FORMATS
 from turnwise.types import Message
 
 __all__ = ["from_verl_arguments"]

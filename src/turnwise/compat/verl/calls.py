@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from turnwise.compat.verl.names import verl_names
-from turnwise.environments.aside import aside
 from turnwise.errors import Failed, boundary
-from turnwise.user_code import spawn
+from turnwise.user_code.calls import spawn
+from turnwise.user_code.run_in_thread import aside
 
 __all__ = ["Lease", "call", "defines", "takes"]
 

@@ -21,10 +21,10 @@ from turnwise.compat.verl.rows import wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
 from turnwise.environments.environment import Environment, EnvironmentFactory, Once, Settles
-from turnwise.environments.tools import Tool, Toolbox, Tools
+from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed
-from turnwise.references import resolve
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
+from turnwise.user_code.object_references import resolve
 
 __all__ = ["Conversation", "Conversations", "InFront"]
 

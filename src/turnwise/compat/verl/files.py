@@ -21,10 +21,10 @@ from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, read_schema
 from turnwise.compat.verl.services import RawServers, connect
 from turnwise.compat.verl.tool import VerlTool
 from turnwise.compat.yaml_files import read_mapping, resolved
-from turnwise.environments.mcp import McpServers
-from turnwise.environments.tool import Tool
+from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.references import resolve
+from turnwise.user_code.object_references import resolve
 
 __all__ = ["load_class", "read_interactions", "read_tools"]
 

@@ -11,8 +11,8 @@ from turnwise.compat.verl.base import BaseInteraction
 from turnwise.compat.verl.calls import Lease, call, defines, takes
 from turnwise.compat.verl.rows import Wanted, refuse
 from turnwise.errors import nearest
-from turnwise.reward_number import reward_number
 from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["Interaction", "choose", "interaction_keywords"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
-from turnwise.environments.aside import aside
+from turnwise.user_code.run_in_thread import aside
 
 __all__ = ["ExecutionPool", "PoolMode", "Rate", "init_execution_pool"]
 

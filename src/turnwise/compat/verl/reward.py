@@ -16,9 +16,9 @@ from turnwise.compat.verl.calls import call, takes
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
-from turnwise.references import resolve
-from turnwise.reward_number import reward_number
 from turnwise.types import Stop, Trajectory
+from turnwise.user_code.object_references import resolve
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["CustomScore", "data_source_score", "num_turns"]
 

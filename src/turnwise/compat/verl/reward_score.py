@@ -1,7 +1,7 @@
 """GSM8K's answers as verl grades them (`verl.utils.reward_score.gsm8k`): texts are compared, not numbers.
 
-`#### 72.0` is not `72` here. A grader that knows better is `turnwise.answers`; this one exists so that rewards are those
-that verl would have given.
+`#### 72.0` is not `72` here. A grader that knows better is `turnwise.data.numeric_answers`; this one
+exists so that rewards are those that verl would have given.
 """
 
 from __future__ import annotations

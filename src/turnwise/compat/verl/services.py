@@ -16,11 +16,11 @@ from turnwise.compat.verl.base import BaseTool
 from turnwise.compat.verl.pool import Rate, init_execution_pool
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from turnwise.compat.verl.search_batch import perform_single_search_batch
-from turnwise.environments import tool_result
-from turnwise.environments.mcp import McpServers
+from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.sandbox.fusion import SandboxFusion
 from turnwise.environments.search import Search
 from turnwise.environments.service import ServiceError
+from turnwise.environments.tools import result as tool_result
 from turnwise.errors import ConfigError, nearest
 
 __all__ = ["Content", "MCPBaseTool", "MCPSearchTool", "RawServers", "SandboxFusionTool", "SearchTool", "connect"]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from turnwise.answers import final_answer, same_number, truth
 from turnwise.compat.verl import reward_score
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from turnwise.data.numeric_answers import final_answer, same_number, truth
 from turnwise.errors import ConfigError, nearest
 
 __all__ = ["Gsm8kInteraction", "Gsm8kTool", "WeatherInteraction"]

@@ -14,10 +14,10 @@ from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.calls import Lease, call, takes
 from turnwise.compat.verl.rows import Wanted
 from turnwise.compat.verl.schemas import ToolResponse, read_response
-from turnwise.environments import tool_result
-from turnwise.environments.tool import Tool
+from turnwise.environments.tools import result as tool_result
+from turnwise.environments.tools.tool import Tool
 from turnwise.errors import boundary
-from turnwise.reward_number import reward_number
+from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["ToolInstance", "VerlTool"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.images import load_image
+from turnwise.data.images import load_image
 
 __all__ = ["process_image", "process_video"]
 

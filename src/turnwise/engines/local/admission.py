@@ -16,7 +16,7 @@ from turnwise.engines.local.batch import Ticket
 from turnwise.engines.local.forward import Forward
 from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
 from turnwise.engines.local.vision import VisionForward
-from turnwise.threads import Threads
+from turnwise.models.torch_threads import Threads
 
 __all__ = ["Admission", "Stats"]
 

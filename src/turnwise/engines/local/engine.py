@@ -23,7 +23,7 @@ from turnwise.engines.local.sampler import draw
 from turnwise.engines.local.slots import Slots
 from turnwise.engines.local.vision import Sight, VisionForward
 from turnwise.errors import EngineError
-from turnwise.threads import Threads
+from turnwise.models.torch_threads import Threads
 from turnwise.types import Completion, Request
 
 __all__ = ["LocalEngine"]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.local.rows import PlaneShape, Rows
 from turnwise.errors import EngineError, Failed, boundary
-from turnwise.vision import Eyes
+from turnwise.models.vision import Eyes
 
 __all__ = ["Forward", "choose_forward", "disagreement"]
 

@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from turnwise.attention import ignored_by_sdpa
 from turnwise.engines.local.rows import PlaneShape, Rows
 from turnwise.errors import EngineError
+from turnwise.models.attention import ignored_by_sdpa
 
 __all__ = ["GenericForward"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from turnwise.distribution import sampling_logits
+from turnwise.models.distribution import sampling_logits
 from turnwise.types import Sampling
 
 __all__ = ["Drawn", "Options", "draw", "stream", "uniforms"]

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from turnwise.engines.local.generic import GenericForward
 from turnwise.engines.local.rows import Rows
 from turnwise.errors import EngineError
+from turnwise.models.vision import Eyes
 from turnwise.types import Media
-from turnwise.vision import Eyes
 
 __all__ = ["Sight", "VisionForward"]
 

@@ -28,7 +28,7 @@ from turnwise.environments.sandbox.jail import (
 )
 from turnwise.environments.sandbox.process import run
 from turnwise.environments.sandbox.seccomp import filter_program
-from turnwise.environments.tool import requires
+from turnwise.environments.tools.tool import requires
 from turnwise.errors import ConfigError
 
 __all__ = ["PythonSession", "Sandbox", "code_interpreter"]

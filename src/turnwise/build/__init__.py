@@ -1,0 +1,1 @@
+"""From a checked recipe to live objects: environments, rewards, engine, optimizer."""

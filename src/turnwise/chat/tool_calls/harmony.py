@@ -1,0 +1,92 @@
+"""Harmony, the format of gpt-oss: a turn is messages with headers, and the header says to whom each goes.
+
+`<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`. The text begins after
+the cue `<|start|>assistant`. A message to somebody is a call, on whatever channel; of the others those of the channel
+`analysis` are thoughts and the rest is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from turnwise.chat.tool_calls.json_text import arguments_of, decode
+from turnwise.chat.tool_calls.reading import Problem, Reading, malformed, numbered, skip_space, well_formed
+from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks, joined
+from turnwise.types import ToolCall, ToolSchema
+
+__all__ = ["Harmony"]
+
+_ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+_WORDS_END = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")
+_BEGINS = re.compile(r"\s*(?:<\|(?:start|channel|message)\|>|to=[^\s<]+\s*<\|)")
+_HEADER = re.compile(r"[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*(?P<message><\|message\|>)?")
+_TO = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>(?P<name>\w+)")
+_AFTER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)")
+
+
+class Harmony:
+    """Messages with headers."""
+
+    name = "harmony"
+    how = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
+
+    def parse(
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ThoughtMarks = KNOWN,
+    ) -> Reading:
+        content: list[str] = [""]
+        thoughts: list[str] = [""]
+        channels = {"analysis", *(found["name"] for opening, _ in marks.own if (found := _CHANNEL.search(opening)))}
+        calls: list[ToolCall] = []
+        at = self._body(text, 0, thoughts) if thinking else 0
+        while at < len(text):
+            header = _HEADER.match(text, at) if _BEGINS.match(text, at) else None
+            if header is None:  # a model that writes none
+                at = self._body(text, at, content, ends=_WORDS_END)
+                continue
+            to, channel = _TO.search(header[0]), _CHANNEL.search(header[0])
+            if to is not None:
+                call, at = self._call(text, header, to["name"])
+                calls.append(call)
+            else:
+                thought = channel is not None and channel["name"] in channels
+                at = self._body(text, header.end(), thoughts if thought else content)
+        return Reading(
+            content=joined([*content, ""]), reasoning=joined([*thoughts, ""]), calls=numbered(calls, first_id)
+        )
+
+    def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
+        """Put a message's text where it belongs, and return where the next message begins."""
+        first, last = _end(text, at, ends)
+        into.append(text[at:first])
+        return last
+
+    def _call(self, text: str, header: re.Match[str], name: str) -> tuple[ToolCall, int]:
+        begin = header.end()
+        try:
+            if header["message"] is None:
+                raise Problem("<|message|> is missing after its header", begin)
+            if missing := _AFTER.match(text, begin):
+                return well_formed(name, {}, ""), missing.end()
+            value, end = decode(text, skip_space(text, begin))
+            arguments = arguments_of(value)
+            after = _AFTER.match(text, end)
+            if after is None:
+                raise Problem(f"{text[end : end + 20]!r} follows the JSON where <|call|> should", end)
+            return well_formed(name, arguments, text[begin:end]), after.end()
+        except Problem as problem:
+            first, last = _end(text, begin)
+            return malformed(problem, text[begin:first], how=self.how, name=name), last
+
+
+def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:
+    """Where the message in which `at` stands ends: before its closing mark, and after it."""
+    end = ends.search(text, at)
+    return end.span() if end else (len(text), len(text))

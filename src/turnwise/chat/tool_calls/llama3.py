@@ -1,0 +1,100 @@
+"""Llama 3's format: a bare JSON object with name and parameters.
+
+There is no mark to go by, so every JSON object in the text is looked at, from its first brace to its last. It is a call if it
+has a name and nothing else than a call has; or, with other keys too, if its name is that of a tool on offer. OpenAI's shape,
+`{"type": "function", "function": {...}}`, is taken for the object inside. An object inside another value is no call. What
+cannot be read is a bad call only where it begins like one; else it is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from turnwise.chat.tool_calls.json_text import decode, named
+from turnwise.chat.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
+from turnwise.types import ToolCall, ToolSchema
+
+__all__ = ["Llama3"]
+
+_BEGINS = r"\{\s*[\"'](?:name|type|function)[\"']\s*:"
+_CALL = re.compile(_BEGINS)
+# white space is looked at from where it begins only, or much of it would be looked at from everywhere in it
+_NEXT = re.compile(rf"(?:(?<!\s)[^\S\n]*+\n|;|<\|python_tag\|>)\s*+(?={_BEGINS})")
+_SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
+_ARGUMENTS = ("parameters", "arguments")
+_OF_A_CALL = {"name", "type", "id", "index", *_ARGUMENTS}
+_AROUND_A_CALL = {"type", "id", "index", "function"}
+_NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open
+
+
+class Llama3(Tagged):
+    """`{"name": ..., "parameters": {...}}`, several of them separated by `;` or in a list, or after `<|python_tag|>`."""
+
+    name = "llama3"
+    how = '{"name": "<tool>", "parameters": {...}}'
+
+    def __init__(self, how: str | None = None) -> None:
+        """`how` is what the model is told about the shape of a call, where a template writes another one."""
+        if how is not None:
+            self.how = how
+
+    opening = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
+
+    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+        begin = mark.end() if mark[0][0] == "<" else mark.start()
+        try:
+            value, end = decode(text, begin)
+        except Problem as problem:
+            return self._lost(text, begin, problem)
+        items = value if isinstance(value, list) else [value]
+        known = names_of(tools)
+        items = [_inner(item) for item in items]
+        if not items or not all(_is_call(item, known) for item in items):
+            return [], end  # JSON, and said: what is inside it is not looked at
+        return [self._call(item, text[begin:end]) for item in items], self._separated(text, end)
+
+    def _call(self, value: Any, written: str) -> ToolCall:
+        try:
+            if (key := next((key for key in value if key not in _OF_A_CALL), None)) and not _has_arguments(value):
+                raise Problem(f'its "parameters" are missing, and {key!r} stands beside its name', 0)
+            return well_formed(*named(value, keys=_ARGUMENTS), written)
+        except Problem as problem:
+            return self.bad(problem, written)
+
+    def _lost(self, text: str, begin: int, problem: Problem) -> Found:
+        inside = skip_space(text, begin + 1) if text.startswith("[", begin) else begin
+        further = begin + (_NESTED if problem.hopeless else 1)
+        if not _CALL.match(text, inside):
+            return [], max(problem.at, further)
+        if inside > begin:
+            return [], further if problem.hopeless else inside  # one of the list is bad: each is read by itself
+        following = _NEXT.search(text, further)
+        end = following.start() if following else len(text)
+        return [self.bad(problem, text[begin:end])], following.end() if following else end
+
+    def _separated(self, text: str, end: int) -> int:
+        """Where the text goes on after a call: what only separates it from the next one is left out."""
+        separator = _SEPARATOR.match(text, end)
+        return separator.end() if separator else end
+
+
+def _inner(value: Any) -> Any:
+    """The object inside OpenAI's shape; any other value as it is."""
+    if isinstance(value, dict) and value.keys() <= _AROUND_A_CALL and isinstance(value.get("function"), dict):
+        return value["function"]
+    return value
+
+
+def _is_call(value: Any, known: Collection[str]) -> bool:
+    if not isinstance(value, dict) or "name" not in value:
+        return False
+    if value.keys() <= _OF_A_CALL:
+        return True
+    name = value["name"]
+    return name in known if known and isinstance(name, str) else _has_arguments(value)
+
+
+def _has_arguments(value: Mapping[str, Any]) -> bool:
+    return any(key in value for key in _ARGUMENTS)

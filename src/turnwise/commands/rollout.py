@@ -1,0 +1,162 @@
+"""`turnwise rollout`: conversations without training, against any engine, written down as they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from turnwise.build import parts as build
+from turnwise.chat.media import ready_media
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config, ScriptedEngine
+from turnwise.doctor.preflight import preflight
+from turnwise.engines.engine import Engine
+from turnwise.engines.scripted import ScriptedEngine as Scripted
+from turnwise.errors import DataError, RolloutError
+from turnwise.record.run_lock import RunLock
+from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.runs.metrics import conversation_metrics, drift, failures
+from turnwise.terminal.activity import Activity, Heartbeat
+from turnwise.types import Group, Trajectory
+
+__all__ = ["collect"]
+
+
+async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Hold conversations on the recipe's rows, score them, and write them to `out` in the order of the rows.
+
+    Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError: a RolloutError, when all is
+    written, if all conversations broke.
+    """
+    renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
+    for note in preflight(config, renderer):
+        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
+    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
+        return await _collect(config, environments, renderer, out, console)
+
+
+async def _collect(
+    config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
+) -> dict[str, Any]:
+    rows, notes = build.short_enough(config, build.rows(config, limit=config.rollout.rows), renderer)
+    for note in notes:
+        console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
+    scorer, mask = build.scorer(config), build.loss_mask(config)
+    rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
+    engine, longest, groups = _engine(config, renderer, groups)
+    table = Table(
+        engine=engine,
+        renderer=renderer,
+        make_environment=environments,
+        sampling=build.sampling(config),
+        limits=build.limits(config, longest=longest),
+        thinking=config.thinking,
+        concurrent=config.concurrent,
+        lockstep=config.deterministic,
+    )
+    started = time.perf_counter()
+    writer = _Writer(out, [one for group in groups for one in group.trajectories])
+    activity = Activity(what="conversations", total=writer.total)
+    score = scorer.as_they_end(groups)
+    with (
+        Heartbeat(activity, console),
+        Progress(
+            *Progress.get_default_columns()[:2],
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        ) as progress,
+    ):
+        task = progress.add_task("conversations", total=writer.total)
+
+        async def done(trajectory: Trajectory) -> None:
+            activity.advance()
+            progress.advance(task)
+            for one in await score(trajectory):
+                mask(one)  # nothing is learnt here, but the record shows what would be
+                writer.add(one)
+
+        await rollout_groups(groups, table, done=done)
+    await engine.close()
+    if (told := drift([one for group in groups for one in group.trajectories])) is not None:
+        console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    for problem in failures(groups)[:5]:
+        console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)
+    summary = {
+        "step": 0,
+        "conversations": writer.total,
+        **conversation_metrics(groups),
+        "seconds/rollout": round(time.perf_counter() - started, 4),
+    }
+    writer.finish(config, summary)
+    if summary["failed"] == 1.0:
+        raise RolloutError(f"all {writer.total} conversations broke; they are in {out}, with their errors")
+    return summary
+
+
+def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[Engine, int | None, list[Group]]:
+    """The engine, the longest context that it allows, and the groups that it can serve."""
+    if isinstance(config.engine, ScriptedEngine):
+        lines = build.scripts(config.engine.script)
+        trajectories = [one for group in groups for one in group.trajectories]
+        if len(lines) > len(trajectories):
+            raise DataError(
+                f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples="
+                f"{config.rollout.samples} make {len(trajectories)} conversations; there must be a row for each script"
+            )
+        named = {one.id: script for one, script in zip(trajectories, lines, strict=False)}
+        for group in groups:  # the script says how many conversations there are
+            group.trajectories = [one for one in group.trajectories if one.id in named]
+        engine = Scripted(named, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
+        return engine, None, [group for group in groups if group.trajectories]
+
+    from turnwise.models.loading import load_model
+
+    model = load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    return build.local_engine(config, model, renderer), build.model_context(model.config.to_dict()), groups
+
+
+class _Writer:
+    """Writes trajectories as they end, in their order: each as soon as those before it are there."""
+
+    def __init__(self, out: Path, trajectories: Sequence[Trajectory]) -> None:
+        self._out = out
+        self._path = out / "trajectories.jsonl"
+        self._ended: set[str] = set()
+        self._waiting = list(reversed(trajectories))
+        self.total = len(trajectories)
+        refuse_run_directory(out)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(out)
+            self._keep_former()
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._ended.add(trajectory.id)
+        ready: list[Trajectory] = []
+        while self._waiting and self._waiting[-1].id in self._ended:
+            ready.append(self._waiting.pop())
+        with writing(self._out):
+            write_trajectories(self._path, ready)
+
+    def finish(self, config: Config, summary: dict[str, Any]) -> None:
+        with writing(self._out):
+            (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+            write_config(self._out / "config.yaml", config)
+        self._lock.release()
+
+    def _keep_former(self) -> None:
+        """What an earlier call has left is put aside, not overwritten."""
+        if self._path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._path.stat().st_mtime))
+            self._path.rename(self._path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl"))

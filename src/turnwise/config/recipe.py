@@ -1,0 +1,184 @@
+"""Reading a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
+
+`load` puts environment variables in (`${NAME}`, `${NAME:-default}`), applies overrides, and checks the whole against the
+schema. An unknown key is answered with the nearest name, and all problems are told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from turnwise.config.known_names import called_here
+from turnwise.config.schema import Config, LocalEngine, Part, ScriptedEngine
+from turnwise.errors import ConfigError, nearest
+from turnwise.json_yaml import parse_yaml, read_text
+
+__all__ = ["checked", "load"]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Read a recipe, apply overrides (`train.lr=1e-4`), and check it. Returns the recipe and notes to show.
+
+    Raises ConfigError.
+    """
+    path = Path(path)
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
+        )
+    tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
+    notes = _override(tree, overrides)
+    return checked(_interpolate(tree, where=str(path)), source=str(path)), notes
+
+
+def checked(tree: Mapping[str, Any], *, source: str) -> Config:
+    """The recipe that a tree of options is; `source` says in messages where it came from.
+
+    Raises ConfigError.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source)) from None
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Put `a.b=value` into the tree; values are YAML. A new `name` of a part leaves out what belonged to the old one."""
+    notes: list[str] = []
+    # names first: whatever stands beside them on the command line belongs to the new one
+    for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
+        value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
+        *parents, last = key.split(".")
+        if not all([*parents, last]):
+            raise ConfigError(
+                f"{override!r}: {key!r} has an empty part; write the options' names with one dot between them"
+            )
+        node: dict[str, Any] = tree
+        for depth, parent in enumerate(parents):
+            child = node.setdefault(parent, {})
+            if isinstance(child, str) and parents[: depth + 1] in (["environment"], ["loss_mask"]):
+                child = node[parent] = {"use": child}
+            if not isinstance(child, dict):
+                raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
+            node = child
+        if key == "data.eval" and value is None:
+            notes += _without_held_out_rows(tree, overrides)
+        former = node.get("name", "local" if parents == ["engine"] else None)
+        if last == "name" and former not in (value, None):
+            dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
+            if dropped:
+                notes.append(f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {former!r}")
+            node.clear()
+        node[last] = value
+    return notes
+
+
+def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Leave out the recipe's options of evaluation, but for those on the command line; returns a note on them."""
+    said = [override.partition("=")[0] for override in overrides]
+    dropped: list[str] = []
+    for section, options in (("eval", None), ("data", ["eval_split"])):
+        node = tree.get(section)
+        if not isinstance(node, dict):
+            continue
+        for option in list(options or node):
+            name = f"{section}.{option}"
+            if option in node and not any(f"{one}.".startswith(f"{name}.") for one in said):
+                del node[option]
+                dropped.append(name)
+    if not dropped:
+        return []
+    return [f"data.eval=null leaves out the recipe's {', '.join(dropped)}, which need held-out rows"]
+
+
+def _interpolate(node: Any, *, where: str) -> Any:
+    if isinstance(node, dict):
+        return {key: _interpolate(value, where=f"{where}: {key}") for key, value in node.items()}
+    if isinstance(node, list):
+        return [_interpolate(value, where=where) for value in node]
+    if not isinstance(node, str):
+        return node
+
+    def value_of(match: re.Match[str]) -> str:
+        name, default = match.group(1), match.group(2)
+        value = os.environ.get(name, default)
+        if value is None:
+            raise ConfigError(
+                f"{where}: the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
+            )
+        return value
+
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, node)
+
+
+def _explain(error: ValidationError, source: str) -> str:
+    """All that is wrong, a line each: the key, the rule, the value, the nearest name."""
+    lines: list[str] = []
+    for problem in error.errors(include_url=False):
+        # pydantic puts the branch of a union into the place: `list[...]`, `function-after[...]`, `local`
+        branch = str(problem["loc"][-1]) if problem["loc"] else ""
+        if branch.startswith("list[") and not isinstance(problem["input"], list):
+            continue  # a text where a text or a list may stand: the other branch says what is wrong with it
+        if branch.startswith("function-after[") and isinstance(problem["input"], list):
+            continue
+        path = [part for part in problem["loc"] if part not in ("local", "scripted") and "[" not in str(part)]
+        key = ".".join(str(part) for part in path)
+        if problem["type"] == "extra_forbidden":
+            lines.append(_unknown(path, key, problem["loc"]))
+        elif problem["type"] == "missing":
+            lines.append(f"{key} is missing")
+        elif problem["type"] == "union_tag_invalid":
+            lines.append(
+                f"{key}.name: there is no engine {problem.get('ctx', {}).get('tag')!r}; there are: local, scripted"
+            )
+        elif problem["type"] == "union_tag_not_found":
+            lines.append(f"{key} must be a mapping of options, such as {{name: local}}; got {problem['input']!r:.200}")
+        else:
+            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r:.200}")
+    return f"{source}: " + "\n".join(lines)
+
+
+def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
+    part = _part_at(location[:-1])
+    names = list(part.model_fields) if part is not None else []
+    name = str(path[-1])
+    if part in (LocalEngine, ScriptedEngine):
+        other = ScriptedEngine if part is LocalEngine else LocalEngine
+        if name in other.model_fields:
+            mine = part.model_fields["name"].annotation
+            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it belongs to another engine"
+    section = ".".join(str(one) for one in path[:-1])
+    hint = called_here(name, section=section, options=frozenset(names)) or nearest(name, names)
+    return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
+
+
+def _part_at(location: Sequence[Any]) -> type[Part] | None:
+    """The part of the schema that a place in the recipe belongs to."""
+    part: type[Part] | None = Config
+    for step in location:
+        if part is None or isinstance(step, int):
+            continue
+        if step in ("local", "scripted"):
+            part = LocalEngine if step == "local" else ScriptedEngine
+            continue
+        field = part.model_fields.get(str(step))
+        part = next(_parts(field.annotation), None) if field is not None else None
+    return part
+
+
+def _parts(annotation: Any) -> Iterator[type[Part]]:
+    if isinstance(annotation, type) and issubclass(annotation, Part):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _parts(argument)

@@ -1,0 +1,159 @@
+"""Which options of a recipe may differ when a run is resumed. `RULES` knows every option of the schema; a test holds it to that.
+
+A resumed run is the run that would have come out without the interruption. So an option may change freely only if it changes
+nothing of what is learned at a step. Any other change is refused, unless `resume_changes` names the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from turnwise.config.parts import Part
+from turnwise.config.schema import Config, Use
+from turnwise.errors import ConfigError, RunError, nearest
+
+__all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]
+
+Rule = Literal["free", "rows", "named", "fixed"]
+
+EXPLAINED: Mapping[Rule, str] = {
+    "free": "yes",
+    "rows": "if the rows are the same",
+    "named": "if named in `resume_changes`",
+    "fixed": "no",
+}
+"""What each rule means, as the table of options in docs/recipes.md says it."""
+
+
+def _all(rule: Rule, prefix: str, names: str) -> dict[str, Rule]:
+    return {f"{prefix}{name}": rule for name in names.split()}
+
+
+RULES: Mapping[str, Rule] = {
+    # the weights and the optimizer's state are those of the checkpoint
+    "model.path": "named",
+    "model.dtype": "fixed",
+    "model.device": "free",
+    # where the rows come from is free; which rows they are is compared by their contents
+    **_all("rows", "data.", "train split subset columns system limit"),
+    **_all("free", "data.", "eval eval_split"),
+    **_all("named", "data.", "max_prompt_tokens shuffle"),  # the comparison of rows is made before any is left out
+    "data.return_multi_modal_inputs": "free",
+    # what answers the model
+    **_all("named", "environment.", "use arguments"),
+    "environment.thread": "free",
+    **_all("named", "tools[].", "use arguments"),
+    **_all("free", "tools[].", "thread timeout retries retry_timeouts"),
+    **_all("named", "mcp.", "servers select use"),
+    **_all("free", "mcp.", "timeout retries retry_timeouts start_timeout"),
+    **_all(
+        "named",
+        "tool_calls.",
+        "max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
+    ),
+    # how the model is sampled
+    **_all("named", "engine.", "name script"),
+    **_all("free", "engine.", "slots memory_gb threads"),
+    **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
+    **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
+    **_all("free", "limits.", "seconds_per_turn seconds"),
+    "sanity": "free",
+    **_all("named", "", "thinking use_inference_chat_template tool_format"),
+    # what is learned from it
+    **_all("named", "reward.trajectory[].", "use arguments weight name"),
+    **_all("named", "reward.turns[].", "use arguments weight name"),
+    **_all("named", "reward.group[].", "use arguments weight name"),
+    "reward.seconds": "free",
+    **_all("named", "credit.", "name scale"),
+    "loss_mask": "named",
+    "train.steps": "free",
+    **_all(
+        "named", "train.", "rows group lr schedule warmup_steps weight_decay betas max_grad_norm minibatches epochs"
+    ),
+    **_all("named", "train.", "clip_low clip_high loss_average kl_coef entropy_coef overlap"),
+    **_all("free", "train.", "micro_batch_tokens share_prompts"),
+    **_all("free", "eval.", "rows samples every"),
+    **_all("free", "eval.sampling.", "temperature top_p top_k min_p"),
+    **_all("free", "rollout.", "rows samples"),
+    **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every eval_rows record_rows"),
+    **_all("named", "sft.", "lr schedule warmup_steps weight_decay betas max_grad_norm loss_average too_long"),
+    "sft.batch_rows": "fixed",  # the place in the data is counted in steps
+    # the run itself
+    **_all("free", "checkpoint.", "every keep"),
+    **_all("free", "", "concurrent output resume resume_changes replace"),
+    **_all("named", "", "seed deterministic"),
+}
+
+
+_OF_THE_START = ("resume", "resume_changes", "replace", "output")
+"""Options that say how a run is started; that they differ is nothing to report."""
+
+
+def option_values(config: Config) -> dict[str, Any]:
+    """The value of each option as plain data, by its dotted name; `tools[].timeout` is the list of all tools' timeouts.
+
+    Options of an engine that the recipe does not use are not in it.
+    """
+    return dict(_values(config, ""))
+
+
+def _values(part: Part, prefix: str) -> Iterator[tuple[str, Any]]:
+    plain = part.model_dump(mode="json")
+    for name in type(part).model_fields:
+        value, key = getattr(part, name), f"{prefix}{name}"
+        if isinstance(value, Part) and type(value) is not Use:
+            yield from _values(value, f"{key}.")
+        elif f"{key}[].use" in RULES:
+            for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):
+                yield f"{key}[].{field}", [one[field] for one in plain[name]]
+        else:
+            yield key, plain[name]
+
+
+def refuse_unknown_names(config: Config) -> None:
+    """Refuse names in `resume_changes` that are no option, or are one that cannot change or may change anyway.
+
+    Raises ConfigError.
+    """
+    if config.resume_changes and config.resume != "auto":
+        raise ConfigError("resume_changes has no effect without resume=auto: remove it, or set resume=auto")
+    for name in config.resume_changes:
+        if name not in RULES:
+            raise ConfigError(f"resume_changes: there is no option {name}{nearest(name, RULES)}")
+        if RULES[name] == "fixed":
+            raise ConfigError(f"resume_changes: {name} cannot change when a run is resumed; remove it")
+        if RULES[name] == "free":
+            raise ConfigError(f"resume_changes: {name} may change without being named; remove it")
+
+
+def check_options(
+    former: Mapping[str, Any], now: Mapping[str, Any], *, named: Sequence[str], where: str, checkpoint: str
+) -> list[str]:
+    """Compare the options of a run with those that it is resumed with. Returns a note for each that changes.
+
+    An option that `former` does not know was added since, and had its default value then.
+    Raises RunError for changes that make it another run.
+    """
+    defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
+    before = {key: former.get(key, defaults.get(key)) for key in now}
+    changed = [key for key, value in before.items() if value != now[key] and key not in _OF_THE_START]
+    refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
+    if refused:
+        lines = "\n  ".join(f"{key}={_short(now[key])} (the run has {_short(before[key])})" for key in refused)
+        names = [key for key in refused if RULES[key] == "named"]
+        fixed = [key for key in refused if RULES[key] == "fixed"]
+        also = f"; to change it from here on, name it: resume_changes='[{', '.join(names)}]'" if names else ""
+        never = f"; {', '.join(fixed)} cannot change" if fixed else ""
+        raise RunError(
+            f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the run's values{also}{never}. Or begin "
+            f"another run with its weights: output=runs/<name> model.path={checkpoint}"
+        )
+    return [
+        f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:100]}..."

@@ -1,0 +1,237 @@
+"""Tools of MCP servers: listed with their schemas as they are, called over connections that stay open.
+
+The connections live in an event loop of their own, in a thread of its own: they are opened before the first conversation, are
+the same for all of them, whichever loop those run in, and end with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from turnwise.environments.in_thread import ThreadLoop
+from turnwise.environments.mcp.connection import Connection, McpServer
+from turnwise.environments.tools.result import ToolResponse
+from turnwise.environments.tools.tool import Tool
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.json_yaml import parse_json, read_text
+from turnwise.user_code.run_in_thread import aside
+
+if TYPE_CHECKING:
+    from mcp.types import ContentBlock
+    from mcp.types import Tool as ServerTool
+
+__all__ = ["McpServer", "McpServers"]
+
+_log = logging.getLogger(__name__)
+
+_CLOSING_SECONDS = 15.0
+
+
+class McpServers:
+    """The MCP servers of a run.
+
+    Example::
+
+        servers = McpServers.from_file("mcp.json")
+        make_environment = lambda: Tools(servers.tools(), then=...)    # list the tools once, outside
+        ...
+        await servers.aclose()
+
+    A subclass may override `parse_result`.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServer], *, start_timeout: float = 30.0) -> None:
+        """`start_timeout` bounds the seconds until a server answers for the first time. Raises ConfigError without the SDK."""
+        try:
+            import mcp  # noqa: F401
+        except ImportError:
+            raise ConfigError("MCP servers need the official SDK: pip install 'turnwise[mcp]'") from None
+        if not servers:
+            raise ConfigError("no MCP server is named; `mcpServers` must have at least one")
+        self._loop = ThreadLoop("mcp")
+        self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
+        # also when nobody closes: servers must not outlive the run
+        self._closing = weakref.finalize(self, _close, self._loop, self._connections)
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, start_timeout: float = 30.0) -> McpServers:
+        """The servers of an `mcpServers` file.
+
+        Example::
+
+            {"mcpServers": {"search": {"url": "https://example.org/mcp", "auth_token": "..."},
+                            "files": {"command": "npx", "args": ["-y", "server"], "env": {"KEY": "..."}}}}
+
+        Raises ConfigError.
+        """
+        return cls(_read(Path(path)), start_timeout=start_timeout)
+
+    def tools(
+        self,
+        selected: Sequence[str] | None = None,
+        *,
+        timeout: float = 30.0,
+        retries: int = 0,
+        retry_timeouts: bool = False,
+    ) -> list[Tool]:
+        """Connect, and make a tool of each that a server offers, or of those `selected` by name.
+
+        Raises ConfigError if a server cannot be reached, a name is not there, or there twice.
+        """
+        owners: dict[str, Connection] = {}
+        tools: list[Tool] = []
+        offered: set[str] = set()
+        for connection, listed in zip(self._connections, self._listings(), strict=True):
+            for one in listed:
+                offered.add(one.name)
+                if selected is not None and one.name not in selected:
+                    continue
+                if one.name in owners:
+                    raise ConfigError(
+                        f"the MCP servers {owners[one.name].name!r} and {connection.name!r} both have a tool {one.name!r}; a "
+                        f"model could not tell them apart: select others, or leave one of the servers out"
+                    )
+                owners[one.name] = connection
+                tools.append(
+                    Tool.from_schema(
+                        _schema(one),
+                        self._caller(connection, one.name),
+                        by_name=False,
+                        timeout=timeout,
+                        retries=retries,
+                        retry_timeouts=retry_timeouts,
+                    )
+                )
+        for name in selected or ():
+            if name not in offered:
+                have = ", ".join(sorted(offered)) or "none"
+                raise ConfigError(f"no MCP server has a tool {name!r}{nearest(name, offered)} (there are: {have})")
+        return tools
+
+    def parse_result(self, content: list[ContentBlock]) -> ToolResponse:
+        """What the model is told of a result: its texts a line each, its images as images. To be overridden."""
+        texts: list[str] = []
+        images: list[Any] = []
+        for block in content:
+            match block.type:
+                case "text":
+                    texts.append(block.text)
+                case "image":
+                    images.append(_image(block.data))
+                case "audio":
+                    texts.append(f"[audio of the type {block.mime_type}, which cannot be heard here]")
+                case "resource_link":
+                    texts.append(f"{block.title or block.name}: {block.uri}")
+                case "resource":
+                    text = getattr(block.resource, "text", None)
+                    texts.append(text if text is not None else f"[{block.resource.uri}, which is no text]")
+        return ToolResponse(text="\n".join(texts) if texts or not images else None, image=images or None)
+
+    def close(self) -> None:
+        """Leave all servers, and wait until those that were started for this have ended. More than once does nothing."""
+        self._closing()
+
+    async def aclose(self) -> None:
+        """The same without blocking the event loop."""
+        await aside(self.close, name="mcp", kind="environment")
+
+    def _listings(self) -> list[list[ServerTool]]:
+        if not self._closing.alive:
+            raise ConfigError("these MCP servers were closed; make others")
+
+        async def every() -> list[list[ServerTool] | BaseException]:
+            return await asyncio.gather(*(one.tools() for one in self._connections), return_exceptions=True)
+
+        listings: list[list[ServerTool]] = []
+        for connection, listed in zip(self._connections, self._loop.submit(every()).result(), strict=True):
+            if isinstance(listed, BaseException):
+                text = str(listed) or type(listed).__name__
+                raise ConfigError(
+                    text
+                    if isinstance(listed, ConnectionError)
+                    else f"the MCP server {connection.name!r} lists no tools: {text}"
+                )
+            listings.append(listed)
+        return listings
+
+    def _caller(self, connection: Connection, name: str) -> Callable[[dict[str, Any]], Awaitable[ToolResponse]]:
+        async def call(arguments: dict[str, Any]) -> ToolResponse:
+            if not self._closing.alive:
+                raise ConnectionError(f"the MCP server {connection.name!r} was closed")
+            result = await asyncio.wrap_future(self._loop.submit(connection.call(name, arguments)))
+            if not result.content and result.structured_content is not None:
+                response = ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
+            else:
+                response = await aside(lambda: self.parse_result(result.content), name="mcp", kind="tool")
+            if result.is_error:
+                raise ValueError(response.text or f"{name} failed and does not say why")
+            return response
+
+        return call
+
+
+def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
+    async def every() -> None:
+        await asyncio.gather(*(connection.close() for connection in connections))
+
+    ended = loop.submit(every())
+    if loop.inside:  # collected as garbage there: it cannot wait for itself
+        ended.add_done_callback(lambda _: loop.stop())
+        return
+    try:
+        with boundary("environment"):
+            ended.result(timeout=_CLOSING_SECONDS)
+    except Failed as failed:
+        _log.warning("the MCP servers could not be closed: %s", failed)
+    loop.stop()
+
+
+def _schema(tool: ServerTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description or tool.title or "",
+            "parameters": tool.input_schema,
+        },
+    }
+
+
+def _image(data: str) -> Any:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(data)))
+    image.load()  # now, where it is known whose fault it is
+    return image
+
+
+def _read(path: Path) -> dict[str, McpServer]:
+    data = parse_json(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
+    servers = data.get("mcpServers") if isinstance(data, dict) else None
+    if not isinstance(servers, dict):
+        raise ConfigError(f'{path} must hold {{"mcpServers": {{"<name>": {{"url": ...}} or {{"command": ...}}}}}}')
+    read: dict[str, McpServer] = {}
+    for name, server in servers.items():
+        try:
+            read[name] = McpServer.model_validate(server)
+        except ValidationError as problem:
+            known = list(McpServer.model_fields)
+            lines = [
+                f"it has no option {where!r}{nearest(where, known)} (the options are: {', '.join(known)})"
+                if error["type"] == "extra_forbidden"
+                else f"{where}: {error['msg']}".removeprefix(": ").removeprefix("Value error, ")
+                for error in problem.errors(include_url=False)
+                for where in [".".join(str(part) for part in error["loc"])]
+            ]
+            raise ConfigError(f"{path}: mcpServers.{name}: {'; '.join(lines)}") from None
+    return read

@@ -1,0 +1,253 @@
+"""What the model is told of a tool, and how the arguments of a call are checked against it.
+
+A schema is made of a function's signature and docstring, or given as it is; either way it reaches the chat template whole.
+This module knows nothing of how a tool is run.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from turnwise.environments.tools.schema_patterns import PatternTooSlow, bounded_patterns, expanded, needs_expansion
+from turnwise.errors import ConfigError, nearest
+from turnwise.types import ToolSchema
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+__all__ = ["Arguments", "FromSchema", "FromSignature", "WrongArguments", "schema_of"]
+
+_MOST_PROBLEMS = 5  # of one call that are told to the model
+
+
+_SLOW_KEYWORDS = {
+    "pattern",
+    "patternProperties",
+    "propertyNames",
+    "uniqueItems",
+    "unevaluatedProperties",
+    "$ref",
+    "$dynamicRef",
+}
+"""Keywords of JSON Schema whose check can take longer than in proportion to the arguments."""
+
+
+class WrongArguments(Exception):
+    """The arguments of a call are not those of the tool; the text says so to the model."""
+
+
+class Arguments(Protocol):
+    """Checks the arguments of calls."""
+
+    quick: bool
+    """Whether a check takes time in proportion to the arguments, so that it may run in the event loop's own thread."""
+
+    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the tool is to get them: nothing that it changes in them is seen by anybody else.
+
+        Raises WrongArguments.
+        """
+        ...
+
+
+class FromSignature:
+    """Checks against a function's annotations, as pydantic does: `"2"` is taken for 2, and nested models are made."""
+
+    quick = True  # pydantic's patterns need linear time
+
+    def __init__(self, model: type[BaseModel], name: str) -> None:
+        self._model = model
+        self._name = name
+
+    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            checked = self._model.model_validate(copy.deepcopy(dict(given)))
+        except ValidationError as problem:
+            raise WrongArguments(self._explain(problem)) from None
+        return {field.alias or name: getattr(checked, name) for name, field in type(checked).model_fields.items()}
+
+    def _explain(self, problem: ValidationError) -> str:
+        names = [field.alias or name for name, field in self._model.model_fields.items()]
+        lines: list[str] = []
+        for error in problem.errors(include_url=False):
+            where = ".".join(str(part) for part in error["loc"]) or "arguments"
+            if error["type"] == "extra_forbidden":
+                lines.append(f"{self._name} has no argument {where!r}{nearest(where, names)}")
+            elif error["type"] == "missing":
+                lines.append(f"the argument {where!r} is missing")
+            else:
+                lines.append(f"{where}: {error['msg']}, got {error['input']!r}")
+        return _told(lines)
+
+
+class FromSchema:
+    """Checks against a JSON Schema that somebody wrote; what it does not speak of is allowed, as JSON Schema has it."""
+
+    def __init__(self, parameters: Mapping[str, Any], name: str) -> None:
+        """Raises ConfigError if `parameters` is not the JSON Schema of an object."""
+        self._name = name
+        self._validator = _validator(parameters, name)
+        self._names = list(parameters.get("properties", {}))
+        self.quick = not (_SLOW_KEYWORDS & set(_keywords(parameters)))
+        self._patterns = bool(parameters.get("patternProperties"))
+        self._expanded_from = dict(parameters) if needs_expansion(dict(parameters)) else None
+
+    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = copy.deepcopy(dict(given))
+        lines: list[str] = []
+        for error in self._errors(arguments):
+            where = ".".join(str(part) for part in error.absolute_path)
+            if error.validator == "required" and not where and error.message.endswith(" is a required property"):
+                lines.append(f"the argument {error.message.removesuffix(' is a required property')} is missing")
+            elif error.validator == "additionalProperties" and not where and not self._patterns:
+                strange = [name for name in arguments if name not in self._names]
+                lines += [f"{self._name} has no argument {name!r}{nearest(name, self._names)}" for name in strange]
+            else:
+                lines.append(f"{where}: {error.message}" if where else error.message)
+        if lines:
+            raise WrongArguments(_told(lines))
+        return arguments
+
+    def _errors(self, arguments: dict[str, Any]) -> list[Any]:
+        try:
+            validator = self._validator
+            if self._expanded_from is not None:
+                validator = _validator(expanded(self._expanded_from, arguments), self._name)
+            return sorted(validator.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+        except PatternTooSlow as problem:
+            raise WrongArguments(str(problem)) from None
+
+
+def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
+    """The schema of a typed function with a docstring; `Args:` in Google style describes the parameters.
+
+    Raises ConfigError if a parameter has no type, or is of a kind that a model cannot give.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"the tool {name!r} is a generator, which has no one answer: return a list instead of yielding"
+        )
+    summary, described = _docstring(function)
+    if not summary:
+        raise ConfigError(f"the tool {name!r} has no docstring; its first paragraph is what the model is told")
+    try:
+        hints = get_type_hints(
+            function if inspect.isroutine(function) else type(function).__call__, include_extras=True
+        )
+    except NameError as error:
+        raise ConfigError(
+            f"a type of the tool {name!r} cannot be found: {error}; import it in the tool's module"
+        ) from None
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"the tool {name!r} takes {parameter}; a model can only give named arguments")
+        if parameter.name not in hints:
+            raise ConfigError(f"the parameter {parameter.name!r} of the tool {name!r} has no type; annotate it")
+        if isinstance(parameter.default, FieldInfo):
+            raise ConfigError(
+                f"the parameter {parameter.name!r} of the tool {name!r} has a pydantic Field for its default, which the "
+                f"function itself would take for the value; write {parameter.name}: Annotated[<type>, Field(...)] = <default>"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        # what is not said here stays as the annotation has it
+        said: dict[str, Any] = {} if parameter.name not in described else {"description": described[parameter.name]}
+        # behind an alias, because a parameter may have a name that a pydantic model uses itself (`json`, `copy`)
+        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **said))
+    try:
+        model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()  # now, and not in the first conversation
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"a parameter of the tool {name!r} has a type that a model cannot give: {error.message.splitlines()[0]} "
+            f"Use numbers, texts, lists, Literal or pydantic models"
+        ) from None
+    parameters = _tidy(model.model_json_schema())
+    parameters.pop("additionalProperties", None)  # it says what is refused; to the model it is noise
+    parameters.setdefault("properties", {})
+    schema = {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
+    return schema, FromSignature(model, name)
+
+
+def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
+    try:
+        import jsonschema
+        import jsonschema.validators
+        import regex  # noqa: F401
+        from referencing.jsonschema import EMPTY_REGISTRY
+    except ImportError:
+        raise ConfigError(
+            f"the tool {name!r} has a schema of its own, and checking calls against it needs jsonschema and regex: "
+            f"pip install 'turnwise[mcp]'"
+        ) from None
+    kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(dict(parameters))
+    except jsonschema.SchemaError as error:
+        where = ".".join(str(part) for part in error.absolute_path) or "parameters"
+        raise ConfigError(f"the parameters of the tool {name!r} are no JSON Schema: {where}: {error.message}") from None
+    if parameters.get("type", "object") != "object":
+        raise ConfigError(
+            f"the parameters of the tool {name!r} are of type {parameters['type']!r}; a model gives named arguments, so "
+            f"they must be an object with properties"
+        )
+    # an empty registry: a schema from elsewhere must not make this machine fetch whatever it refers to
+    return bounded_patterns(kind)(dict(parameters), registry=EMPTY_REGISTRY)
+
+
+def _told(lines: list[str]) -> str:
+    more = len(lines) - _MOST_PROBLEMS
+    return "; ".join(lines[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """The first paragraph of a docstring, and what its `Args:` section says of each parameter."""
+    text = inspect.getdoc(function) or ""
+    summary = " ".join(re.split(r"\n\n|(?:^|\n)(?=Args:\n)", text)[0].split())
+    section = re.search(r"^Args:\n(?=([ \t]+))(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    described: dict[str, str] = {}
+    # an entry begins where the first one does, and goes on where it is further in
+    for entry in re.split(rf"\n(?={section[1]}\S)", section[2]) if section else []:
+        matched = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
+        if matched:
+            described[matched.group(1)] = " ".join(matched.group(2).split())
+    return summary, described
+
+
+def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema in the order that people write, without the titles that pydantic invents from names."""
+    first = ("type", "description")
+
+    def clean(node: Any, *, names: bool = False) -> Any:
+        if isinstance(node, list):
+            return [clean(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if names:  # the keys are somebody's names, and one of them may be `title` or `type`
+            return {key: clean(value) for key, value in node.items()}
+        keys = [*(key for key in first if key in node), *(key for key in node if key not in (*first, "title"))]
+        return {
+            key: node[key] if key == "default" else clean(node[key], names=key in ("properties", "$defs"))
+            for key in keys
+        }
+
+    return clean(schema)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Every key of a schema, at any depth; names of properties are among them."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            yield str(key)
+            yield from _keywords(value)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            yield from _keywords(value)

@@ -1,0 +1,1 @@
+"""What the trainer and the embedded engine share about a transformers model."""

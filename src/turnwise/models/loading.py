@@ -1,0 +1,132 @@
+"""Loading a model: all of its weights from the checkpoint, with the attention that it was trained with, or an error.
+
+transformers fills weights that a checkpoint lacks with random numbers and drops those that it has no place for. Both would
+train another model than the one that was meant, so both are refused here, as are weights that are no numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.attention import ignored_by_sdpa, set_text_attention
+
+__all__ = ["load_model"]
+
+_log = logging.getLogger(__name__)
+
+_SHOWN = 3
+"""Names of weights in an error."""
+
+
+def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
+    """Load a causal language model to be trained or sampled from; a vision model with its vision part.
+
+    Raises ConfigError if there is none at `path`, if weights are missing, left over or not finite, if tied weights are not
+    equal, or if the device is not there.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        with boundary("model"):  # weights that are cut short raise what no other library does
+            model, found = _family(str(path)).from_pretrained(
+                str(path), dtype=getattr(torch, dtype), output_loading_info=True
+            )
+    except Failed as failed:
+        raise ConfigError(
+            f"no model could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
+            f"directory or a hub id"
+        ) from failed
+    _refuse_other_weights(str(path), model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
+    try:
+        model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"model.device={device} cannot be used: {error}") from error
+    model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
+    _use_complete_attention(model)
+    return model
+
+
+def _family(path: str) -> Any:
+    """The auto class that loads the model at `path` whole: with its vision part where it has one."""
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    config = AutoConfig.from_pretrained(path)
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raise ConfigError unless the weights in memory are those of the checkpoint, and numbers."""
+    if missing:
+        raise ConfigError(
+            f"{path}: the checkpoint lacks {_named(missing)}, which {type(model).__name__} has; "
+            f"{_pronoun(missing)} would be random numbers. {_fix_of_missing(model, missing)}"
+        )
+    if unexpected:
+        raise ConfigError(
+            f"{path}: the checkpoint holds {_named(unexpected)}, for which {type(model).__name__} has no place; "
+            f"{_pronoun(unexpected)} would be dropped. Correct config.json (architectures, model_type, number of layers), or "
+            f"remove them from the checkpoint if they belong to no language model"
+        )
+    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(target) is not model.get_parameter(source):
+            raise ConfigError(
+                f"{path}: config.json ties {target} to {source} (tie_word_embeddings=true), and the checkpoint holds "
+                f"different values for them: programs that serve it would drop one. Set tie_word_embeddings to false in "
+                f"config.json if both were trained, or remove {target} from the checkpoint"
+            )
+    numbers = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    strange = [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor).all())]
+    if strange:
+        raise ConfigError(
+            f"{path}: {_named(strange)} {'holds' if len(strange) == 1 else 'hold'} values that are NaN or infinite. The "
+            f"checkpoint is damaged, or was saved after training had diverged: use an earlier one, or download it again"
+        )
+
+
+def _fix_of_missing(model: Any, missing: Collection[str]) -> str:
+    head = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if module is head]
+    if head is not None and set(missing) == {f"{name}.weight" for name in heads}:
+        return (
+            "If the model's output layer is its input embedding, set tie_word_embeddings to true in config.json; otherwise "
+            "use a complete checkpoint"
+        )
+    return "Use a complete checkpoint (all files that its index names), or correct config.json"
+
+
+def _named(names: Collection[str]) -> str:
+    first = ", ".join(sorted(names)[:_SHOWN])
+    if len(names) == 1:
+        return f"the weight {first}"
+    return f"{len(names)} weights ({first}{', ...' if len(names) > _SHOWN else ''})"
+
+
+def _pronoun(names: Collection[str]) -> str:
+    return "it" if len(names) == 1 else "they"
+
+
+def _use_complete_attention(model: Any) -> None:
+    """Use transformers' eager attention where the faster one ignores what the model asks for."""
+    if model.config.get_text_config()._attn_implementation != "sdpa" or not (ignored := ignored_by_sdpa(model)):
+        return
+    set_text_attention(model, "eager")
+    _log.warning(
+        "%s uses %s in its attention, which sdpa ignores: attn_implementation=eager is used instead, which needs memory for "
+        "all pairs of tokens",
+        type(model).__name__,
+        ", ".join(ignored),
+    )

@@ -1,0 +1,1 @@
+"""Rewards, the weight of each turn in the loss, and credit assignment."""

@@ -1,0 +1,1 @@
+"""What training and fine-tuning have in common: the state of a run, resuming, metrics, evaluation."""

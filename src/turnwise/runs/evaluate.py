@@ -1,0 +1,39 @@
+"""Conversations without training, scored: by the same loop, engine and rewards as in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.rewards.reward import Scorer
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.runs.metrics import conversation_metrics
+from turnwise.types import Group, Row, Trajectory
+
+__all__ = ["evaluate"]
+
+
+async def evaluate(
+    rows: Sequence[Row],
+    table: Table,
+    scorer: Scorer,
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    step: int = 0,
+) -> tuple[dict[str, Any], list[Group]]:
+    """Hold `samples` conversations on each row and score them. Returns a summary and the groups.
+
+    The random streams depend on the seed only, so the same weights give the same conversations at every step.
+    """
+    started = time.perf_counter()
+    groups = [new_group(row, size=samples, seed=seed) for row in rows]
+    score = scorer.as_they_end(groups)
+
+    async def done(trajectory: Trajectory) -> None:
+        await score(trajectory)
+
+    await rollout_groups(groups, table, done=done)
+    seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
+    return {"step": step, **conversation_metrics(groups), **seconds}, groups

@@ -1,0 +1,178 @@
+"""How a run begins or is resumed: its directory, its newest checkpoint, and what must not have changed since it was begun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
+from turnwise.config.schema import Config
+from turnwise.errors import RunError, TemplateError
+from turnwise.models.loading import load_model
+from turnwise.record.writer import RunDirectory
+from turnwise.training import fingerprint
+from turnwise.training.checkpoint import Checkpoints, Saved
+from turnwise.training.model_fingerprint import of_model
+from turnwise.training.policy import Policy
+from turnwise.types import Row
+
+__all__ = ["Opened", "open_run"]
+
+_FORMAT = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Opened:
+    """A run directory, and the checkpoint that the run is resumed from, if it is."""
+
+    config: Config
+    kind: Literal["train", "sft"]
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    saved: Saved | None = None
+    notes: list[str] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Fingerprints of what the run was begun with: `rows`, `tokenizer` and `model`."""
+
+    @property
+    def source(self) -> str | Path:
+        """Where weights and tokenizer are loaded from: the model of the recipe, or the checkpoint's."""
+        return self.config.model.path if self.saved is None else self.saved.model
+
+    @property
+    def step(self) -> int:
+        """Steps that are finished."""
+        return 0 if self.saved is None else self.saved.step
+
+    def number(self, name: str, default: int = 0) -> int:
+        """A number that the run has left in its checkpoint."""
+        return default if self.saved is None else self.saved.about["place"].get(name, default)
+
+    def compare_rows(self, rows: Sequence[Row]) -> None:
+        """Compare the rows with those that the run was begun with.
+
+        Raises RunError if they differ, and `resume_changes` does not name an option of the data.
+        """
+        now = {"count": len(rows), "sha256": fingerprint.of_rows(rows)}
+        former = self.origin.setdefault("rows", now)
+        if former == now:
+            return
+        if not any(name.startswith("data.") for name in self.config.resume_changes):
+            counts = f"{former['count']} then, {now['count']} now" if former["count"] != now["count"] else "as many"
+            raise RunError(
+                f"the rows of data.train={self.config.data.train} are not those that the run in {self.directory.path} was begun "
+                f"with ({counts}). Restore them; or name the change, and the run uses the new rows from here on: "
+                f"resume_changes='[data.train]'"
+            )
+        self.notes.append(f"resuming with other rows: {now['count']} (were {former['count']})")
+        self.origin["rows"] = now
+
+    def compare_tokenizer(self, renderer: Renderer) -> None:
+        """Compare the tokenizer of model.path with the one that the run was begun with; `renderer` is that of the run.
+
+        A resumed run has its own copy of it, and so needs none in model.path. Raises RunError if there is another one.
+        """
+        if self.saved is None:
+            self.origin["tokenizer"] = fingerprint.of_tokenizer(renderer.tokenizer)
+            return
+        try:
+            now = fingerprint.of_tokenizer(Renderer.from_pretrained(self.config.model.path).tokenizer)
+        except TemplateError as error:
+            self.notes.append(f"the tokenizer of model.path is no longer there, the checkpoint's is used: {error}")
+            return
+        if now != self.origin["tokenizer"] and "model.path" not in self.config.resume_changes:
+            raise RunError(
+                f"the tokenizer or the chat template in model.path={self.config.model.path} is not the one that the run in "
+                f"{self.directory.path} was begun with, and the run would go on with its own copy. Restore it; or begin "
+                f"another run; or resume with the run's own copy: resume_changes='[model.path]'"
+            )
+
+    def reference(self, model: Any) -> Any | None:
+        """The model before training, for a resumed run whose loss needs it; None where `model` is it, or none is needed.
+
+        Raises RunError if the model in model.path is no longer the one that the run was begun with.
+        """
+        config = self.config
+        if self.saved is None:
+            self.origin["model"] = of_model(model)
+            return None
+        if self.kind != "train" or config.train.kl_coef == 0:
+            return None
+        reference = load_model(config.model.path, dtype=config.model.dtype, device=str(model.device))
+        if of_model(reference) != self.origin["model"]:
+            raise RunError(
+                f"train.kl_coef={config.train.kl_coef:g} needs the model before training, and the weights in model.path="
+                f"{config.model.path} are not those that the run in {self.directory.path} was begun with: restore them"
+            )
+        return reference
+
+    def begin(self, policy: Policy) -> None:
+        """Make the directory ready, and give the policy the state of its optimizer. The last step before the first step.
+
+        Raises RunError.
+        """
+        resuming = self.saved is not None
+        if self.saved is not None:
+            policy.load_state(self.saved.state()["policy"])
+            self.notes += self.directory.cut_back(self.saved.about["marks"])
+        self.notes += self.directory.prepare(self.config, resuming=resuming, kind=self.kind)
+        if self.saved is not None:
+            self.directory.note_checkpoint(self.step)
+            self.notes.append(f"going on after step {self.step}")
+        else:
+            self.directory.cut_back({})
+
+    def about(self, place: Mapping[str, int], seconds: float) -> dict[str, Any]:
+        """What a checkpoint remembers beside the weights and the optimizer: `place` in the data, and its own `seconds`."""
+        return {
+            "format": _FORMAT,
+            "kind": self.kind,
+            "place": dict(place),
+            "seconds": round(seconds, 4),
+            "marks": self.directory.marks(),
+            "options": option_values(self.config),
+            "origin": self.origin,
+        }
+
+
+def open_run(config: Config, kind: Literal["train", "sft"]) -> Opened:
+    """Look at what is in `output`: nothing, or a run to resume. Locks the directory if there is one.
+
+    Raises RunError if what is there cannot be resumed as the recipe says, ConfigError for a wrong `resume_changes`.
+    """
+    refuse_unknown_names(config)
+    directory = RunDirectory(config.output)
+    checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
+    opened = Opened(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
+    directory.lock()
+    if config.resume != "auto":
+        return opened
+    saved = checkpoints.find()
+    if saved is None:
+        directory.refuse_lost_checkpoints(kind)
+        return opened
+    about = saved.about
+    if about.get("format") != _FORMAT:
+        raise RunError(
+            f"the checkpoint {saved.folder} is of another version of turnwise (format {about.get('format')}; this one reads "
+            f"{_FORMAT}): begin another run with its weights: model.path={saved.model}"
+        )
+    if about["kind"] != kind:
+        other, ours = ("`turnwise sft`", "training") if kind == "train" else ("`turnwise train`", "fine-tuning")
+        raise RunError(
+            f"{config.output} is a run of {other}, which {ours} does not go on with; choose another output, and begin with "
+            f"its model: model.path={checkpoints.newest}"
+        )
+    opened.saved, opened.origin = saved, dict(about["origin"])
+    opened.notes += [saved.note] if saved.note is not None else []
+    opened.notes += check_options(
+        about["options"],
+        option_values(config),
+        named=config.resume_changes,
+        where=config.output,
+        checkpoint=str(checkpoints.newest),
+    )
+    return opened

@@ -1,1 +1,0 @@
-"""What a conversation was worth, and which turn is to thank."""

@@ -1,0 +1,1 @@
+"""Fine-tuning on conversations that already exist."""

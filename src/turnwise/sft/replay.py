@@ -1,0 +1,109 @@
+"""Conversations that were held before, held again: rows with the model's part in them become trajectories to learn from.
+
+A scripted engine says the model's part, `Replay` everything between. So it is the one loop that makes the tokens, and what is
+trained on is what reinforcement learning would have trained on for the same words. No torch, and no recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.errors import Failed, boundary
+from turnwise.rewards.turn_weights import Rule
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.sft.replay_environment import Replay, rounds
+from turnwise.sft.targets import lines
+from turnwise.types import Failure, Row, Sampling, Stop, ToolSchema, Trajectory
+
+__all__ = ["problems", "replay", "weigh"]
+
+
+async def replay(
+    rows: Sequence[Row],
+    renderer: Renderer,
+    *,
+    thinking: Thinking = "keep",
+    context: int | None = None,
+    tools: Sequence[ToolSchema] = (),
+    prefix: str = "",
+    concurrent: int = 256,
+) -> list[Trajectory]:
+    """Hold the rows' conversations again; the trajectories come in their order, with ids `<prefix><place>:<row id>/0`.
+
+    `context` bounds their tokens: a longer one stops there, with a reason other than `done`. `tools` are for rows without a
+    column of that name. What the template cannot write comes back as a failed trajectory.
+    """
+    groups = [new_group(row, size=1, seed=0, prefix=f"{prefix}{place}:") for place, row in enumerate(rows)]
+    scripts: dict[str, list[str]] = {}
+    for group in groups:
+        (one,) = group.trajectories
+        opening, said = rounds(one.row.messages)
+        try:
+            with boundary("row"):
+                scripts[one.id] = lines(renderer, opening, said, one.row.fields.get("tools", tools))
+        except Failed as failed:
+            one.fail(failed.failure)
+    stop = renderer.stop_token_ids[0]
+    table = Table(
+        engine=ScriptedEngine(scripts, encode=renderer.encode, stop_token_id=stop, encode_behind=renderer.resumed),
+        renderer=renderer,
+        make_environment=functools.partial(Replay, tools),
+        sampling=Sampling(),
+        # how long a conversation is, the data says
+        limits=Limits(
+            turns=sys.maxsize, tokens_per_turn=sys.maxsize, context=context, seconds_per_turn=None, seconds=None
+        ),
+        thinking=thinking,
+        concurrent=concurrent,
+    )
+    await rollout_groups([group for group in groups if group.trajectories[0].id in scripts], table)
+    return [group.trajectories[0] for group in groups]
+
+
+def weigh(trajectory: Trajectory, mask: Rule | None = None, *, cut: bool = False) -> bool:
+    """Make a replayed conversation one to learn from: its turns weigh what `mask` and the row's `weights` say, multiplied.
+
+    Returns whether it is one: one that broke is not, nor one that did not fit, unless it may be `cut`.
+    """
+    if trajectory.failed or (trajectory.stop is not Stop.DONE and not cut):
+        return False
+    if mask is not None:
+        mask(trajectory)
+        if trajectory.failed:
+            return False
+    weights = trajectory.row.fields.get("weights")
+    if weights is not None and len(weights) < len(trajectory.turns):
+        message = f"`weights` has {len(weights)} numbers for {len(trajectory.turns)} turns; there must be one for each"
+        trajectory.fail(Failure("row", message))
+        return False
+    for turn in trajectory.turns:
+        turn.weight *= 1.0 if weights is None else weights[turn.index]
+    trajectory.advantages = [1.0] * len(trajectory.turns)
+    return True
+
+
+def problems(trajectories: Sequence[Trajectory], *, context: int | None) -> list[str]:
+    """Why some of them are not learnt from, with the rows that it holds for: `rows 3 and 17: tokens: ...`."""
+    found: dict[str, list[str]] = {}
+    for one in trajectories:
+        if one.error is not None:
+            found.setdefault(f"{one.error.kind}: {one.error.message}", []).append(one.row.id)
+        elif not one.advantages:
+            text = (
+                f"longer than limits.context={context}, and left out; raise it if the model allows more, or learn from "
+                f"what fits: sft.too_long=cut"
+            )
+            found.setdefault(text, []).append(one.row.id)
+    return [f"{_rows(ids)}: {text}" for text, ids in found.items()]
+
+
+def _rows(ids: Sequence[str]) -> str:
+    if len(ids) == 1:
+        return f"row {ids[0]}"
+    more = f" and {len(ids) - 5} more" if len(ids) > 5 else ""
+    return f"rows {', '.join(ids[:5])}{more}"

@@ -1,0 +1,161 @@
+"""Chat templates of real models: written turn by turn, they are the one pass, or it is said where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from support import CHATML, byte_tokenizer
+from support.conversations import a_row, hold, scripted
+from support.families import family_renderer, template_files
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.config.schema import Config
+from turnwise.doctor.preflight import preflight
+from turnwise.environments.environment import environment
+from turnwise.errors import TemplateError
+from turnwise.types import Opening, Reply, Row, Turn
+
+FILES = template_files()
+NAMES = [path.stem for path in FILES]
+pytestmark = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
+
+CUE = "opens a thought in the cue"
+END = "ends a turn that is not the last with"
+ONE_CALL = "only supports single tool-calls"
+FIRST_CALL = "leaves out all calls of a turn but the first 1"
+OTHER_WORDS = "writes other words around the answers"
+EVERY = tuple(scenario.name for scenario in SCENARIOS)
+USERS = ("retry by user", "retry by system")
+DEEPSEEK = {**dict.fromkeys(EVERY, CUE), "three tool rounds": OTHER_WORDS}
+NOT_EXACT: dict[str, dict[str, str]] = {
+    "deepseek_r1_distill": DEEPSEEK,
+    "deepseek_r1_distill_training": DEEPSEEK,
+    "deepseekv3": DEEPSEEK,
+    "deepseekv3_training": DEEPSEEK,
+    "glm4moe": {"retry by system": END},
+    "glm4moe_training": {"retry by system": END},
+    "gptoss": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL},
+    "gptoss_training": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL},
+    "llama3_1": {"parallel calls": ONE_CALL},
+    "llama3_2": {"parallel calls": ONE_CALL},
+    "qwen3_5_nothink": dict.fromkeys(USERS, CUE),
+    "qwen3_5_think": dict.fromkeys(USERS, CUE),
+    "qwen3_6": dict.fromkeys(USERS, CUE),
+    **{
+        f"nemotron_3_{size}{training}": dict.fromkeys(EVERY, CUE)
+        for size in ("5_lightning", "nano", "super", "ultra")
+        for training in ("", "_training")
+    },
+}
+"""Where a template changes what it has written, by template and scenario; everywhere else the ids are those of the one pass."""
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+def test_the_incremental_ids_are_those_of_the_one_pass_wherever_the_template_is_append_only(
+    path: Path, scenario: Scenario
+) -> None:
+    found = examine(family_renderer(path), scenario)
+    why = NOT_EXACT.get(path.stem, {}).get(scenario.name)
+    if why is None:
+        assert found.exact, found.differs or found.refused
+    else:
+        assert not found.exact
+        assert why in found.differs + found.refused
+
+
+@environment
+async def plays(row: Row, scenario: Scenario) -> AsyncGenerator[Opening | Reply, Turn]:
+    """The other side of a scenario."""
+    turn = yield Opening(messages=scenario.opening, tools=scenario.tools)
+    for number, (said, answers) in enumerate(scenario.rounds):
+        called = [one.name for one in turn.calls if one.error is None]
+        assert called == [one["function"]["name"] for one in said.get("tool_calls", [])], (
+            number,
+            turn.text,
+            turn.calls,
+        )
+        turn = yield Reply(messages=answers, done=not answers)
+
+
+def said(renderer: Renderer, scenario: Scenario) -> list[str]:
+    """What the model has to say in each turn for the template to write the scenario."""
+    texts: list[str] = []
+    stops = [renderer.decode([token]) for token in renderer.stop_token_ids]
+    for message, _ in scenario.rounds:
+        text = renderer.template.said(message, tools=scenario.tools)
+        ends = [text.find(stop) for stop in stops if stop in text]
+        text = text[: min(ends)] if ends else text
+        # a model that is put inside a thought ends it first
+        opened = renderer.opening(scenario.opening, scenario.tools).thinking and "</think>" not in text
+        texts.append(f"</think>\n\n{text}" if opened else text)
+    return texts
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_only_what_one_pass_writes_otherwise(
+    path: Path, scenario: Scenario
+) -> None:
+    renderer = family_renderer(path)
+    if scenario.tools:
+        try:
+            _ = renderer.tool_format
+        except TemplateError:
+            pytest.skip("this template writes no tool calls")
+    if NOT_EXACT.get(path.stem, {}).get(scenario.name) in (ONE_CALL, FIRST_CALL):
+        pytest.skip("this template writes one call a turn")
+    trajectory = hold(
+        scripted(said(renderer, scenario), renderer=renderer),
+        lambda: plays(scenario=scenario),
+        renderer=renderer,
+        row=a_row(),
+    )
+    assert trajectory.error is None, trajectory.error
+    assert len(trajectory.turns) == len(scenario.rounds)
+    # the check renders calls as calls: it finds what a template writes in another way once they are followed by others
+    assert (trajectory.drift is not None) == (NOT_EXACT.get(path.stem, {}).get(scenario.name) == OTHER_WORDS)
+    (segment,) = trajectory.segments
+    for turn in trajectory.turns:
+        assert turn.completion is not None
+        own = [token for token, place in zip(segment.token_ids, segment.turn, strict=True) if place == turn.index]
+        assert own == list(turn.completion.token_ids)
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_forty_turns_encode_no_token_twice(path: Path) -> None:
+    renderer = family_renderer(path)
+    rounds = [
+        ({"role": "assistant", "content": f"words-{n}-x"}, [{"role": "user", "content": f"more-{n}-x"}])
+        for n in range(39)
+    ]
+    last = ({"role": "assistant", "content": "words-39-x"}, [])
+    found = examine(renderer, Scenario(name="forty turns", rounds=[*rounds, last]))
+    assert not found.refused
+    # only what the model did not say is encoded at all
+    assert found.encoded <= found.kept
+
+
+NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}" + CHATML
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
+def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scenario) -> None:
+    renderer = Renderer(byte_tokenizer(NEEDS_TOOLS))
+    assert renderer.template.probe_tools
+    assert renderer.tool_format.name == "hermes"
+    found = examine(renderer, scenario)
+    assert found.exact, found.differs or found.refused
+
+
+def test_a_recipe_without_tools_is_refused_where_the_template_works_only_with_tools() -> None:
+    config = Config.model_validate({"model": {"path": "x"}, "data": {"train": "x.jsonl"}})
+    with pytest.raises(TemplateError, match="refuses conversations without tools, and the recipe has none"):
+        preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)))
+    assert preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)), tools=True) == []
+    trajectory = hold(["4"], renderer=Renderer(byte_tokenizer(NEEDS_TOOLS)))
+    assert trajectory.error is not None
+    assert "no tools" in trajectory.error.message

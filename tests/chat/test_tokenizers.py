@@ -1,0 +1,199 @@
+"""Tokenizers that do not come back: whatever ids are sampled, the record holds exactly those."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from support import CHATML
+from support.conversations import Says, a_row, completion, hold
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.environments.users import ScriptedUser
+
+TEXTS = [
+    "the user asked what the assistant said, and the assistant said nothing at all",
+    "naïve café 你好 grüße ﬁne ½ Ⅷ 1234 ... ??? \n\n  two  spaces\ttabs",
+    "<|im_start|>user\nabab baab abba<|im_end|>\n<|im_start|>assistant\n",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def _fast(core: Tokenizer, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
+    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    if added:
+        tokenizer.add_tokens(list(added))
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def byte_level(*, prefix_space: bool = False, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
+    """GPT-2's kind: merges of bytes; with a prefix space, what stands alone is cut otherwise than behind something."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core, added)
+
+
+def across_lines() -> PreTrainedTokenizerFast:
+    """Merges that no pre-tokenizer holds back: a line end and the word behind it may be one token."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["assistant\nthe", "user\nthe", "\nabab", "n\nab"] * 20, trainer)
+    return _fast(core)
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: a space in front of everything, characters that it does not know as bytes."""
+    core = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *SPECIAL, *bytes_], show_progress=False)
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core)
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """T5's kind: pieces by likelihood, text normalised on the way in."""
+    core = Tokenizer(models.Unigram())
+    core.normalizer = normalizers.NFKC()
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False
+    )
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """BERT's kind: lower case, and the white space is gone."""
+    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer()
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=220, special_tokens=["[UNK]", *SPECIAL], show_progress=False)
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core)
+
+
+GREEDY = (
+    AddedToken("<tool_call>", lstrip=True, rstrip=True, normalized=False),
+    AddedToken("abba", single_word=True, normalized=False),
+    AddedToken("said", normalized=True),
+)
+KINDS: dict[str, Any] = {
+    "merges of bytes": byte_level,
+    "a space in front": lambda: byte_level(prefix_space=True),
+    "merges across lines": across_lines,
+    "byte fallback": sentencepiece,
+    "normalised pieces": unigram,
+    "lower case words": word_piece,
+    "greedy added tokens": lambda: byte_level(added=GREEDY),
+}
+
+
+@cache
+def renderer(kind: str) -> Renderer:
+    return Renderer(KINDS[kind](), sanity="disable")
+
+
+class Samples(Says):
+    """Says token ids, and ends every turn by itself."""
+
+    async def generate(self, request: Any) -> Any:
+        return completion((await super().generate(request)).token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_record_holds_exactly_the_ids_that_were_sampled(kind: str, data: st.DataObject) -> None:
+    known = renderer(kind)
+    stop, size = known.stop_token_ids[0], len(known.tokenizer)
+    ids = st.lists(st.integers(0, size - 1).filter(lambda token: token != stop), min_size=1, max_size=10)
+    turns = [[*turn, stop] for turn in data.draw(st.lists(ids, min_size=1, max_size=3))]
+    users = data.draw(st.lists(st.text(max_size=12), min_size=len(turns) - 1, max_size=len(turns) - 1))
+    engine = Samples(*turns)
+    trajectory = hold(engine, lambda: ScriptedUser(users), renderer=known)
+    assert trajectory.error is None, trajectory.error
+    (segment,) = trajectory.segments
+    for number, said in enumerate(turns):
+        places = [place for place, turn in enumerate(segment.turn) if turn == number]
+        assert [segment.token_ids[place] for place in places] == said
+        assert places == list(range(places[0], places[0] + len(said)))
+        # and what the model was given is what is recorded in front of its words
+        assert list(engine.requests[number].token_ids) == list(segment.token_ids[: places[0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_to_the_model_is_cut_as_it_is_in_one_pass(kind: str) -> None:
+    """Behind a token that ends a turn, not as a text of its own, before which some tokenizers put a space."""
+    known = renderer(kind)
+    opening = known.opening([{"role": "user", "content": "the user asked"}])
+    said = [*known.encode("nothing"), known.stop_token_ids[0]]
+    bridge = known.bridge(said[-1], [{"role": "user", "content": "said what"}])
+    incremental = [*opening.token_ids, *said, *bridge.token_ids]
+    messages = [
+        {"role": "user", "content": "the user asked"},
+        {"role": "assistant", "content": known.decode(said[:-1])},
+        {"role": "user", "content": "said what"},
+    ]
+    text = known.template.render(messages, cue=True)
+    whole = list(known.tokenizer.encode(text, add_special_tokens=False))
+    assert incremental[-len(bridge.token_ids) :] == whole[-len(bridge.token_ids) :]
+    assert incremental[: len(opening.token_ids)] == list(opening.token_ids)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
+@pytest.mark.parametrize("kind", ["merges of bytes", "a space in front", "byte fallback"])
+def test_ids_are_compared_so_a_blank_before_every_stretch_is_no_difference(kind: str, scenario: Scenario) -> None:
+    found = examine(Renderer(KINDS[kind]()), scenario)
+    assert found.exact, found.differs or found.refused
+
+
+@pytest.mark.parametrize("kind", ["merges of bytes", "a space in front", "byte fallback"])
+def test_a_conversation_whose_ids_are_those_of_the_one_pass_has_no_drift(kind: str) -> None:
+    known = Renderer(KINDS[kind]())
+    said = ["the user asked", "nothing at all"]
+    messages = [
+        {"role": "user", "content": "the assistant said"},
+        {"role": "assistant", "content": said[0]},
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": said[1]},
+    ]
+    whole = list(known.tokenizer.encode(known.template.render(messages, cue=False), add_special_tokens=False))
+    turns: list[list[int]] = []
+    for count in (1, 3):
+        shown = known.tokenizer.encode(known.template.render(messages[:count], cue=True), add_special_tokens=False)
+        assert whole[: len(shown)] == shown
+        turns.append(whole[len(shown) : whole.index(known.stop_token_ids[0], len(shown)) + 1])
+    trajectory = hold(Samples(*turns), lambda: ScriptedUser(["what"]), renderer=known, row=a_row("the assistant said"))
+    assert trajectory.error is None, trajectory.error
+    (segment,) = trajectory.segments
+    assert list(segment.token_ids) == whole[: len(segment)]
+    assert trajectory.drift is None

@@ -1,0 +1,387 @@
+"""The command line, from the words typed to the files written; a scripted engine needs no weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import turnwise
+from support import byte_tokenizer
+from support.conversations import call
+from turnwise.cli import main
+from turnwise.config.recipe import load
+
+CALCULATE = call("calculator", '{"expression": "6*7"}')
+
+USER = '''
+import asyncio
+import signal
+from turnwise.environments.environment import environment, say
+from turnwise.types import Opening, Reply
+
+@environment
+async def slow_first(row):
+    """The first rows take the longest."""
+    turn = yield Opening(messages=row.messages)
+    await asyncio.sleep(0.05 / int(row.id))
+    yield Reply(done=True, reward=float(row.id))
+
+@environment
+async def stopped(row):
+    yield Opening(messages=row.messages)
+    if row.id == "2":
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C
+        await asyncio.sleep(5)
+
+@environment
+async def broken(row):
+    yield Opening(messages=row.messages)
+    raise RuntimeError("no luck [today]")
+
+def short(trajectory, per_token: float = 1.0) -> float:
+    return -per_token * trajectory.sampled_tokens
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer and nothing else."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, model: Path) -> Path:
+    """A directory with a recipe, three rows and a script for them."""
+    rows = [{"question": f"What is {n}*7?", "answer": n * 7} for n in (6, 7, 8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "user.py").write_text(USER)
+    script(tmp_path, [CALCULATE, "#### 42"], ["#### 48", "It is #### 49"], ["#### 1", "#### 2"])
+    recipe = {
+        "model": {"path": str(model)},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "columns": {"prompt": "question"}},
+        "tools": ["turnwise.environments.calculator:calculator"],
+        "environment": "turnwise.environments.users:checked_answer",
+        "engine": {"name": "scripted", "script": str(tmp_path / "lines.jsonl")},
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def script(place: Path, *scripts: list[str]) -> None:
+    (place / "lines.jsonl").write_text("\n".join(map(json.dumps, scripts)), encoding="utf-8")
+
+
+def roll(place: Path, *words: str) -> int:
+    return main(["rollout", str(place / "recipe.yaml"), "--out", str(place / "out"), *words])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def ids(place: Path) -> list[str]:
+    return [record["id"] for record in read(place / "out" / "trajectories.jsonl")]
+
+
+# rollout
+
+
+def test_rollout_holds_scores_and_writes_conversations(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = f"reward.trajectory=[{{use: '{place / 'user.py'}:short', weight: 0.5, arguments: {{per_token: 0.01}}}}]"
+    assert roll(place, reward, "limits.turns=5") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "3 conversations in " in out
+    assert f"look into them: turnwise show {place / 'out'}\n" in out
+
+    records = read(place / "out" / "trajectories.jsonl")
+    assert [record["id"] for record in records] == ["1/0", "2/0", "3/0"]
+    assert "step" not in records[0]
+    assert [record["stop"] for record in records] == ["done"] * 3
+    assert [record["row"] for record in records] == [{"id": str(n), "answer": (n + 5) * 7} for n in (1, 2, 3)]
+    assert [record["rewards"]["turns"] for record in records] == [1.0, 0.5, 0.0]
+    for record in records:
+        sampled = sum(turn >= 0 for segment in record["segments"] for turn in segment["turn"])
+        assert record["rewards"]["short"] == pytest.approx(-0.005 * sampled)
+        assert record["reward"] == pytest.approx(sum(record["rewards"].values()))
+        assert (record["drift"], record["logprob_kind"]) == (None, "none")
+        assert [turn["advantage"] for turn in record["turns"]] == [None, None]
+    (called,) = records[0]["turns"][0]["tool_calls"]
+    assert (called["name"], called["arguments"], called["content"]) == ("calculator", {"expression": "6*7"}, "42")
+
+    (metrics,) = read(place / "out" / "metrics.jsonl")
+    assert (metrics["step"], metrics["conversations"], metrics["failed"], metrics["turns/mean"]) == (0, 3, 0.0, 2.0)
+    assert metrics["reward/mean"] == pytest.approx(sum(record["reward"] for record in records) / 3)
+    config, _ = load(place / "out" / "config.yaml")
+    assert (config.limits.turns, config.engine.name) == (5, "scripted")
+    assert config.reward.trajectory[0].arguments == {"per_token": 0.01}
+
+
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_a_function_of_the_group_sees_all_conversations_of_a_row(place: Path, deterministic: str) -> None:
+    script(place, ["#### 42"], ["#### 0"] * 3, ["#### 49"], ["#### 0"] * 3, ["#### 56"])
+    (place / "group.py").write_text(
+        "def fewest(trajectories):\n"
+        "    turns = [len(one.turns) for one in trajectories]\n"
+        "    return [float(count == min(turns)) if len(turns) > 1 else None for count in turns]\n"
+    )
+    reward = f"reward.group=['{place / 'group.py'}:fewest']"
+    options = ("rollout.samples=2", "environment.arguments.tries=3", f"deterministic={deterministic}")
+    assert roll(place, reward, *options) == 0
+    records = read(place / "out" / "trajectories.jsonl")
+    assert [record["id"] for record in records] == ["1/0", "1/1", "2/0", "2/1", "3/0"]
+    assert [record["rewards"].get("fewest") for record in records] == [1.0, 0.0, 1.0, 0.0, None]
+    (metrics,) = read(place / "out" / "metrics.jsonl")
+    assert metrics["reward/fewest"] == 0.5  # of the four that it applies to
+
+
+def test_a_second_rollout_keeps_what_the_first_has_left(place: Path) -> None:
+    assert roll(place) == 0
+    first = (place / "out" / "trajectories.jsonl").read_bytes()
+    script(place, ["#### 42"])
+    assert roll(place) == 0
+    assert roll(place) == 0
+    assert ids(place) == ["1/0"]
+    former = sorted((place / "out").glob("trajectories-*.jsonl"))
+    assert len(former) == 2
+    assert first in [path.read_bytes() for path in former]
+
+
+def test_the_script_says_how_many_conversations_there_are(place: Path) -> None:
+    script(place, ["#### 42"], ["#### 0", "#### 0"])
+    assert roll(place) == 0
+    assert ids(place) == ["1/0", "2/0"]
+    script(place, *[["#### 42"]] * 5)
+    assert roll(place, "rollout.samples=2", "environment.arguments.tries=1") == 0
+    assert ids(place) == ["1/0", "1/1", "2/0", "2/1", "3/0"]
+    assert [record["group"] for record in read(place / "out" / "trajectories.jsonl")] == ["1", "1", "2", "2", "3"]
+
+
+def test_only_the_first_rows_are_used_where_the_recipe_says_so(place: Path) -> None:
+    script(place, ["#### 42"])
+    assert roll(place, "rollout.rows=1") == 0
+    assert ids(place) == ["1/0"]
+
+
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_conversations_are_written_in_the_order_of_the_rows(place: Path, deterministic: str) -> None:
+    script(place, ["a"], ["b"], ["c"])
+    assert roll(place, f"environment={place / 'user.py'}:slow_first", f"deterministic={deterministic}", "tools=[]") == 0
+    records = read(place / "out" / "trajectories.jsonl")
+    assert [(record["id"], record["reward"]) for record in records] == [("1/0", 1.0), ("2/0", 2.0), ("3/0", 3.0)]
+
+
+def test_broken_conversations_are_told_and_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert roll(place, f"environment={place / 'user.py'}:broken", "tools=[]") == 1
+    told = capsys.readouterr()
+    assert "environment (3 times): RuntimeError: no luck [today]" in told.out
+    assert told.out.count(f'  File "{place / "user.py"}", line ') == 1  # once for all of a kind
+    assert 'raise RuntimeError("no luck [today]")' in told.out
+    assert "all 3 conversations broke; they are in" in told.err
+    records = read(place / "out" / "trajectories.jsonl")
+    assert [(record["stop"], record["reward"], record["error"]["kind"]) for record in records] == [
+        ("error", None, "environment")
+    ] * 3
+    (metrics,) = read(place / "out" / "metrics.jsonl")
+    assert (metrics["failed"], metrics["reward/mean"]) == (1.0, None)
+
+
+def test_a_script_that_is_over_too_early_breaks_its_conversation_only(place: Path) -> None:
+    script(place, ["#### 42"], ["#### 48"])
+    assert roll(place) == 0
+    first, second = read(place / "out" / "trajectories.jsonl")
+    assert (first["stop"], second["stop"]) == ("done", "error")
+    assert second["error"]["message"] == (
+        "the script of '2/0' has 1 texts and the conversation asks for number 2; add a text, or lower limits.turns"
+    )
+
+
+def test_overrides_may_stand_before_and_after_the_options(place: Path) -> None:
+    recipe, out = str(place / "recipe.yaml"), str(place / "out")
+    for words in (
+        ["rollout", recipe, "seed=5", "--out", out],
+        ["rollout", recipe, "--out", out, "seed=5"],
+        ["rollout", "--out", out, recipe, "seed=5"],
+        ["rollout", recipe, "seed=3", "--out", out, "seed=5"],
+    ):
+        assert main(words) == 0
+        assert load(Path(out) / "config.yaml")[0].seed == 5
+
+
+def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = yaml.safe_load((place / "recipe.yaml").read_text())
+    tree["engine"] = {"slots": 4}
+    (place / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    assert roll(place, "engine.name=scripted", f"engine.script={place / 'lines.jsonl'}") == 0
+    assert "engine.name=scripted leaves out the recipe's engine.slots" in capsys.readouterr().out
+
+
+# what a person can put right
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.lrr=1"], "there is no option train.lrr; did you mean 'lr'?"),
+        (["seed"], "'seed' is no override; write key=value"),
+        (["data.train=nowhere.jsonl"], "/nowhere.jsonl; paths are relative to the directory you run from"),
+        (["data.columns.prompt=questoin"], "has no column 'questoin'; did you mean 'question'?"),
+        (["engine.script=nowhere.jsonl"], "engine.script: there is no file "),
+        (["environment=nowhere:x"], "environment: nowhere could not be imported: ModuleNotFoundError"),
+        (
+            ["rollout.rows=1"],
+            "has 3 scripts, and 1 rows with rollout.samples=1 make 1 conversations; there must be a row",
+        ),
+        (["model.path=/nowhere/at/all"], "there is no model directory /nowhere/at/all"),
+    ],
+)
+def test_what_a_person_can_put_right_is_one_line_on_stderr_and_status_1(
+    place: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert roll(place, *words) == 1
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("turnwise: ")
+    assert "Traceback" not in out + err
+    assert out == ""
+    assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('["a"]\n["b"', "lines.jsonl:2: this line is not JSON"),
+        ('{"texts": ["a"]}', "lines.jsonl:1: a script is a list of texts"),
+        ("\n", "lines.jsonl has no scripts; each line is a list of texts"),
+    ],
+)
+def test_a_malformed_script_is_told_with_its_line(
+    place: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (place / "lines.jsonl").write_text(text)
+    assert roll(place) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "out").write_text("a file")
+    assert roll(place) == 1
+    assert f"{place / 'out'} cannot be written: File exists" in capsys.readouterr().err
+
+
+def test_a_template_that_is_missing_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer(None).save_pretrained(tmp_path / "base")
+    assert roll(place, f"model.path={tmp_path / 'base'}") == 1
+    assert f"{tmp_path / 'base'} has no chat template" in capsys.readouterr().err
+
+
+def test_interrupting_is_no_error_and_what_was_written_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script(place, ["a"], ["b"], ["c"])
+    assert roll(place, f"environment={place / 'user.py'}:stopped", "tools=[]", "concurrent=1") == 130
+    assert "turnwise: stopped" in capsys.readouterr().err
+    assert ids(place) == ["1/0"]
+
+
+def test_training_on_a_script_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(place / "recipe.yaml"), f"output={place / 'run'}"]) == 1
+    assert "engine.name=scripted cannot be trained" in capsys.readouterr().err
+    assert not (place / "run").exists()
+
+
+# show and help
+
+
+def test_show_prints_what_was_asked_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    roll(place)
+    capsys.readouterr()
+    out = str(place / "out")
+    assert main(["show", out]) == 0
+    assert "3 conversations; done 3" in capsys.readouterr().out
+    assert main(["show", out, "--id", "2/0"]) == 0
+    shown = capsys.readouterr().out
+    assert "2/0  (reward 0.5, stop: done" in shown
+    assert "It is #### 49" in shown
+    assert main(["show", out, "--worst", "1", "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "3/0  (reward 0, stop: done" in shown
+    assert "segment 0: " in shown
+    assert main(["show", out, "--failed"]) == 1
+    assert "no conversation in" in capsys.readouterr().err
+    assert main(["show", str(place / "nowhere")]) == 1
+    assert "is no run: it has no trajectories.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--help"],
+            ["COMMAND", "train", "rollout", "show", "turnwise rollout recipes/calculator.yaml --out runs/look"],
+        ),
+        (["train", "--help"], ["recipe", "key=value", "train.lr=1e-4"]),
+        (["rollout", "--help"], ["--out DIR", "rollout.rows and rollout.samples say how many"]),
+        (["show", "--help"], ["--id ID", "--step N", "--worst N", "--failed", "--tokens"]),
+    ],
+)
+def test_help(words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert [words for words in told if words not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["rollout", "recipe.yaml"], "required: --out"),
+        (["rollout", "recipe.yaml", "--out", "x", "--fast"], "unrecognized arguments: --fast"),
+        (["show", "runs/x", "--worst", "many"], "invalid int value: 'many'"),
+        (["show", "runs/x", "seed=1"], "unrecognized arguments: seed=1"),
+    ],
+)
+def test_words_that_are_no_command_are_told_with_status_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(words)
+    assert leaving.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_command_is_quick_to_say_what_it_can() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "turnwise.cli", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: turnwise")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "rich" in imported
+    assert imported.isdisjoint({"torch", "transformers", "datasets", "matplotlib"})
+
+
+@pytest.mark.parametrize("command", [["turnwise"], [sys.executable, "-m", "turnwise"]])
+def test_the_command_and_the_module_are_the_same_and_know_their_version(command: list[str]) -> None:
+    place = Path(sys.executable).parent
+    first = [str(place / "turnwise")] if command == ["turnwise"] else command
+    done = subprocess.run([*first, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"turnwise {turnwise.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", turnwise.__version__)
+
+
+def test_an_option_written_with_dashes_is_answered_with_how_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "recipes/calculator.yaml", "--learning-rate", "1e-5"])
+    told = capsys.readouterr().err
+    assert "unrecognized arguments: --learning-rate" in told
+    assert "it is called train.lr here; options of a recipe are written without dashes: key=value" in told

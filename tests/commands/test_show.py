@@ -1,0 +1,310 @@
+"""Runs as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from support import byte_tokenizer
+from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise.environments.environment import environment
+from turnwise.environments.tools.toolbox import Tools
+from turnwise.environments.users import ScriptedUser
+from turnwise.errors import RunError
+from turnwise.record.reader import read_lines
+from turnwise.record.writer import RunDirectory, trajectory_record, write_trajectories
+from turnwise.terminal.report import places
+from turnwise.terminal.show import conversation, evaluations_table, number, show, sparkline
+from turnwise.types import Opening, Reply, Trajectory
+
+
+def text(what: Any) -> str:
+    """What is printed, on a wide screen without colours."""
+    console = Console(width=160, no_color=True)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def shown(run: Path, **options: Any) -> str:
+    console = Console(width=160, no_color=True)
+    chosen = {"trajectory": None, "step": None, "worst": 0, "failed": False, "tokens": False, **options}
+    with console.capture() as captured:
+        show(console, run, **chosen)
+    return captured.get()
+
+
+def scored(trajectory: Trajectory, reward: float) -> Trajectory:
+    trajectory.reward = reward
+    return trajectory
+
+
+async def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four conversations, one of which broke."""
+    good = hold(Says(call("add", '{"a": 1, "b": 2}'), "It is 3."), lambda: Tools([add]), row=a_row("1+2?", id="sum"))
+    good.turns[1].reward, good.advantages = 1.0, [0.5, 0.5]
+    middle, low = (hold(Says("Hm."), row=a_row(id=name)) for name in ("middle", "low"))
+    broken = hold(Says("a", RuntimeError("dead")), lambda: ScriptedUser(["And?"]), row=a_row(id="broken"))
+    path = tmp_path / "trajectories.jsonl"
+    write_trajectories(path, [scored(good, 1.0), scored(low, -2.0)], step=1)
+    write_trajectories(path, [broken, scored(middle, 0.25)], step=2)
+    metrics = [
+        {"step": n, "reward/mean": n / 4, "reward/std": 0.1, "turns/mean": 2.0, "entropy": None, "seconds/step": 0.5}
+        for n in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)) + "\n")
+    return tmp_path
+
+
+def test_the_summary_counts_and_names_one(run: Path) -> None:
+    lines = shown(run).splitlines()
+    assert lines[0].endswith(": 2 steps, reward ▁█ 0.25 → 0.50")
+    assert lines[1].split()[:3] == ["step", "reward", "±"]
+    assert [line.split()[:3] for line in lines[2:4]] == [["1", "0.250", "0.100"], ["2", "0.500", "0.100"]]
+    assert "4 conversations; done 3, error 1" in lines
+    assert "  1 x engine: RuntimeError: dead" in lines
+    evaluations = [{"step": n, "reward/mean": n / 4} for n in (0, 2)]
+    (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, evaluations)) + "\n")
+    assert "held-out questions" in shown(run)
+    assert lines[-1] == f"one of them: turnwise show {run} --id middle/0"
+
+
+def test_one_conversation_with_who_said_what_and_what_it_earned(run: Path) -> None:
+    out = shown(run, trajectory="sum/0")
+    lines = [line.strip("│ ") for line in out.splitlines()]
+    assert "sum/0  (step 1, reward 1, stop: done, " in lines[0]
+    assert lines[1:-1] == [
+        "tools  add",
+        "user",
+        "1+2?",
+        "assistant  reward 0, advantage +0.50",
+        "<tool_call>",
+        '{"name": "add", "arguments": {"a": 1, "b": 2}}',
+        "</tool_call>",
+        "tool add (call_0)",
+        "3",
+        "assistant  reward 1, advantage +0.50",
+        "It is 3.",
+    ]
+
+
+def test_the_tokens_of_a_conversation(run: Path) -> None:
+    out = shown(run, trajectory="low/0", tokens=True)
+    rows = [line.strip("│ ").split() for line in out.splitlines()]
+    assert ["segment", "0:", "25", "tokens"] in rows
+    assert ["token_ids", "turn", "weight", "logprobs", "version"] in rows
+    at = rows.index(["token_ids", "turn", "weight", "logprobs", "version"]) + 1
+    assert rows[at] == ["1", "-1", "0", "0.0000", "-1"]
+    assert rows[at + 21 : at + 25] == [
+        ["42", "0", "1", "-0.1250", "0"],
+        ["79", "0", "1", "-0.2500", "0"],
+        ["16", "0", "1", "-0.3750", "0"],
+        ["2", "0", "1", "-0.5000", "0"],
+    ]
+
+
+def test_the_weights_of_turns_are_shown_where_they_are_not_1(tmp_path: Path) -> None:
+    one = scored(hold(Says("a", "b"), lambda: ScriptedUser(["And?"]), row=a_row(id="one")), 1.0)
+    one.turns[0].weight, one.turns[1].weight = 0.0, 0.5
+    write_trajectories(tmp_path / "trajectories.jsonl", [one])
+    out = shown(tmp_path, trajectory="one/0", tokens=True)
+    assert out.count(", weight 0 ") == out.count(", weight 0.5 ") == 1
+    rows = [line.strip("│ ").split() for line in out.splitlines()]
+    assert [row[2] for row in rows if len(row) == 5 and row[1] in ("0", "1")] == ["0", "0", "0.5", "0.5"]
+    record = trajectory_record(one)
+    for turn in record["turns"]:
+        del turn["weight"]  # of a run from before there were weights
+    assert "weight 0" not in text(conversation(record, tokens=True))
+
+
+def test_the_broken_ones(run: Path) -> None:
+    out = shown(run, failed=True)
+    assert out.count("╭─") == 1
+    assert "broken/0  (step 2, reward none, stop: error, " in out
+    assert "error (engine): RuntimeError: dead" in out
+
+
+def test_the_worst_ones_come_first_and_the_broken_ones_are_none(run: Path) -> None:
+    titles = [line for line in shown(run, worst=2).splitlines() if line.startswith("╭─")]
+    assert [title.split()[1] for title in titles] == ["low/0", "middle/0"]
+    assert shown(run, worst=99).count("╭─") == 3
+
+
+def test_the_best_ones_come_first_and_the_last_ones_in_their_order(run: Path) -> None:
+    def titles(**options: Any) -> list[str]:
+        return [line.split()[1] for line in shown(run, **options).splitlines() if line.startswith("╭─")]
+
+    assert titles(best=2) == ["sum/0", "middle/0"]
+    assert titles(last=3) == ["low/0", "broken/0", "middle/0"]
+    assert titles(last=1, step=1) == ["low/0"]
+    with pytest.raises(RunError, match="--worst and --last choose differently"):
+        shown(run, worst=1, last=1)
+    with pytest.raises(RunError, match="--tokens needs conversations to show"):
+        shown(run, tokens=True)
+
+
+def test_the_held_out_conversations_are_a_record_of_their_own(run: Path) -> None:
+    with pytest.raises(RunError, match="has no evaluations"):
+        shown(run, evaluation=True)
+    held_out = scored(hold(Says("Held out."), row=a_row(id="far")), 0.5)
+    write_trajectories(run / "eval_trajectories.jsonl", [held_out], step=0)
+    assert "1 conversations; done 1" in shown(run, evaluation=True)
+    assert f"turnwise show {run} --eval --id far/0" in shown(run, evaluation=True)
+    assert "Held out." in shown(run, evaluation=True, last=1)
+
+
+def test_the_row_the_tools_and_the_parts_of_the_reward_are_shown(tmp_path: Path) -> None:
+    one = scored(hold(Says("5"), lambda: Tools([add]), row=a_row(id="one", answer=5, note="x" * 500)), 1.5)
+    one.rewards = {"turns": 1.0, "short": 0.5}
+    write_trajectories(tmp_path / "trajectories.jsonl", [one])
+    lines = [" ".join(line.strip("│ ").split()) for line in shown(tmp_path, last=1).splitlines()]
+    text = " ".join(lines)
+    assert text.index("row answer=5, note=") < text.index("… (500 characters)")
+    assert text.index("(500 characters)") < text.index("tools add rewards turns 1.000, short 0.500")
+
+
+def test_the_text_of_every_token_stands_beside_its_id(run: Path) -> None:
+    byte_tokenizer().save_pretrained(run / "checkpoint")
+    rows = [line.strip("│ ").split() for line in shown(run, trajectory="low/0", tokens=True).splitlines()]
+    at = rows.index(["token_ids", "turn", "weight", "logprobs", "version", "text"]) + 1
+    assert rows[at] == ["1", "-1", "0", "0.0000", "-1", '"<|im_start|>"']
+    assert [row[-1] for row in rows[at + 21 : at + 25]] == ['"H"', '"m"', '"."', '"<|im_end|>"']
+
+
+def test_a_tokenizer_is_found_where_the_recipe_says_the_model_is(run: Path, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (run / "config.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
+    assert '"<|im_start|>"' in shown(run, trajectory="low/0", tokens=True)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        shown(run, trajectory="low/0", tokens=True)
+
+
+def test_a_path_is_in_one_piece_on_a_narrow_terminal(run: Path) -> None:
+    console = Console(width=30, no_color=True)
+    with console.capture() as captured:
+        show(console, run)
+    assert f"turnwise show {run} --id middle/0" in captured.get()
+    with console.capture() as captured:
+        console.print(places(RunDirectory(run), run / "checkpoint", conversations="all"), soft_wrap=True)
+    assert captured.get().splitlines()[-1].split()[0] == str(run / "checkpoint")
+
+
+def test_one_evaluation_stands_alone(run: Path) -> None:
+    (run / "evaluations.jsonl").write_text('{"step": 0, "reward/mean": 0.25}\n')
+    out = shown(run)
+    assert "so far (step 0)" in out
+    assert "before" not in out
+
+
+def test_the_conversations_of_a_step(run: Path) -> None:
+    titles = [line for line in shown(run, step=2).splitlines() if line.startswith("╭─")]
+    assert [title.split()[1] for title in titles] == ["broken/0", "middle/0"]
+    assert shown(run, step=2, failed=True).count("╭─") == 1
+
+
+@pytest.mark.parametrize("options", [{"trajectory": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
+def test_nothing_that_fits_is_told(run: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(RunError, match=r"no conversation in .* fits; `turnwise show .*` tells what there is"):
+        shown(run, **options)
+
+
+def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=rf"^{tmp_path} is no run: it has no trajectories\.jsonl\."):
+        shown(tmp_path)
+
+
+def test_a_line_that_a_killed_run_left_half_written_is_passed_over_and_any_other_is_not(run: Path) -> None:
+    path = run / "trajectories.jsonl"
+    with path.open("a") as file:
+        file.write('{"id": "ha')
+    assert len(list(read_lines(path))) == 4
+    assert "4 conversations" in shown(run)
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(RunError, match=rf"{path}:5 is damaged: Invalid control character"):
+        shown(run)
+    assert list(read_lines(run / "nothing.jsonl")) == []
+
+
+def test_after_a_rewritten_history_every_turn_shows_its_own_words_and_reward() -> None:
+    @environment
+    async def forgets(row: Any):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        yield Reply(rewrite=[{"role": "user", "content": "Anew."}], reward=1.0)
+        yield Reply(done=True, reward=2.0)
+
+    out = text(conversation(trajectory_record(hold(Says("first words", "second words"), forgets))))
+    lines = [line.strip("│ ") for line in out.splitlines()][1:-1]
+    assert lines == ["user", "Anew.", "assistant  reward 2", "second words"]
+    alike = text(conversation(trajectory_record(hold(Says("same", "same"), forgets))))
+    assert "assistant  reward 2" in alike
+
+
+def test_assistant_messages_of_the_opening_are_no_turns() -> None:
+    row = a_row()
+    row.messages.append({"role": "assistant", "content": "Yo."})  # type: ignore[attr-defined]
+    row.messages.append({"role": "user", "content": "And?"})  # type: ignore[attr-defined]
+    lines = [
+        line.strip("│ ") for line in text(conversation(trajectory_record(hold(Says("So."), row=row)))).splitlines()
+    ]
+    assert lines[1:-1] == ["user", "Hi", "assistant", "Yo.", "user", "And?", "assistant  reward 0", "So."]
+
+
+def test_brackets_are_text_wherever_they_stand() -> None:
+    one = hold(Says("[bold]x[/bold] [/nothing]"), row=a_row("[red]?", id="math[algebra][/x]"))
+    out = text(conversation(trajectory_record(one)))
+    assert "math[algebra][/x]/0  (reward none" in out
+    assert "[bold]x[/bold] [/nothing]" in out
+    assert "[red]?" in out
+
+
+def test_drift_is_shown() -> None:
+    one = hold(Says("a"))
+    one.drift = "from character 3 on"
+    assert "drift: from character 3 on" in text(conversation(trajectory_record(one)))
+
+
+def test_evaluations_before_and_after() -> None:
+    before = {"step": 0, "reward/mean": 0.1, "turns/mean": 2.0, "stop/done": 1.0, "stop/length": 0.0, "stop/error": 0.0}
+    after = {
+        "step": 9,
+        "reward/mean": 0.7,
+        "turns/mean": 1.5,
+        "stop/done": 0.75,
+        "stop/length": 0.25,
+        "stop/error": 0.0,
+    }
+    rows = [line.split() for line in text(evaluations_table([before, {"step": 5}, after])).splitlines()]
+    assert ["before", "(step", "0)", "after", "(step", "9)"] in [
+        [word for word in row if word not in "┃"] for row in rows
+    ]
+    cells = [[word for word in row if word != "│"] for row in rows]
+    assert ["reward/mean", "0.100", "0.700"] in cells
+    assert ["reward/std", "-", "-"] in cells
+    assert ["stop/length", "0.000", "0.250"] in cells
+    assert not any("stop/error" in row for row in cells)
+
+
+def test_a_curve_in_one_line() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█ 0.00 → 1.00"
+    assert sparkline([1.0, 1.0]) == "▁▁ 1.00 → 1.00"
+    assert sparkline([]) == ""
+    long = sparkline([n / 999 for n in range(1000)])
+    assert (len(long.split()[0]), long[0], long.split()[0][-1]) == (40, "▁", "█")
+    assert [number(None), number(0.12345), number(2)] == ["-", "0.123", "2.000"]
+
+
+def test_a_run_of_rollouts_has_a_summary_too(tmp_path: Path) -> None:
+    write_trajectories(tmp_path / "trajectories.jsonl", hold_all(Says("a"), size=3))
+    assert shown(tmp_path).splitlines()[0] == "3 conversations; done 3"

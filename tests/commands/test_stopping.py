@@ -1,0 +1,278 @@
+"""How a run is stopped: by Ctrl-C, by a scheduler's signals, and not by a reader that goes away."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.tiny import save_model, save_rows
+
+USER = '''
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+from turnwise.environments.environment import environment
+from turnwise.types import Opening, Reply
+
+HERE = Path(__file__).parent
+
+@environment
+async def with_child(row):
+    """Each conversation has a child process, which its clean-up ends."""
+    child = subprocess.Popen(["sleep", "600"])
+    with (HERE / "children").open("a") as file:
+        file.write(f"{child.pid}\\n")
+    try:
+        turn = yield Opening(messages=row.messages)
+        await asyncio.sleep(0.05)
+        print("a word", flush=True)
+        yield Reply(reward=float(len(turn.text)), done=True)
+    finally:
+        child.kill()
+        child.wait()
+'''
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "user.py").write_text(USER)
+    options = {
+        "model": {"path": str(save_model(tmp_path / "model"))},
+        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
+        "environment": f"{tmp_path / 'user.py'}:with_child",
+        "limits": {"turns": 1, "tokens_per_turn": 6},
+        "train": {"steps": 400, "rows": 2, "group": 2, "lr": 0.01},
+        "checkpoint": {"every": 400},
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+def start(recipe: Path, *overrides: str, stdout: Any = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
+    log = recipe.with_name("log.txt").open("w")
+    with log:
+        return subprocess.Popen(command, stdout=stdout or log, stderr=log, text=True)
+
+
+def wait_for_steps(process: subprocess.Popen[str], recipe: Path, count: int) -> None:
+    metrics, deadline = recipe.with_name("run") / "metrics.jsonl", time.monotonic() + 240
+    while not metrics.exists() or metrics.read_text().count("\n") < count:
+        assert process.poll() is None, recipe.with_name("log.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda one: str(one)
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
+    recipe: Path, number: signal.Signals, status: int
+) -> None:
+    started = start(recipe, "seed=3")
+    wait_for_steps(started, recipe, 2)
+    started.send_signal(number)
+    if number != signal.SIGINT:
+        started.send_signal(number)  # terminals send it twice
+    assert started.wait(timeout=240) == status
+    log = recipe.with_name("log.txt").read_text()
+    done = len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines())
+    assert f"stopped after step {done}; the newest checkpoint is that of step {done}: " in log
+    assert f"go on with: turnwise train {recipe} seed=3 resume=auto output=" in log
+    assert "Traceback" not in log
+    about = json.loads((recipe.with_name("run") / "checkpoints" / f"step-{done:06d}" / "checkpoint.json").read_text())
+    assert about["step"] == done
+    children = [int(line) for line in recipe.with_name("children").read_text().split()]
+    assert children
+    assert [pid for pid in children if alive(pid)] == []
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
+    started = start(recipe, "train.steps=3", stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    started.stdout.close()
+    assert started.wait(timeout=240) == 0, recipe.with_name("log.txt").read_text()
+    metrics = [json.loads(line) for line in (recipe.with_name("run") / "metrics.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["failed"]) for one in metrics] == [(1, 0), (2, 0), (3, 0)]
+    assert "BrokenPipe" not in recipe.with_name("log.txt").read_text()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], recipe: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, recipe.with_name("log.txt").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+SLOW_TO_CLOSE = """
+import asyncio
+import time
+from pathlib import Path
+from turnwise.types import Opening, Reply
+
+HERE = Path(__file__).parent
+
+class SlowToClose:
+    async def begin(self, row):
+        self.slow = (HERE / "slow").exists()  # asked once: a conversation is slow in both methods or in neither
+        return Opening(messages=row.messages)
+
+    async def step(self, turn):
+        if self.slow:
+            (HERE / "waits").touch()
+            await asyncio.sleep(60)
+        return Reply(reward=float(len(turn.text)), done=True)
+
+    async def close(self):
+        if self.slow:
+            WAIT
+            (HERE / "closed").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "every"),
+    [
+        pytest.param("await asyncio.sleep(20)", 1, id="waiting"),
+        pytest.param("time.sleep(20)", 1, id="blocking", marks=pytest.mark.slow),
+        pytest.param("await asyncio.to_thread(time.sleep, 20)", 400, id="in a thread", marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_ctrl_c_stops_at_once_and_says_which_checkpoint_there_is(recipe: Path, wait: str, every: int) -> None:
+    waits, closed, slow = (recipe.with_name(name) for name in ("waits", "closed", "slow"))
+    recipe.with_name("user.py").write_text(SLOW_TO_CLOSE.replace("WAIT", wait))
+    started = start(
+        recipe, f"environment={recipe.with_name('user.py')}:SlowToClose", "train.rows=1", f"checkpoint.every={every}"
+    )
+    wait_for_steps(started, recipe, 2)
+    slow.touch()
+    wait_for(waits, started, recipe)
+    started.send_signal(signal.SIGINT)
+    log, deadline = recipe.with_name("log.txt"), time.monotonic() + 240
+    while "turnwise: stopping (SIGINT); Ctrl-C stops at once" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run = recipe.with_name("run")
+    if (
+        every != 1
+    ):  # the cancelled `close` leaves its thread behind, so a checkpoint is written; then the thread is waited for
+        while not (run / "checkpoint").exists():
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+    time.sleep(0.5)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=240) == 130
+    assert not closed.exists()
+    text = log.read_text()
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    there = f"the newest checkpoint is that of step {done}: {run}/checkpoint"
+    assert f"turnwise: stopped after step {done}; {there}\n" in text
+    assert f"go on with: turnwise train {recipe} " in text
+    assert f" checkpoint.every={every} resume=auto output={run}\n" in text
+    assert (run / "checkpoint").resolve().parent.name == f"step-{done:06d}"
+    for word in ("Traceback", "Exception", "never retrieved", "never awaited"):
+        assert word not in text
+
+
+AT_EXIT = """
+import atexit
+import builtins
+import threading
+import time
+
+def wait(here=HERE, sleep=time.sleep):
+    (here / "exiting").touch()
+    sleep(3)
+    (here / "exited").touch()
+
+class Last:
+    def __del__(self, wait=wait):
+        wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "presses", "status"),
+    [
+        pytest.param("threading.Thread(target=wait).start()", 1, 0, marks=pytest.mark.slow),
+        pytest.param("threading.Thread(target=wait).start()", 2, 130, marks=pytest.mark.slow),
+        pytest.param("atexit.register(wait)", 1, 0, marks=pytest.mark.slow),
+        ("atexit.register(wait)", 2, 130),
+        ("builtins.last = Last()", 1, 0),
+    ],
+)
+def test_ctrl_c_while_the_interpreter_exits_prints_no_traceback(
+    recipe: Path, how: str, presses: int, status: int
+) -> None:
+    begin = f"if not (HERE / 'children').exists():\n        {how}\n    child = "
+    recipe.with_name("user.py").write_text(
+        USER.replace("child = ", begin).replace("@environment", f"{AT_EXIT}\n@environment")
+    )
+    if "Thread" in how:  # it starts with the first conversation, and must outlive the run
+        recipe.with_name("user.py").write_text(
+            recipe.with_name("user.py").read_text().replace("sleep(3)", "threading.main_thread().join(); sleep(3)")
+        )
+    started = start(recipe, "train.steps=1")
+    exiting = recipe.with_name("exiting")
+    wait_for(exiting, started, recipe)
+    if "Thread" in how:
+        wait_for(recipe.with_name("run") / "curve.png", started, recipe)
+        time.sleep(0.5)
+    log = recipe.with_name("log.txt")
+    for press in range(presses):
+        started.send_signal(signal.SIGINT)
+        while press + 1 < presses and "turnwise: stopping (SIGINT)" not in log.read_text():
+            time.sleep(0.02)
+    assert started.wait(timeout=240) == status
+    assert recipe.with_name("exited").exists() == (presses == 1)
+    for word in ("Traceback", "Exception", "KeyboardInterrupt"):
+        assert word not in log.read_text()
+
+
+SLOW_TRAINING = """
+import time
+import torch
+
+def slow(module, inputs):
+    if torch.is_grad_enabled() and isinstance(module, torch.nn.Embedding) and (HERE / "slow").exists():
+        (HERE / "training").touch()
+        time.sleep(1)
+
+torch.nn.modules.module.register_module_forward_pre_hook(slow)
+"""
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, overlap: bool) -> None:
+    recipe.with_name("user.py").write_text(USER.replace("@environment", f"{SLOW_TRAINING}\n@environment"))
+    # 300 micro-batches of a second each
+    small = ["train.group=150", "train.micro_batch_tokens=1", "train.share_prompts=never"]
+    started = start(recipe, *small, f"train.overlap={str(overlap).lower()}")
+    wait_for_steps(started, recipe, 1)
+    recipe.with_name("slow").touch()
+    wait_for(recipe.with_name("training"), started, recipe)
+    done = len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines())
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(timeout=120) == 143  # the step would last 300 s
+    log = recipe.with_name("log.txt").read_text()
+    assert f"stopped after step {done}; the newest checkpoint is that of step {done}: " in log
+    assert len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines()) == done
+    for word in ("Traceback", "Exception", "never retrieved", "never awaited"):
+        assert word not in log

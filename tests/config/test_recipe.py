@@ -1,0 +1,408 @@
+"""Recipes: overrides, environment variables, and everything that is refused, with the value, the rule and the fix."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from turnwise.config.known_names import ABSENT, CALLED
+from turnwise.config.parts import Part, changed
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config, LocalEngine, ScriptedEngine
+from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.errors import ConfigError
+
+LEAST = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write(tmp_path, LEAST)
+
+
+def write(path: Path, tree: Any) -> Path:
+    file = path / "recipe.yaml"
+    file.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree), encoding="utf-8")
+    return file
+
+
+def loaded(path: Path, *overrides: str) -> Config:
+    config, notes = load(path, overrides)
+    assert notes == []
+    return config
+
+
+def refused(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(path, overrides)
+    return str(error.value)
+
+
+# reading
+
+
+def test_the_least_recipe_has_defaults_for_everything_else(recipe: Path) -> None:
+    config = loaded(recipe)
+    assert (config.model.path, config.data.train) == ("m", "rows.jsonl")
+    assert config.environment.use == "turnwise.environments.environment:Once"
+    assert isinstance(config.engine, LocalEngine)
+    assert (config.limits.turns, config.train.group, config.sampling.temperature) == (8, 8, 1.0)
+    refuse_without_effect(config)
+
+
+def test_a_text_is_short_for_use(tmp_path: Path) -> None:
+    tree = {
+        **LEAST,
+        "environment": "a:b",
+        "tools": ["c:d", {"use": "e:f", "timeout": 2}],
+        "reward": {"trajectory": ["g:h", {"use": "i:j", "weight": 0.5, "arguments": {"x": 1}}]},
+    }
+    config = loaded(write(tmp_path, tree))
+    assert (config.environment.use, config.environment.arguments) == ("a:b", {})
+    assert [(tool.use, tool.timeout) for tool in config.tools] == [("c:d", None), ("e:f", 2.0)]
+    assert [(one.use, one.weight, one.arguments) for one in config.reward.trajectory] == [
+        ("g:h", 1.0, {}),
+        ("i:j", 0.5, {"x": 1}),
+    ]
+
+
+def test_a_resolved_recipe_is_a_recipe(tmp_path: Path) -> None:
+    tree = {
+        **LEAST,
+        "environment": {"use": "a:b", "arguments": {"lines": ["x", "y"], "n": 3}},
+        "tools": ["c:d"],
+        "sampling": {"stop": ["###"], "top_p": 0.9},
+        "train": {"betas": [0.8, 0.95], "lr": "1e-4", "epochs": 2, "clip_low": 0.1},
+        "engine": {"slots": 4},
+    }
+    config = loaded(write(tmp_path, tree))
+    dumped = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    again = loaded(write(tmp_path, dumped))
+    assert again == config
+    assert again.train.betas == (0.8, 0.95)
+    refuse_without_effect(again)  # though it names every option
+    defaults = loaded(write(tmp_path, LEAST))
+    named = yaml.safe_dump(defaults.model_dump(mode="json"))
+    refuse_without_effect(loaded(write(tmp_path, named)))
+
+
+def test_what_is_no_recipe_is_told(tmp_path: Path) -> None:
+    assert refused(tmp_path / "no.yaml").startswith(
+        f"there is no recipe {tmp_path / 'no.yaml'}; recipes are YAML files"
+    )
+    assert "is not YAML: " in refused(write(tmp_path, "model: {path: m"))
+    assert refused(write(tmp_path, "- a\n- b")).endswith("must hold a mapping of options; it holds a list")
+    assert refused(write(tmp_path, "")).endswith("must hold a mapping of options; it holds a NoneType")
+    (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9\n")
+    assert "latin.yaml is not UTF-8: invalid continuation byte" in refused(tmp_path / "latin.yaml")
+
+
+# overrides
+
+
+def test_overrides_are_yaml_and_may_reach_into_what_is_not_there(recipe: Path) -> None:
+    config = loaded(
+        recipe,
+        "train.lr=1e-4",
+        "limits.turns=3",
+        "limits.seconds=null",
+        "sampling.stop=['###', \"a=b\"]",
+        "train.overlap=true",
+        "data.columns={prompt: question}",
+        "data.columns.answer=solution",
+        "output=runs/x=y",
+        "data.system=",
+    )
+    assert (config.train.lr, config.limits.turns, config.limits.seconds) == (1e-4, 3, None)
+    assert (config.sampling.stop, config.train.overlap) == (["###", "a=b"], True)
+    assert config.data.columns == {"prompt": "question", "answer": "solution"}
+    assert (config.output, config.data.system) == ("runs/x=y", None)
+
+
+def test_an_override_may_reach_into_an_environment_in_short(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LEAST, "environment": "a:b"})
+    config = loaded(path, "environment.arguments.tries=2")
+    assert (config.environment.use, config.environment.arguments) == ("a:b", {"tries": 2})
+    assert loaded(path, "environment=c:d").environment.use == "c:d"
+
+
+def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
+    assert loaded(recipe, "seed=1", "seed=2").seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr", "'train.lr' is no override; write key=value, for example train.lr=1e-4"),
+        ("=3", "'=3' is no override; write key=value"),
+        ("train.lr=[1", "'train.lr=[1': the value is not YAML: "),
+        ("seed.x=1", "seed is not a mapping of options"),
+        ("tools.0.timeout=5", "tools is not a mapping of options"),
+        ("train..lr=5", "'train..lr' has an empty part"),
+    ],
+)
+def test_what_is_no_override_is_told(tmp_path: Path, override: str, message: str) -> None:
+    path = write(tmp_path, {**LEAST, "seed": 1, "tools": ["a:b"]})
+    assert message in refused(path, override)
+
+
+# environment variables
+
+
+def test_environment_variables_are_put_in_also_in_overrides_and_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TW_MODEL", "models/tiny")
+    monkeypatch.setenv("TW_STEPS", "7")
+    monkeypatch.delenv("TW_NOWHERE", raising=False)
+    tree = {
+        "model": {"path": "${TW_MODEL}/v${TW_STEPS}"},
+        "data": {"train": "${TW_NOWHERE:-rows.jsonl}", "system": "${TW_NOWHERE:-}", "columns": {"a": "${TW_MODEL:-x}"}},
+        "sampling": {"stop": ["$5", "${TW_STEPS}"]},
+        "train": {"steps": "${TW_STEPS}"},
+    }
+    config = loaded(write(tmp_path, tree), "output=runs/${TW_STEPS}")
+    assert (config.model.path, config.data.train, config.data.system) == ("models/tiny/v7", "rows.jsonl", "")
+    assert config.data.columns == {"a": "models/tiny"}
+    assert (config.sampling.stop, config.train.steps, config.output) == (["$5", "7"], 7, "runs/7")
+
+
+def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TW_NOWHERE", raising=False)
+    path = write(tmp_path, {"model": {"path": "${TW_NOWHERE}"}, "data": {"train": "x"}})
+    assert refused(path) == (
+        f"{path}: model: path: the environment variable TW_NOWHERE is not set; set it, or write ${{TW_NOWHERE:-default}}"
+    )
+
+
+# what the schema refuses
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lrr=1", "there is no option train.lrr; did you mean 'lr'?"),
+        ("trian.lr=1", "there is no option trian; did you mean 'train'?"),
+        ("model.xyz=1", "there is no option model.xyz; the options here are: path, dtype, device"),
+        ("environment.args={}", "there is no option environment.args"),
+        ("tools=[{use: 'a:b', time: 1}]", "there is no option tools.0.time; did you mean 'timeout'?"),
+        (
+            "reward.trajectory=[{use: 'a:b', wieght: 1}]",
+            "there is no option reward.trajectory.0.wieght; did you mean 'weight'?",
+        ),
+        ("engine.slot=3", "there is no option engine.slot; did you mean 'slots'?"),
+        ("engine.script=x.jsonl", "engine.script has no effect with engine.name=local: it belongs to another engine"),
+        ("engine.name=vllm", "engine.name: there is no engine 'vllm'; there are: local, scripted"),
+        ("engine.name=scripted", "engine.script is missing"),
+        ("train.steps=many", "train.steps: input should be a valid integer"),
+        ("train.steps=0", "train.steps: input should be greater than 0; got 0"),
+        ("train.steps=1.5", "train.steps: input should be a valid integer"),
+        ("train.lr=-1", "train.lr: input should be greater than or equal to 0; got -1"),
+        ("sampling.top_p=0", "sampling.top_p: input should be greater than 0; got 0"),
+        ("sampling.min_p=1", "sampling.min_p: input should be less than 1; got 1"),
+        ("sanity=loose", "sanity: input should be 'strict', 'ignore_strippable' or 'disable'; got 'loose'"),
+        ("credit.name=gae", "credit.name: input should be 'grpo'; got 'gae'"),
+        ("train.betas=[0.9]", "train.betas"),
+        ("model.path=null", "model.path: input should be a valid string; got None"),
+        ("train=null", "train: input should be a valid dictionary"),
+        ("engine=null", "engine must be a mapping of options, such as {name: local}; got None"),
+        ("engine=local", "engine must be a mapping of options, such as {name: local}; got 'local'"),
+        ("engine=[1]", "engine must be a mapping of options, such as {name: local}; got [1]"),
+        ("environment.arguments.tries=2", "environment.use is missing"),
+    ],
+)
+def test_wrong_options_are_told_by_name_value_and_rule(recipe: Path, override: str, message: str) -> None:
+    told = refused(recipe, override)
+    assert told.startswith(f"{recipe}: ")
+    assert message in told
+    assert "pydantic" not in told
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, {"model": {"paht": "m"}, "train": {"steps": -1, "lr": "fast"}, "colour": "red"})
+    told = refused(path).removeprefix(f"{path}: ").splitlines()
+    assert sorted(line.partition(";")[0] for line in told) == [
+        "data is missing",
+        "model.path is missing",
+        "there is no option colour",
+        "there is no option model.paht",
+        "train.lr: input should be a valid number, unable to parse string as a number",
+        "train.steps: input should be greater than 0",
+    ]
+
+
+# another engine
+
+
+def test_another_engine_drops_the_options_of_the_first_and_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LEAST, "engine": {"name": "local", "memory_gb": 1, "slots": 4}})
+    config, notes = load(path, ["engine.name=scripted", "engine.script=lines.jsonl"])
+    assert config.engine == ScriptedEngine(name="scripted", script="lines.jsonl")
+    assert notes == [
+        "engine.name=scripted leaves out the recipe's engine.memory_gb, engine.slots, which belonged to 'local'"
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides", [["engine.name=scripted", "engine.script=x"], ["engine.script=x", "engine.name=scripted"]]
+)
+def test_the_order_of_the_overrides_of_an_engine_does_not_matter(tmp_path: Path, overrides: list[str]) -> None:
+    path = write(tmp_path, {**LEAST, "engine": {"slots": 4}})  # `local`, though it does not say so
+    config, notes = load(path, overrides)
+    assert config.engine == ScriptedEngine(name="scripted", script="x")
+    assert notes == ["engine.name=scripted leaves out the recipe's engine.slots, which belonged to 'local'"]
+
+
+def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LEAST, "engine": {"slots": 4}})
+    assert loaded(path, "engine.name=local").engine == LocalEngine(slots=4)
+    config, notes = load(path, ["engine.name=scripted", "engine.script=x"])
+    assert (config.engine.name, len(notes)) == ("scripted", 1)
+
+
+# what would have no effect
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.clip_low=0.1"], "train.clip_low and train.clip_high have no effect with one optimizer step a batch"),
+        (["train.clip_high=0.3"], "remove them, or set train.minibatches, train.epochs or train.overlap"),
+        (["train.group=1"], "train.group=1: credit grpo compares trajectories of one row, so it needs at least 2"),
+        (["sampling.temperature=0"], "sampling.temperature=0 makes all trajectories of a row the same"),
+        (["train.lr=0"], "train.lr=0 trains nothing; use `turnwise rollout`"),
+        (
+            ["train.rows=2", "train.group=3", "train.minibatches=7"],
+            "train.minibatches=7 is more than the 6 trajectories of a step",
+        ),
+        (
+            ["train.steps=5", "train.warmup_steps=5"],
+            "train.warmup_steps=5 leaves none of train.steps=5 at the full rate",
+        ),
+        (
+            ["train.warmup_steps=1"],
+            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n",
+        ),
+        (["engine.name=scripted", "engine.script=x"], "engine.name=scripted cannot be trained"),
+        (["eval.samples=2"], "eval.samples has no effect without held-out rows: set data.eval"),
+        (["eval.every=5"], "eval.every has no effect without held-out rows"),
+        (["eval.rows=5"], "eval.rows has no effect without held-out rows"),
+        (["data.train=hub/id", "data.eval_split=dev"], "data.eval_split has no effect without data.eval"),
+        (["resume=auto", "replace=true"], "resume=auto goes on with the former run and replace=true moves it away"),
+        (["deterministic=true", "train.overlap=true"], "deterministic=true is synchronous; train.overlap=true is not"),
+        (
+            ["deterministic=true", "model.device=cuda"],
+            "deterministic=true is for the CPU; model.device=cuda is not one",
+        ),
+        (["deterministic=true", "engine.threads=2"], "deterministic=true runs with one thread; remove engine.threads"),
+        (["data.split=dev"], "data.split has no effect on the single file rows.jsonl"),
+        (["data.eval=held.jsonl", "data.eval_split=dev"], "data.eval_split has no effect on held.jsonl"),
+        (["data.subset=main"], "data.subset has no effect on the single file rows.jsonl"),
+        (["data.subset=main", "data.eval=held.parquet"], "data.subset has no effect on the single file rows.jsonl"),
+    ],
+)
+def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], message: str) -> None:
+    config = loaded(recipe, *overrides)
+    with pytest.raises(ConfigError) as error:
+        refuse_without_effect(config)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.clip_low=0.1", "train.epochs=2"],
+        ["train.clip_high=0.3", "train.minibatches=2"],
+        ["train.clip_low=0.1", "train.overlap=true"],
+        ["train.clip_low=0.2", "train.clip_high=0.2"],  # the defaults, named
+        ["train.rows=2", "train.group=3", "train.minibatches=6"],
+        ["train.steps=5", "train.warmup_steps=4"],
+        ["eval.samples=2", "data.eval=held.jsonl"],
+        ["data.train=hub/id", "data.split=dev", "data.subset=main"],
+        ["data.train=hub/id", "data.eval=held.jsonl", "data.subset=main"],
+        ["data.train=hub/id", "data.eval=hub/id", "data.eval_split=dev"],
+        ["deterministic=true", "model.device=cpu", "engine.threads=1"],
+        ["resume=auto"],
+        ["replace=true"],
+    ],
+)
+def test_options_with_an_effect_are_not(recipe: Path, overrides: list[str]) -> None:
+    refuse_without_effect(loaded(recipe, *overrides))
+
+
+def test_the_recipes_that_come_with_the_repository_are_good() -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+    assert len(recipes) >= 1
+    for path in recipes:
+        config = loaded(path)
+        (refuse_sft_without_effect if changed(config.sft) else refuse_without_effect)(config)
+
+
+def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
+    assert loaded(recipe).thinking == "keep"
+    assert loaded(recipe, "use_inference_chat_template=true").thinking == "branch"
+    assert loaded(recipe, "use_inference_chat_template=true", "thinking=branch").thinking == "branch"
+    with pytest.raises(
+        ConfigError, match="means thinking=branch, and the recipe says thinking=strip_at_user: remove one"
+    ):
+        loaded(recipe, "use_inference_chat_template=true", "thinking=strip_at_user")
+
+
+# names of other systems
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.learning_rate=1e-5", "there is no option train.learning_rate; it is called train.lr here"),
+        ("learning_rate=1e-5", "there is no option learning_rate; it is called train.lr here"),
+        ("sft.learning_rate=1e-5", "there is no option sft.learning_rate; it is called sft.lr here"),
+        ("train.batch_size=8", "there is no option train.batch_size; it is called train.rows here"),
+        ("train.num_generations=8", "it is called train.group here"),
+        ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
+        ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
+        ("train.report_to=wandb", "figures are written to metrics.jsonl in the run's directory"),
+        ("lora.rank=8", "there are no adapters, so all weights are trained: leave it out"),
+        ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
+    ],
+)
+def test_an_option_by_the_name_of_another_system_is_refused_with_ours(recipe: Path, override: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load(recipe, [override])
+
+
+def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> None:
+    options = {
+        f"{part}.{name}" if part else name
+        for part, model in [
+            ("", Config),
+            *((name, _part(field.annotation)) for name, field in Config.model_fields.items()),
+        ]
+        if model is not None
+        for name in model.model_fields
+    }
+    assert set(CALLED) <= options
+    others = [name for names in [*CALLED.values(), *ABSENT.values()] for name in names]
+    assert len(others) == len(set(others))
+    assert not {name for name in others if name in Config.model_fields}
+
+
+def _part(annotation: Any) -> type[Part] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Part) else None
+
+
+def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -> None:
+    tree = yaml.safe_load(recipe.read_text())
+    tree.setdefault("data", {}).update(eval="held.jsonl")
+    tree["eval"] = {"rows": 4, "every": 2}
+    recipe.write_text(yaml.safe_dump(tree))
+    config, notes = load(recipe, ["data.eval=null"])
+    assert (config.data.eval, config.eval.rows, config.eval.every) == (None, None, 0)
+    assert notes == ["data.eval=null leaves out the recipe's eval.every, eval.rows, which need held-out rows"]
+    with pytest.raises(ConfigError, match=r"eval\.rows has no effect without held-out rows"):
+        refuse_without_effect(load(recipe, ["data.eval=null", "eval.rows=4"])[0])  # this was asked for

@@ -1,0 +1,383 @@
+"""What a conversation was worth, and what becomes of a reward that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.conversations import Says, hold, hold_all
+from turnwise.environments.environment import environment, say
+from turnwise.errors import ConfigError
+from turnwise.rewards.credit import grpo
+from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
+from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
+
+
+@environment
+async def pays(row: Any, *rewards: float):  # type: ignore[no-untyped-def]
+    yield Opening(messages=row.messages)
+    for reward in rewards[:-1]:
+        yield say("And?", reward=reward)
+    yield Reply(done=True, reward=rewards[-1])
+
+
+def a_trajectory(*rewards: float) -> Trajectory:
+    """A conversation whose environment gave these rewards."""
+    return hold(Says(*"abcdefgh"[: len(rewards)]), lambda: pays(*rewards))
+
+
+def score(scorer: Scorer, *trajectories: Trajectory) -> None:
+    group = Group(id="1", row=trajectories[0].row, trajectories=list(trajectories))
+    asyncio.run(scorer.score([group]))
+
+
+def two_turns(trajectory: Trajectory) -> float:
+    return float(len(trajectory.turns) == 2)
+
+
+async def later(trajectory: Trajectory) -> float:
+    await asyncio.sleep(0.001)
+    return 10.0
+
+
+def place(trajectory: Trajectory, turn: Turn) -> float:
+    assert trajectory.turns[turn.index] is turn
+    return float(turn.index)
+
+
+async def place_later(trajectory: Trajectory, turn: Turn) -> float:
+    await asyncio.sleep(0)
+    return float(turn.index)
+
+
+def test_without_functions_the_reward_is_the_sum_of_the_turns() -> None:
+    one = a_trajectory(0.5, 0.25)
+    assert (one.reward, one.rewards) == (None, {})
+    score(Scorer(), one)
+    assert (one.reward, one.rewards, one.error) == (0.75, {"turns": 0.75}, None)
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+
+
+def test_functions_of_the_trajectory_sync_and_async_are_added_with_their_weights() -> None:
+    one = a_trajectory(0.5, 0.25)
+    score(Scorer(trajectory=[TrajectoryReward("two", two_turns, 2.0), TrajectoryReward("later", later, -0.5)]), one)
+    assert one.rewards == {"turns": 0.75, "two": 2.0, "later": -5.0}
+    assert one.reward == -2.25
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+
+
+def test_functions_of_the_turns_are_added_to_the_turns() -> None:
+    one = a_trajectory(0.5, 0.25, 0.0)
+    score(Scorer(turns=[TurnReward("place", place), TurnReward("later", place_later, 0.5)]), one)
+    assert [turn.reward for turn in one.turns] == [0.5, 1.75, 3.0]
+    assert one.rewards == {"turns": 0.75, "place": 3.0, "later": 1.5}
+    assert one.reward == sum(turn.reward for turn in one.turns) == 5.25
+
+
+def test_two_functions_of_one_name_are_added() -> None:
+    one = a_trajectory(0.0, 0.0)
+    score(Scorer(trajectory=[TrajectoryReward("f", two_turns), TrajectoryReward("f", two_turns, 3.0)]), one)
+    assert one.rewards == {"turns": 0.0, "f": 4.0}
+    assert one.reward == 4.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, True, np.float32(1.0), np.array([1.0]).sum(), np.array([1.0]), np.True_, torch.tensor([1]), Fraction(1)],
+)
+def test_numbers_of_every_kind_are_rewards(value: Any) -> None:
+    one = a_trajectory(0.0)
+    score(Scorer(trajectory=[TrajectoryReward("f", lambda _: value)]), one)
+    assert one.reward == 1.0
+    assert type(one.rewards["f"]) is float
+
+
+def raises(trajectory: Trajectory) -> float:
+    raise KeyError("answer")
+
+
+async def raises_later(trajectory: Trajectory) -> float:
+    await asyncio.sleep(0)
+    raise RuntimeError("the judge is gone")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "the reward function 'f': KeyError: answer"),
+        (raises_later, "the reward function 'f': RuntimeError: the judge is gone"),
+        (lambda _: math.nan, "the reward function 'f' gave nan; a reward must be a finite number"),
+        (lambda _: -math.inf, "the reward function 'f' gave -inf; a reward must be a finite number"),
+        (
+            lambda _: None,
+            "the reward function 'f' gave None; a reward must be a number, such as 0.0: is a `return` missing?",
+        ),
+        (
+            lambda _: "1.0",
+            "the reward function 'f' gave the text '1.0'; a reward must be a number: give float(...) of it",
+        ),
+        (
+            lambda _: [1.0],
+            "the reward function 'f' gave [1.0] (list); a reward must be one number: float() argument must be a string or "
+            "a real number, not 'list'",
+        ),
+        (
+            lambda _: 10**400,
+            f"the reward function 'f' gave 1{'0' * 79} (int); a reward must be one number: int too large to convert to float",
+        ),
+    ],
+)
+def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, message: str) -> None:
+    def only_the_second(trajectory: Trajectory) -> Any:
+        return function(trajectory) if trajectory.id == "1/1" else float(trajectory.id[-1])
+
+    trajectories = hold_all(Says("a"), lambda: pays(1.0), size=4)
+    score(Scorer(trajectory=[TrajectoryReward("f", only_the_second)]), *trajectories)
+    broken = trajectories[1]
+    assert broken.error == Failure("reward", message)
+    assert (broken.stop, broken.reward, broken.failed) == ("error", None, True)
+    assert broken.messages[-1]["content"] == "a"  # what it holds stays
+    assert [one.reward for one in trajectories] == [1.0, None, 3.0, 4.0]
+    group = Group(id="1", row=broken.row, trajectories=trajectories)
+    grpo(group, scale="none")
+    assert [one.advantages for one in trajectories] == [
+        [pytest.approx(-5 / 3)],
+        [],
+        [pytest.approx(1 / 3)],
+        [pytest.approx(4 / 3)],
+    ]
+
+
+def test_a_reward_that_takes_too_long_names_the_bound() -> None:
+    async def slow(trajectory: Trajectory) -> float:
+        await asyncio.sleep(10)
+        return 1.0
+
+    one = a_trajectory(1.0)
+    score(Scorer(trajectory=[TrajectoryReward("slow", slow)], seconds=0.05), one)
+    assert one.error is not None
+    assert (one.error.kind, one.error.message) == (
+        "reward",
+        "the reward functions took longer than reward.seconds=0.05",
+    )
+
+
+def test_a_reward_of_a_turn_that_breaks_leaves_the_turns_as_they_were() -> None:
+    def breaks_late(trajectory: Trajectory, turn: Turn) -> float:
+        return 1.0 if turn.index == 0 else math.nan
+
+    one = a_trajectory(0.5, 0.25)
+    score(Scorer(turns=[TurnReward("late", breaks_late)]), one)
+    assert one.error == Failure("reward", "the reward function 'late' gave nan; a reward must be a finite number")
+    assert [turn.reward for turn in one.turns] == [0.5, 0.25]
+    assert one.rewards == {}
+
+
+def test_a_reward_of_the_environment_that_is_no_number_is_told() -> None:
+    one = a_trajectory(0.5, math.nan)
+    score(Scorer(), one)
+    assert one.error == Failure("reward", "the environment gave nan; a reward must be a finite number")
+    assert one.reward is None
+
+
+def test_what_broke_before_is_not_scored_and_what_is_scored_not_again() -> None:
+    asked: list[str] = []
+
+    def counts(trajectory: Trajectory) -> float:
+        asked.append(trajectory.id)
+        return 1.0
+
+    scorer = Scorer(trajectory=[TrajectoryReward("counts", counts)])
+    broken, good = hold(Says(RuntimeError("dead"))), a_trajectory(0.5)
+    score(scorer, broken, good)
+    score(scorer, broken, good)
+    assert asked == [good.id]
+    assert (broken.reward, broken.error.kind if broken.error else None) == (None, "engine")
+    assert (good.reward, good.turns[0].reward) == (1.5, 0.5)
+
+
+def test_rewards_are_asked_at_the_same_time() -> None:
+    now, most = 0, 0
+
+    async def slow(trajectory: Trajectory) -> float:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return 0.0
+
+    score(Scorer(trajectory=[TrajectoryReward("slow", slow)]), *hold_all(Says("a"), size=5))
+    assert most == 5
+
+
+def of_group(function: Any, *, size: int = 4, weight: float = 1.0, seconds: float | None = None) -> list[Trajectory]:
+    """Four conversations of a group, the second one broken before, scored by a function of the group."""
+    trajectories = hold_all(Says("a"), lambda: pays(0.5), size=size)
+    trajectories[1].fail(Failure("environment", "gone"))
+    score(Scorer(groups=[GroupReward("together", function, weight)], seconds=seconds), *trajectories)
+    return trajectories
+
+
+def test_a_function_of_the_group_is_asked_once_about_all_that_did_not_break() -> None:
+    asked: list[list[str]] = []
+
+    def places(trajectories: Any) -> list[float]:
+        asked.append([one.id for one in trajectories])
+        return [float(n) for n in range(len(trajectories))]
+
+    trajectories = of_group(places, weight=2.0)
+    assert asked == [["1/0", "1/2", "1/3"]]
+    assert [one.reward for one in trajectories] == [0.5, None, 2.5, 4.5]
+    assert trajectories[3].rewards == {"turns": 0.5, "together": 4.0}
+    assert trajectories[1].error == Failure("environment", "gone")
+
+
+def test_a_group_function_that_raises_while_its_values_are_read_breaks_them_as_a_reward() -> None:
+    def half_way(trajectories: Any) -> Any:
+        yield 1.0
+        raise RuntimeError("lost")
+
+    trajectories = of_group(half_way)
+    errors = [one.error for one in trajectories if one is not trajectories[1]]
+    assert [(one.kind, "RuntimeError: lost" in one.message) for one in errors if one is not None] == [
+        ("reward", True)
+    ] * 3
+
+
+def test_each_group_is_asked_about_by_itself_and_together_with_the_other_kinds_of_functions() -> None:
+    async def mean(trajectories: Any) -> Any:
+        await asyncio.sleep(0.001)
+        return np.full(len(trajectories), len(trajectories))
+
+    groups = [
+        Group(id=str(size), row=several[0].row, trajectories=several)
+        for size in (1, 3)
+        for several in [hold_all(Says("a"), lambda: pays(0.5), size=size)]
+    ]
+    scorer = Scorer([TrajectoryReward("f", lambda one: 10.0)], [TurnReward("t", place)], [GroupReward("g", mean)])
+    asyncio.run(scorer.score(groups))
+    assert [[one.reward for one in group.trajectories] for group in groups] == [[11.5], [13.5, 13.5, 13.5]]
+    assert groups[1].trajectories[0].rewards == {"turns": 0.5, "t": 0.0, "f": 10.0, "g": 3.0}
+
+
+def test_none_says_that_a_function_of_the_group_does_not_apply() -> None:
+    trajectories = of_group(lambda several: [None, 1.0, None])
+    assert [one.rewards for one in trajectories] == [
+        {"turns": 0.5},
+        {},
+        {"turns": 0.5, "together": 1.0},
+        {"turns": 0.5},
+    ]
+    assert [one.reward for one in trajectories] == [0.5, None, 1.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda several: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda several: several[0].row["label"], "KeyError: "),
+        (
+            lambda several: [1.0],
+            "the reward function 'together' gave 1 values for the 3 trajectories of a group; it must give a list with a number, "
+            "or None, for each of them, in their order",
+        ),
+        (
+            lambda several: 1.0,
+            "the reward function 'together' gave 1.0 for the 3 trajectories of a group; it must give",
+        ),
+        (lambda several: "abc", "the reward function 'together' gave 'abc' for the 3 trajectories"),
+        (lambda several: {"a": 1.0}, "the reward function 'together' gave {'a': 1.0} for the 3 trajectories"),
+        (lambda several: asyncio.sleep(1), "the reward function 'together' took longer than reward.seconds=0.05"),
+    ],
+)
+def test_a_function_of_the_group_that_breaks_breaks_those_that_it_was_asked_about(function: Any, message: str) -> None:
+    trajectories = of_group(function, seconds=0.05)
+    for one in (trajectories[0], trajectories[2], trajectories[3]):
+        assert one.error is not None
+        assert one.error.kind == "reward"
+        assert message in one.error.message
+        assert (one.reward, one.rewards) == (None, {})
+
+
+def test_a_wrong_number_of_a_function_of_the_group_breaks_its_own_trajectory() -> None:
+    trajectories = of_group(lambda several: [1.0, math.nan, 2.0])
+    assert [one.reward for one in trajectories] == [1.5, None, None, 2.5]
+    assert trajectories[2].error == Failure(
+        "reward", "the reward function 'together' gave nan; a reward must be a finite number"
+    )
+
+
+@pytest.mark.parametrize("value", [1e200, -1e16])
+def test_a_reward_that_no_gradient_could_hold_breaks_its_trajectory_and_no_other(value: float) -> None:
+    trajectories = hold_all(Says("a"), lambda: pays(1.0), size=3)
+    score(Scorer(trajectory=[TrajectoryReward("f", lambda one: value if one.id == "1/1" else 1.0)]), *trajectories)
+    assert trajectories[1].error == Failure(
+        "reward", f"the reward function 'f' gave {value:g}; a reward must lie between -1e+15 and 1e+15"
+    )
+    grpo(Group(id="1", row=trajectories[0].row, trajectories=trajectories))
+    assert [one.reward for one in trajectories] == [2.0, None, 2.0]
+
+
+def test_rewards_whose_sum_is_no_number_break_their_trajectory() -> None:
+    one = a_trajectory(1.2e308, 1.2e308)
+    score(Scorer(), one)
+    assert one.error == Failure("reward", "the environment gave 1.2e+308; a reward must lie between -1e+15 and 1e+15")
+    several = a_trajectory(9e14, 9e14)
+    score(Scorer(), several)
+    assert several.error == Failure(
+        "reward", "all reward functions together gave 1.8e+15; a reward must lie between -1e+15 and 1e+15"
+    )
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
+    for kind in (TrajectoryReward, TurnReward, GroupReward):
+        with pytest.raises(ConfigError, match="has the weight"):
+            kind("f", two_turns, weight)  # type: ignore[arg-type]
+
+
+def test_a_reward_function_may_set_an_alarm() -> None:
+    def alarmed(trajectory: Trajectory) -> float:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(5)
+        signal.alarm(0)
+        return 1.0
+
+    before = signal.getsignal(signal.SIGALRM)
+    trajectories = hold_all(Says("a"), lambda: pays(0.0), size=3)
+    try:
+        score(Scorer(trajectory=[TrajectoryReward("alarmed", alarmed)]), *trajectories)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [one.reward for one in trajectories] == [1.0] * 3
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), BaseException("no Exception")])
+def test_whatever_a_reward_function_raises_breaks_its_trajectory_only(error: BaseException) -> None:
+    async def raises_it(trajectory: Trajectory) -> float:
+        await asyncio.sleep(0)
+        if trajectory.id == "1/1":
+            raise error
+        return 1.0
+
+    def at_once(trajectory: Trajectory) -> float:
+        if trajectory.id == "1/2":
+            raise error
+        return 1.0
+
+    trajectories = hold_all(Says("a"), lambda: pays(0.0), size=4)
+    score(Scorer(trajectory=[TrajectoryReward("a", raises_it), TrajectoryReward("b", at_once)]), *trajectories)
+    assert [one.reward for one in trajectories] == [2.0, None, None, 2.0]
+    assert [one.error.message.partition(":")[0] for one in trajectories if one.error] == [
+        "the reward function 'a'",
+        "the reward function 'b'",
+    ]
+    assert "at_once" in (trajectories[2].error or Failure("", "")).traceback

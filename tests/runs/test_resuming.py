@@ -1,0 +1,618 @@
+"""A run that is resumed is the run that it was: its reference, its options, its data; and nothing that was there is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from support.tiny import save_model, save_rows
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.config.resume_rules import RULES, check_options, option_values
+from turnwise.config.schema import Config
+from turnwise.doctor.options import schema
+from turnwise.errors import ConfigError, RunError
+from turnwise.record.run_lock import RunLock
+from turnwise.runs.resuming import open_run
+from turnwise.runs.run_state import checkpoint_due
+from turnwise.terminal.report import Report
+from turnwise.training.checkpoint import Checkpoints
+
+PLACES = Path(__file__).parents[1] / "support" / "places.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def write_recipe(folder: Path, model: Path) -> Path:
+    options = {
+        "model": {"path": str(model)},
+        "data": {"train": str(save_rows(folder / "train.jsonl"))},
+        "environment": f"{PLACES}:low_bytes",
+        "limits": {"turns": 2, "tokens_per_turn": 6},
+        "train": {"steps": 2, "rows": 2, "group": 3, "lr": 0.01},
+        "checkpoint": {"every": 1},
+        "output": str(folder / "run"),
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, model)
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run of two steps, which tests copy."""
+    recipe = write_recipe(tmp_path_factory.mktemp("finished"), model)
+    run(recipe, f"data.eval={save_rows(recipe.parent / 'eval.jsonl', 2)}")
+    return recipe
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """A recipe whose run has two steps and two checkpoints."""
+    shutil.copytree(finished.parent, tmp_path / "copy", symlinks=True)
+    path = tmp_path / "copy" / "recipe.yaml"
+    path.write_text(path.read_text().replace(str(finished.parent), str(tmp_path / "copy")))
+    return path
+
+
+def run(recipe: Path, *overrides: str) -> Any:
+    """Train in this process."""
+    from turnwise.train import assemble, train
+
+    made = assemble(load(recipe, overrides)[0])
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(train(made, Report(Console(file=nowhere))))
+    return made
+
+
+def resume(recipe: Path, *overrides: str) -> Any:
+    return run(recipe, "resume=auto", *overrides)
+
+
+def opened(recipe: Path, *overrides: str) -> Any:
+    """What resuming finds, without loading anything."""
+    return open_run(load(recipe, ["resume=auto", *overrides])[0], "train")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(path: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if not key.startswith("seconds/")} for one in lines(path)]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# the reference
+
+
+def test_the_reference_of_a_resumed_run_is_the_model_before_training(recipe: Path, tmp_path: Path) -> None:
+    options = ["deterministic=true", "train.kl_coef=0.1", "train.lr=0.05"]
+    run(recipe, *options, "train.steps=3", f"output={tmp_path / 'straight'}")
+    run(recipe, *options, "train.steps=2", f"output={tmp_path / 'parts'}")
+    resume(recipe, *options, "train.steps=3", f"output={tmp_path / 'parts'}")
+    straight, parts = (timeless(tmp_path / name / "metrics.jsonl") for name in ("straight", "parts"))
+    assert straight[2]["kl"] > 0.01
+    assert parts == straight
+
+
+def test_a_run_with_a_reference_that_has_changed_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    recipe = write_recipe(tmp_path, model)
+    run(recipe, "train.kl_coef=0.1")
+    before = contents(tmp_path / "run")
+    save_model(model, seed=1)
+    with pytest.raises(
+        RunError, match=r"train\.kl_coef=0\.1 needs the model before training.*are not those that the run"
+    ):
+        resume(recipe, "train.kl_coef=0.1", "train.steps=3")
+    after = contents(tmp_path / "run")
+    assert {name for name in after if after[name] != before.get(name)} <= {".lock"}
+
+
+# options, data and tokenizer
+
+
+def test_every_option_says_whether_it_may_change_when_a_run_is_resumed() -> None:
+    assert set(RULES) == set(schema())
+
+
+def test_the_values_that_are_compared_are_those_of_every_option(recipe: Path) -> None:
+    config = load(recipe, [f"reward.turns=['{PLACES}:turn_length']"])[0]
+    values = option_values(config)
+    assert set(values) == set(RULES) - {"engine.script"}
+    assert values["train.betas"] == [0.9, 0.999]
+    assert values["reward.turns[].use"] == [f"{PLACES}:turn_length"]
+    assert (values["environment.use"], values["environment.arguments"]) == (f"{PLACES}:low_bytes", {})
+    assert json.loads(json.dumps(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("train.betas=[0.5,0.9]", r"train\.betas=\[0\.5, 0\.9\] \(the run has \[0\.9, 0\.999\]\)"),
+        ("train.weight_decay=0.5", r"train\.weight_decay=0\.5 \(the run has 0\.0\)"),
+        ("train.lr=0.5", r"train\.lr=0\.5 \(the run has 0\.01\)"),
+        ("seed=7", r"seed=7 \(the run has 0\)"),
+        ("sampling.temperature=0.5", r"sampling\.temperature=0\.5 \(the run has 1\.0\)"),
+        (f"environment.use={PLACES}:slow", r"environment\.use=.*slow.*\(the run has .*low_bytes"),
+        (f"reward.trajectory=['{PLACES}:length']", r"reward\.trajectory\[\]\.use=\['.*:length'\] \(the run has \[\]\)"),
+        ("train.kl_coef=0.5", r"train\.kl_coef=0\.5"),
+        ("model.dtype=bfloat16", r"model\.dtype=bfloat16.*\n.*model\.dtype cannot change"),
+        ("model.path=/somewhere/else", r"model\.path=/somewhere/else.*\n.*begin another run with its weights"),
+    ],
+)
+def test_a_change_that_makes_it_another_run_is_refused(copied: Path, change: str, told: str) -> None:
+    with pytest.raises(RunError, match=rf"cannot be resumed with other options:\n  {told}"):
+        opened(copied, change)
+    if "cannot change" not in told:
+        with pytest.raises(RunError, match=rf"resume_changes='\[{change.partition('=')[0]}"):
+            opened(copied, change)
+
+
+def test_what_changes_nothing_that_is_learned_may_change_and_is_reported(copied: Path) -> None:
+    made = resume(copied, "train.steps=3", "checkpoint.keep=1", "concurrent=2", "train.micro_batch_tokens=64")
+    assert made.notes[0].startswith("resuming with data.eval=None (was /")
+    assert [note for note in made.notes[1:] if note.startswith("resuming with")] == [
+        "resuming with train.steps=3 (was 2)",
+        "resuming with train.micro_batch_tokens=64 (was None)",
+        "resuming with checkpoint.keep=1 (was 2)",
+        "resuming with concurrent=2 (was 256)",
+    ]
+    assert made.notes[-1] == "going on after step 2"
+    folder = copied.parent / "run"
+    assert [one["step"] for one in lines(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
+    changes = ["train.lr=0.25", "train.betas=[0.5,0.75]", "train.weight_decay=0.125"]
+    names = "resume_changes=[train.lr, train.betas, train.weight_decay]"
+    made = resume(copied, "train.steps=3", *changes, names)
+    (group,) = made.policy._optimizer.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.75), 0.125)
+    assert [one["lr"] for one in lines(copied.parent / "run" / "metrics.jsonl")] == [0.01, 0.01, 0.25]
+    # from now on they are the run's own: the same command again changes nothing, the old values would
+    assert opened(copied, "train.steps=3", *changes, names).step == 3
+    with pytest.raises(RunError, match=r"train\.lr=0\.01 \(the run has 0\.25\)"):
+        opened(copied, "train.steps=3")
+
+
+def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> None:
+    former = option_values(load(copied)[0])
+    del former["train.overlap"]
+
+    def check(*overrides: str) -> list[str]:
+        now = option_values(load(copied, overrides)[0])
+        return check_options(former, now, named=[], where="run", checkpoint="run/checkpoint")
+
+    assert check() == []
+    with pytest.raises(RunError, match=r"train\.overlap=True \(the run has False\)"):
+        check("train.overlap=true")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["resume_changes=[train.lr]"], "resume_changes has no effect without resume=auto"),
+        (["resume=auto", "resume_changes=[train.lrr]"], "there is no option train.lrr; did you mean 'train.lr'?"),
+        (["resume=auto", "resume_changes=[train.steps]"], "train.steps may change without being named"),
+        (["resume=auto", "resume_changes=[model.dtype]"], "model.dtype cannot change when a run is resumed"),
+    ],
+)
+def test_a_name_without_effect_is_refused(recipe: Path, options: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        open_run(load(recipe, options)[0], "train")
+    assert told in str(raised.value)
+
+
+def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(copied: Path, tmp_path: Path) -> None:
+    data = copied.parent / "train.jsonl"
+    moved = shutil.copy(data, tmp_path / "moved.jsonl")
+    resume(copied, f"data.train={moved}", "train.steps=3")
+    assert len(lines(copied.parent / "run" / "metrics.jsonl")) == 3
+    with pytest.raises(RunError, match=r"the rows of data\.train=.* are not those .* \(8 then, 4 now\)"):
+        resume(copied, "data.limit=4", "train.steps=4")
+    text = data.read_text()
+    data.write_text(text.replace('"answer": "3"', '"answer": "4"'))
+    with pytest.raises(RunError, match=r"are not those .* \(as many\).*resume_changes='\[data\.train\]'"):
+        resume(copied, "train.steps=4")
+    resume(copied, "train.steps=4", "resume_changes=[data.train]")
+    resume(copied, "train.steps=5")
+    data.write_text(text)
+    with pytest.raises(RunError, match="are not those"):
+        resume(copied, "train.steps=6")
+
+
+def test_another_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    recipe = write_recipe(tmp_path, model)
+    run(recipe, "train.steps=1")
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template.replace("Tools:", "Your tools:"))
+    with pytest.raises(RunError, match=r"the tokenizer or the chat template in model\.path=.* is not the one"):
+        resume(recipe)
+    (model / "chat_template.jinja").write_text(template)
+    resume(recipe)
+    shutil.rmtree(model)  # a run has its own copy of the tokenizer
+    made = resume(recipe, "train.steps=3")
+    assert any("the tokenizer of model.path is no longer there" in note for note in made.notes)
+    assert len(lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_fine_tuning_is_resumed_by_the_same_rules(model: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": talk}, {"messages": [*talk, *talk]}]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"path": str(model)},
+                "data": {"train": str(tmp_path / "talks.jsonl")},
+                "sft": {"steps": 1, "batch_rows": 2},
+                "output": str(tmp_path / "tuned"),
+            }
+        )
+    )
+    assert main(["sft", str(recipe)]) == 0
+    from turnwise.sft.fine_tune import assemble
+
+    def again(*words: str) -> Any:
+        return assemble(load(recipe, ["resume=auto", *words])[0])
+
+    with pytest.raises(RunError, match=r"sft\.weight_decay=0\.5 \(the run has 0\.0\)"):
+        again("sft.weight_decay=0.5")
+    with pytest.raises(RunError, match=r"sft\.batch_rows cannot change"):
+        again("sft.batch_rows=1")
+    with pytest.raises(RunError, match=r"the rows of data\.train"):
+        again("data.limit=1")
+    assert again("sft.steps=2").step == 1
+
+
+# checkpoints that are gone, damaged, or somebody else's
+
+
+def test_a_checkpoint_of_an_earlier_layout_is_named_as_such(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-000003"
+    step.mkdir(parents=True)
+    for name in ("config.json", "trainer.pt"):  # the model's files and the trainer's state in one directory
+        (step / name).write_text("{}")
+    (tmp_path / "checkpoint").symlink_to(step.relative_to(tmp_path))
+    with pytest.raises(RunError, match=r"step-000003 was written by an earlier version of turnwise.*model\.path="):
+        Checkpoints(tmp_path).find()
+
+
+def test_a_link_that_is_gone_or_names_nothing_loses_no_run(copied: Path) -> None:
+    folder = copied.parent / "run"
+    (folder / "checkpoint").unlink()
+    found = opened(copied)
+    assert (found.step, found.notes[0]) == (
+        2,
+        f"{folder / 'checkpoint'} is gone: resuming from {folder / 'checkpoints' / 'step-000002'}, the newest whole one",
+    )
+    (folder / "checkpoint").symlink_to("checkpoints/step-000009/model")
+    found = opened(copied)
+    assert (found.step, found.notes[0].partition(":")[0]) == (
+        2,
+        f"the link {folder / 'checkpoint'} names no checkpoint",
+    )
+    shutil.rmtree(folder / "checkpoints" / "step-000002")
+    resume(copied, "train.steps=3")
+    assert [one["step"] for one in lines(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert (folder / "checkpoint").resolve().parent.name == "step-000003"
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(copied: Path) -> None:
+    folder = copied.parent / "run"
+    shutil.rmtree(folder / "checkpoints")
+    before = contents(folder)
+    with pytest.raises(
+        RunError, match=r"names no checkpoint, and there is no other: restore .*checkpoints from a copy"
+    ):
+        resume(copied)
+    (folder / "checkpoint").unlink()
+    with pytest.raises(RunError, match=r"the checkpoints of the run in .* are gone; the last was of step 2"):
+        resume(copied)
+    (folder / "run.json").write_bytes(b"\0")
+    with pytest.raises(RunError, match=r"holds files of a run and no checkpoint to resume from"):
+        resume(copied)
+    after = contents(folder)
+    assert {name for name in after if after[name] != before.get(name)} == {"run.json"}
+    assert lines(folder / "metrics.jsonl")[1]["step"] == 2
+
+
+def test_a_run_that_was_ended_before_its_first_checkpoint_is_begun_anew(copied: Path) -> None:
+    folder = copied.parent / "run"
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "checkpoint").unlink()
+    (folder / "run.json").write_text('{"kind": "train", "checkpoint": null}\n')
+    resume(copied)
+    assert [one["step"] for one in lines(folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_conversations_of_a_rollout_are_not_overwritten_by_a_run(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["rollout", str(recipe), "--out", str(out), "rollout.rows=1"]) == 0
+    before = contents(out)
+    assert len(lines(out / "trajectories.jsonl")) == 1
+    with pytest.raises(RunError, match=r"holds files of a run and no checkpoint .*`turnwise rollout` makes none"):
+        resume(recipe)
+    assert {name: content for name, content in contents(out).items() if name in before} == before
+
+
+def test_a_rollout_does_not_write_into_a_run(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copied.parent / "run"
+    before = contents(folder)
+    assert main(["rollout", str(copied), "--out", str(folder), "rollout.rows=1"]) == 1
+    assert "holds a run of `turnwise train` or `sft`: choose another directory" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_only_the_runs_own_checkpoints_are_counted_and_deleted(copied: Path) -> None:
+    folder = copied.parent / "run" / "checkpoints"
+    shutil.copytree(folder / "step-000001", folder / "step-000001-best")
+    shutil.copytree(folder / "step-000001", folder / "step-000000")  # a copy under a number that is not its own
+    (folder / "step-000009").mkdir()
+    (folder / "step-000009" / "notes.txt").write_text("mine")
+    (folder / "writing-up").mkdir()
+    resume(copied, "train.steps=4")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"step-000000", "step-000001-best", "step-000003", "step-000004", "step-000009", "writing-up"}
+
+
+def test_a_directory_of_somebody_else_is_not_replaced_by_a_checkpoint(copied: Path) -> None:
+    folder = copied.parent / "run" / "checkpoints" / "step-000003"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(RunError, match=r"step-000003 is in the way of the checkpoint of step 3"):
+        resume(copied, "train.steps=3")
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_can_be_resumed_from_an_older_checkpoint_of_its_own(copied: Path) -> None:
+    folder = copied.parent / "run"
+    (folder / "checkpoint").unlink()
+    (folder / "checkpoint").symlink_to("checkpoints/step-000001/model")
+    resume(copied, "train.steps=2")
+    assert [one["step"] for one in lines(folder / "metrics.jsonl")] == [1, 2]
+    assert (folder / "checkpoint").resolve().parent.name == "step-000002"
+
+
+def test_a_checkpoint_is_a_model_directory_beside_what_resuming_needs(copied: Path) -> None:
+    link = copied.parent / "run" / "checkpoint"
+    step = link.resolve().parent
+    assert {path.name for path in step.iterdir()} == {"model", "trainer.pt", "checkpoint.json", "SHA256SUMS"}
+    assert "trainer.pt" not in {path.name for path in link.iterdir()}
+    assert AutoModelForCausalLM.from_pretrained(link).config.model_type == "qwen3"
+    done = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=step, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    listed = {line.split("  ")[1] for line in (step / "SHA256SUMS").read_text().splitlines()}
+    assert listed == {name for name in contents(step) if name != "SHA256SUMS"}
+
+
+STEP = "checkpoints/step-000002"
+OF_CHECKPOINT = [f"{STEP}/model/{name}" for name in ("model.safetensors", "config.json", "tokenizer.json")] + [
+    f"{STEP}/model/{name}" for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+]
+OF_CHECKPOINT += [f"{STEP}/{name}" for name in ("trainer.pt", "checkpoint.json", "SHA256SUMS")]
+OF_RECORD = ["metrics.jsonl", "trajectories.jsonl", "evaluations.jsonl", "eval_trajectories.jsonl"]
+DAMAGES = ("flipped", "cut", "empty", "binary", "gone", "a directory")
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    if how == "a directory":
+        path.mkdir()
+    elif how != "gone":
+        middle = len(content) // 4  # of evaluations the last is later than the checkpoint
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        path.write_bytes({"flipped": flipped, "cut": content[:middle], "empty": b"", "binary": bytes(range(256))}[how])
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", OF_CHECKPOINT)
+def test_a_damaged_checkpoint_is_refused_by_name(copied: Path, name: str, how: str) -> None:
+    folder = copied.parent / "run"
+    damage(folder / name, how)
+    before = contents(folder)
+    with pytest.raises(RunError) as raised:
+        opened(copied)
+    message = str(raised.value)
+    assert message.startswith(f"the checkpoint {folder / STEP} is damaged: ")
+    if not name.endswith("SHA256SUMS"):
+        assert name.removeprefix(f"{STEP}/") in message
+    assert "step-000001 is whole: to resume from it, remove step-000002" in message
+    assert contents(folder) == {**before, ".lock": contents(folder)[".lock"]}
+    shutil.rmtree(folder / STEP)
+    assert opened(copied).step == 1
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("name", OF_RECORD)
+def test_a_damaged_record_is_refused_by_name_and_one_that_was_moved_away_is_reported(
+    copied: Path, name: str, how: str
+) -> None:
+    folder = copied.parent / "run"
+    damage(folder / name, how)
+    found = opened(copied)
+    before = contents(folder)
+    if how == "gone":
+        assert found.directory.cut_back(found.saved.about["marks"]) == [
+            f"{folder / name} is gone: what it held of earlier steps is lost"
+        ]
+        return
+    with pytest.raises(RunError, match="cannot be written" if how == "a directory" else r"is damaged: it"):
+        found.directory.cut_back(found.saved.about["marks"])
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "binary", "gone"])
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_what_a_checkpoint_knows_anyway_is_written_anew(copied: Path, name: str, how: str) -> None:
+    folder = copied.parent / "run"
+    whole = (folder / name).read_bytes()
+    damage(folder / name, how)
+    found = opened(copied, f"data.eval={copied.parent / 'eval.jsonl'}")
+    found.directory.prepare(found.config, resuming=True)
+    found.directory.note_checkpoint(found.step)
+    if name == "run.json":
+        assert (folder / name).read_bytes() == whole
+    else:
+        assert Config.model_validate(yaml.safe_load((folder / name).read_text())).train.rows == 2
+
+
+# one process at a time
+
+
+HOLD = "import sys, time; from pathlib import Path\nfrom turnwise.record.run_lock import RunLock; lock = RunLock(Path(sys.argv[1])); "
+
+
+def test_a_directory_is_written_by_one_process_and_free_when_that_is_killed(copied: Path) -> None:
+    folder = copied.parent / "run"
+    # a child of the holder, which outlives it, does not hold the lock
+    code = HOLD + "import os; pid = os.fork(); os.write(1, b'%d\\n' % pid) if pid else 0; time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(
+            RunError, match=rf"another process \(process {holder.pid} on .*\) is writing {folder}: wait"
+        ):
+            opened(copied)
+        with pytest.raises(RunError, match=r"another process .* is writing"):
+            run(copied, "replace=true")
+        assert folder.is_dir()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        assert opened(copied).step == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.stdout.close()
+        holder.wait()
+
+
+def test_a_rollout_holds_the_lock_of_its_directory(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD + "print('held', flush=True); time.sleep(60)", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    try:
+        assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.rows=1"]) == 1
+        assert "is writing" in capsys.readouterr().err
+        assert not (tmp_path / "out" / "trajectories.jsonl").exists()
+    finally:
+        holder.kill()
+        holder.stdout.close()
+        holder.wait()
+    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.rows=1"]) == 0
+
+
+def test_the_lock_is_released_when_a_run_ends(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=1")
+    code = HOLD + "print('held')"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True)
+    assert done.stdout == "held\n", done.stderr
+    RunLock(tmp_path / "run").release()
+
+
+# how often
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "since", "cost", "due"),
+    [
+        (1, None, 5.0, None, True),  # the first tells what one costs
+        (2, None, 0.0, 0.0, True),
+        (2, None, 32.0, 1.0, False),
+        (2, None, 32.4, 1.0, True),  # 1 of 33.4 seconds
+        (2, None, 300.0, 10.0, False),
+        (2, None, 324.0, 10.0, True),
+        (3, 2, 1e9, 0.1, False),
+        (4, 2, 0.0, 1e9, True),
+    ],
+)
+def test_by_default_checkpoints_take_at_most_three_per_cent_of_the_time(
+    step: int, every: int | None, since: float, cost: float | None, due: bool
+) -> None:
+    assert checkpoint_due(step, every=every, since=since, cost=cost) is due
+
+
+def test_the_time_of_checkpoints_is_in_the_metrics(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=4", "checkpoint.every=2")
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [one["seconds/checkpoint"] > 0 for one in metrics] == [False, True, False, True]
+    for one in metrics:
+        parts = one["seconds/rollout"] + one["seconds/train"] + one["seconds/checkpoint"]
+        assert parts <= one["seconds/step"] + 0.001
+        assert one["seconds/step"] - parts < 0.5 * one["seconds/step"] + 0.05
+
+
+def test_the_default_writes_the_first_and_the_last_and_few_between(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, "train.steps=8", "checkpoint.every=null", "checkpoint.keep=8")
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps[0] == 1
+    assert steps[-1] == 8
+    assert len(steps) < 8
+
+
+def weights(path: Path) -> Sequence[torch.Tensor]:
+    return [value for _, value in sorted(AutoModelForCausalLM.from_pretrained(path).state_dict().items())]
+
+
+def test_an_error_leaves_the_last_finished_step(recipe: Path, tmp_path: Path) -> None:
+    """The environment breaks for good after the second step's conversations."""
+    flag = tmp_path / "broken"
+    (tmp_path / "places.py").write_text(
+        "from pathlib import Path\n"
+        "from turnwise.environments.environment import environment\n"
+        "from turnwise.types import Opening, Reply\n"
+        "calls = []\n"
+        "@environment\n"
+        "async def breaks(row):\n"
+        "    turn = yield Opening(messages=row.messages)\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 12:\n"
+        "        raise RuntimeError('the server is gone')\n"
+        "    yield Reply(reward=float(len(calls)), done=True)\n"
+    )
+    options = ["checkpoint.every=50", "train.steps=9", "limits.turns=1", f"environment={tmp_path / 'places.py'}:breaks"]
+    assert main(["train", str(recipe), *options]) == 1
+    found = Checkpoints(tmp_path / "run").find()
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert found is not None
+    assert found.step == len(metrics) >= 2
+    assert len(weights(found.model)) > 0
+    assert not flag.exists()

@@ -1,0 +1,536 @@
+"""Fine-tuning as a whole: the loss is the cross-entropy of the model's part, every option takes effect, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from support.tiny import save_model
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.errors import ConfigError, DataError, RolloutError, RunError, TemplateError
+from turnwise.record.writer import RunDirectory
+from turnwise.sft.fine_tune import SftRun, assemble, fine_tune
+from turnwise.terminal.sft_report import SftReport
+
+ROOT = Path(__file__).parents[2]
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+def talk(n: int, **second: Any) -> list[dict[str, Any]]:
+    """A conversation of two turns; `second` is said about the second answer."""
+    return [
+        {"role": "user", "content": f"{n}+1?"},
+        {"role": "assistant", "content": f"It is {'so ' * n}{n + 1}."},
+        {"role": "user", "content": "And more?" * (n + 1)},
+        {"role": "assistant", "content": f"{n + 2}", **second},
+    ]
+
+
+def write(path: Path, conversations: Sequence[Any]) -> str:
+    """A data file; a list is the messages of a row."""
+    rows = [{"messages": one} if isinstance(one, list) else one for one in conversations]
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    options = {
+        "model": {"path": str(model)},
+        "data": {"train": write(tmp_path / "train.jsonl", [talk(n) for n in range(6)])},
+        "sft": {"steps": 3, "batch_rows": 4, "lr": 0.01},
+        "checkpoint": {"every": 100},
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(options))
+    return path
+
+
+class NoCurve(SftReport):
+    """Draws nothing at the end: pictures take longer than tiny models, and are looked at in a test of their own."""
+
+    def end(self, directory: RunDirectory, checkpoint: Path) -> None:
+        self.close()
+
+
+def made(recipe: Path, *overrides: str) -> SftRun:
+    """A run in a directory of its own, unless `output` says where."""
+    out = recipe.parent / f"run-{len(list(recipe.parent.glob('run-*')))}"
+    return assemble(load(recipe, [f"output={out}", *overrides])[0])
+
+
+def run(recipe: Path, *overrides: str) -> Path:
+    """Fine-tune in this process. Returns where the run is."""
+    ready = made(recipe, *overrides)
+    with open(os.devnull, "w") as nowhere:
+        asyncio.run(fine_tune(ready, NoCurve(Console(file=nowhere))))
+    return ready.directory.path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
+    """What a run writes down, without what it took."""
+    return timeless(lines(run(recipe, *overrides) / "metrics.jsonl"))
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if not key.startswith("seconds/")} for one in rows]
+
+
+def losses(model: Path, messages: list[dict[str, Any]], **template: Any) -> list[list[float]]:
+    """By transformers alone: one pass over the conversation, and the cross-entropy of each token of each answer."""
+    tokenizer, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    plain = [{key: value for key, value in one.items() if key != "weight"} for one in messages]
+
+    def ids(count: int, *, cue: bool) -> list[int]:
+        text = tokenizer.apply_chat_template(plain[:count], tokenize=False, add_generation_prompt=cue, **template)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    whole = ids(len(plain), cue=False)
+    with torch.no_grad():
+        logprobs_TV = network(torch.tensor([whole])).logits[0].log_softmax(-1)
+    found: list[list[float]] = []
+    for count, message in enumerate(plain):
+        if message["role"] == "assistant":
+            start, end = len(ids(count, cue=True)), len(ids(count + 1, cue=False)) - 1  # the line end behind <|im_end|>
+            found.append([-float(logprobs_TV[at - 1, whole[at]]) for at in range(start, end)])
+    return found
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (one, other))
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# what is learnt
+
+
+def test_the_loss_is_the_cross_entropy_of_the_answers_and_their_ends(recipe: Path, model: Path) -> None:
+    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_rows=6")
+    expected = [loss for n in range(6) for turn in losses(model, talk(n)) for loss in turn]
+    assert (
+        first["tokens/trained"] == len(expected) == sum(11 + 3 * n for n in range(6))
+    )  # "It is 1." and "2", each ended
+    assert first["loss"] == pytest.approx(mean(expected), rel=1e-5)
+
+
+def test_a_conversation_weighs_as_much_as_another_if_the_average_says_so(recipe: Path, model: Path) -> None:
+    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_rows=6", "sft.loss_average=sequence")
+    expected = mean([mean([loss for turn in losses(model, talk(n)) for loss in turn]) for n in range(6)])
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_messages_weigh_what_the_data_says(recipe: Path, model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "weights.jsonl", [talk(0, weight=0.5), talk(1, weight=0)])
+    (first,) = metrics(recipe, f"data.train={source}", "sft.steps=1", "sft.batch_rows=2")
+    (one, half), (other, _) = losses(model, talk(0)), losses(model, talk(1))
+    expected = (sum(one) + 0.5 * sum(half) + sum(other)) / (len(one) + 0.5 * len(half) + len(other))
+    assert first["loss"] == pytest.approx(expected, rel=1e-5)
+    assert first["tokens/trained"] == len(one) + len(half) + len(other)
+
+
+def test_the_mask_and_the_datas_weights_are_multiplied(recipe: Path, model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "weights.jsonl", [talk(0), talk(1, weight=0)])
+    (first,) = metrics(recipe, f"data.train={source}", "loss_mask=last_turn", "sft.steps=1", "sft.batch_rows=2")
+    _, last = losses(model, talk(0))
+    assert first["loss"] == pytest.approx(mean(last), rel=1e-5)
+    assert first["tokens/trained"] == len(last)
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_packed_conversations_do_not_see_each_other(recipe: Path, average: str) -> None:
+    options = ["sft.batch_rows=6", f"sft.loss_average={average}"]
+    packed = metrics(recipe, *options, "sft.micro_batch_tokens=100000")
+    apart = metrics(recipe, *options, "sft.micro_batch_tokens=1")
+    for one, other in zip(packed, apart, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+def test_micro_batches_are_as_small_as_the_recipe_says(recipe: Path) -> None:
+    from turnwise.sft.fine_tune import _pack, _replay
+
+    for tokens, count in ((100_000, 1), (1, 6)):
+        ready = made(recipe, f"sft.micro_batch_tokens={tokens}")
+        batch = _pack(ready, asyncio.run(_replay(ready, ready.rows, prefix="")))
+        assert len(batch.micro_batches) == count
+
+
+def test_what_is_said_again_and_again_is_learnt(recipe: Path, tmp_path: Path) -> None:
+    found = metrics(recipe, "sft.steps=20", "sft.lr=0.03")
+    assert found[0]["loss"] > 4.5  # of 260 tokens, nothing is known: about ln 260 = 5.6
+    assert found[-1]["loss"] < 2.0
+
+
+def test_weights_of_zero_leave_nothing_and_change_nothing(
+    recipe: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = [{**one, "weight": 0} if one["role"] == "assistant" else one for one in talk(0)]
+    source = write(tmp_path / "silent.jsonl", [silent])
+    out = run(recipe, f"data.train={source}", "sft.weight_decay=0.5")
+    written = lines(out / "metrics.jsonl")
+    assert [(one["loss"], one["tokens/trained"], one["grad_norm"]) for one in written] == [(None, 0, 0.0)] * 3
+    assert "loss_mask=all and the rows' own weights leave nothing to learn from" in caplog.text
+    assert same_weights(out / "checkpoint", model)
+
+
+def test_tools_of_the_recipe_are_offered_where_a_row_names_none(recipe: Path, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "own", "description": "", "parameters": {"type": "object"}}}
+    source = write(tmp_path / "tools.jsonl", [talk(0), {"messages": talk(1), "tools": [tool]}])
+    tools = ["tools=[turnwise.environments.calculator:calculator]", "data.shuffle=false"]
+    out = run(recipe, f"data.train={source}", *tools, "sft.steps=1", "sft.batch_rows=2")
+    tokenizer = AutoTokenizer.from_pretrained(load(recipe)[0].model.path)
+    texts = [tokenizer.decode(one["segments"][0]["token_ids"]) for one in lines(out / "trajectories.jsonl")]
+    assert ['"name": "calculator"' in text for text in texts] == [True, False]
+    assert ['"name": "own"' in text for text in texts] == [False, True]
+    everywhere = write(tmp_path / "everywhere.jsonl", [{"messages": talk(1), "tools": [tool]}])
+    with pytest.raises(
+        ConfigError, match="tools and mcp are for rows without a column of tools, and all rows have one"
+    ):
+        run(recipe, f"data.train={everywhere}", *tools)
+
+
+@pytest.mark.slow
+def test_images_are_seen(tmp_path: Path) -> None:
+    from support.vision import picture, save_vision_model
+
+    picture().save(tmp_path / "a.png")
+    told = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Noise."}]
+    options = {
+        "model": {"path": str(save_vision_model(tmp_path / "model"))},
+        "data": {"train": write(tmp_path / "train.jsonl", [{"messages": told, "images": ["a.png"]}, talk(0)])},
+        "sft": {"steps": 2, "batch_rows": 2, "lr": 0.01},
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
+    out = run(tmp_path / "recipe.yaml")
+    first, second = lines(out / "metrics.jsonl")
+    assert second["loss"] < first["loss"]
+    assert first["tokens/trained"] == len("Noise.") + len("It is 1.") + len("2") + 3
+    shown = next(one for one in lines(out / "trajectories.jsonl") if one["row"]["id"] == "1")
+    (media,) = shown["segments"][0]["media"]
+    assert (media["kind"], media["size"]) == ("image", [16, 16])
+
+
+# what does not fit, and what cannot be written
+
+
+LONG = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2, 3, " * 20}]
+
+
+def test_what_is_too_long_is_left_out_and_told_with_its_row(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "long.jsonl", [talk(0), LONG, talk(1)])
+    options = [f"data.train={source}", "limits.context=120", "sft.batch_rows=3", "sft.steps=2"]
+    assert main(["sft", str(recipe), *options]) == 0
+    told = capsys.readouterr().out
+    assert told.count("row 2: longer than limits.context=120, and left out; raise it") == 1
+    first, _ = lines(tmp_path / "run/metrics.jsonl")
+    assert first["left_out"] == pytest.approx(1 / 3)
+    assert first["tokens/trained"] == 11 + 14
+    (left_out,) = [one for one in lines(tmp_path / "run/trajectories.jsonl")[:3] if one["row"]["id"] == "2"]
+    assert (left_out["stop"], left_out["turns"][0]["advantage"]) == ("context", None)
+
+
+def test_what_is_too_long_is_learnt_up_to_there_if_it_may_be_cut(recipe: Path, tmp_path: Path, model: Path) -> None:
+    source = write(tmp_path / "long.jsonl", [LONG])
+    (first,) = metrics(
+        recipe, f"data.train={source}", "limits.context=120", "sft.too_long=cut", "sft.batch_rows=1", "sft.steps=1"
+    )
+    (whole,) = losses(model, LONG)
+    prompt = len("<user\nCount.>\n<assistant\n")  # each mark is one token
+    assert (first["tokens/trained"], first["tokens/all"], first["left_out"]) == (120 - prompt, 120, 0.0)
+    assert first["loss"] == pytest.approx(mean(whole[: 120 - prompt]), rel=1e-5)
+
+
+def test_a_row_without_room_for_its_question_breaks_alone(recipe: Path, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "x" * 300}, LONG[1]]
+    source = write(tmp_path / "long.jsonl", [talk(0), asked])
+    for too_long in ("leave_out", "cut"):
+        options = ["limits.context=120", "sft.steps=1", "sft.batch_rows=2", f"sft.too_long={too_long}"]
+        (first,) = metrics(recipe, f"data.train={source}", *options)
+        assert (first["failed"], first["left_out"], first["tokens/trained"]) == (0.5, 0.0, 11)
+
+
+def test_a_step_of_rows_that_are_left_out_is_one_without_learning(recipe: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "long.jsonl", [LONG, talk(0)])
+    found = metrics(recipe, f"data.train={source}", "limits.context=120", "sft.batch_rows=1", "sft.steps=4")
+    assert sorted(one["tokens/trained"] for one in found) == [0, 0, 11, 11]
+    assert {one["loss"] is None for one in found if not one["tokens/trained"]} == {True}
+
+
+def test_data_of_which_nothing_can_be_learnt_ends_the_run_with_the_rows(recipe: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "long.jsonl", [LONG, LONG])
+    nothing = r"no conversation of the data can be learnt from:\n  rows 1, 2: longer than limits.context=120"
+    with pytest.raises(RolloutError, match=nothing):
+        run(recipe, f"data.train={source}", "limits.context=120", "sft.batch_rows=2", "data.shuffle=false")
+    with pytest.raises(RolloutError, match=r"no held-out conversation .* can be measured:\n  rows 1, 2: longer"):
+        run(recipe, f"data.eval={source}", "limits.context=120")
+
+
+def test_a_bad_row_is_refused_at_the_start_with_its_line(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "bad.jsonl", [talk(0), [{"role": "usr", "content": "?"}]])
+    assert main(["sft", str(recipe), f"data.train={source}"]) == 1
+    told = capsys.readouterr().err
+    assert f"{source}:2: message 1 has the role 'usr'; did you mean 'user'?" in told
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(DataError, match=r"bad.jsonl:2"):
+        run(recipe, f"data.eval={source}")
+
+
+# options
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[dict[str, Any]]]:
+    """What the recipe gives as it is, once it is known: the same in whatever directory."""
+    return {}
+
+
+@pytest.mark.slow  # a run for each
+@pytest.mark.parametrize(
+    "option",
+    [
+        "batch_rows=3",
+        "lr=0.001",
+        "schedule=constant",
+        "schedule=cosine",
+        "warmup_steps=2",
+        "weight_decay=0.5",
+        "betas=[0.5, 0.9]",
+        "max_grad_norm=0.01",
+        "loss_average=sequence",
+        "steps=4",
+    ],
+)
+def test_an_option_of_the_optimization_changes_the_run(
+    recipe: Path, option: str, plain: dict[str, list[dict[str, Any]]]
+) -> None:
+    options = ["deterministic=true", "sft.steps=3"]
+    if not plain:
+        plain["metrics"] = metrics(recipe, *options)
+        assert metrics(recipe, *options) == plain["metrics"]
+    changed = metrics(recipe, *options, f"sft.{option}")
+    assert [one["loss"] for one in changed] != [one["loss"] for one in plain["metrics"]]
+
+
+def test_the_rate_goes_as_the_schedule_says(recipe: Path) -> None:
+    def rates(*options: str) -> list[float]:
+        return [one["lr"] for one in metrics(recipe, "sft.steps=4", "sft.lr=0.4", *options)]
+
+    assert rates("sft.warmup_steps=2") == pytest.approx([0.2, 0.4, 0.4, 0.2])
+    assert rates("sft.schedule=cosine") == pytest.approx([0.2 * (1 + math.cos(math.pi * n / 4)) for n in range(4)])
+
+
+def test_epochs_are_as_many_steps_as_they_need(recipe: Path) -> None:
+    for epochs, steps in (("1", 2), ("1.5", 3), ("3", 5)):  # of six rows, four a step
+        assert made(recipe, "sft.steps=null", f"sft.epochs={epochs}").steps == steps
+    assert [one["epoch"] for one in metrics(recipe, "sft.steps=2")] == [0.6667, 1.3333]
+
+
+def test_all_rows_are_used_once_before_one_is_used_twice(recipe: Path, tmp_path: Path) -> None:
+    out = run(recipe, "sft.batch_rows=3", "sft.steps=4")
+    used = [one["row"]["id"] for one in lines(out / "trajectories.jsonl")]
+    assert sorted(used[:6]) == sorted(used[6:]) == ["1", "2", "3", "4", "5", "6"]
+    assert used[:6] != used[6:]
+    out = run(recipe, "sft.batch_rows=3", "sft.steps=2", "data.shuffle=false")
+    assert [one["row"]["id"] for one in lines(out / "trajectories.jsonl")] == list("123456")
+
+
+def test_the_record_holds_as_many_conversations_as_it_is_to(recipe: Path, tmp_path: Path) -> None:
+    out = run(recipe, "sft.record_rows=5", "sft.steps=2")
+    assert [one["step"] for one in lines(out / "trajectories.jsonl")] == [1, 1, 1, 1, 2]
+    out = run(recipe, "sft.record_rows=0", "sft.steps=1")
+    assert lines(out / "trajectories.jsonl") == []
+
+
+def test_the_held_out_loss_is_that_of_all_tokens_together(recipe: Path, model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "eval.jsonl", [talk(n) for n in (7, 8, 9)])
+    out = run(recipe, f"data.eval={source}", "sft.eval_every=2", "sft.eval_rows=2", "sft.micro_batch_tokens=64")
+    found = lines(out / "evaluations.jsonl")
+    expected = [loss for n in (7, 8) for turn in losses(model, talk(n)) for loss in turn]
+    assert [one["step"] for one in found] == [0, 2, 3]
+    assert [one["conversations"] for one in found] == [2, 2, 2]
+    assert found[0]["loss"] == pytest.approx(mean(expected), rel=1e-5)
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert [one["row"]["id"] for one in lines(out / "eval_trajectories.jsonl")] == ["1", "2"]
+    after = [loss for n in (7, 8) for turn in losses(out / "checkpoint", talk(n)) for loss in turn]
+    assert found[-1]["loss"] == pytest.approx(mean(after), rel=1e-5)
+
+
+def test_a_system_message_of_the_recipe_is_in_the_tokens(recipe: Path, model: Path) -> None:
+    (first,) = metrics(recipe, "data.system=Add.", "data.limit=2", "sft.steps=1", "sft.batch_rows=2")
+    expected = [loss for n in range(2) for turn in losses(model, [SYSTEM, *talk(n)]) for loss in turn]
+    assert first["loss"] == pytest.approx(mean(expected), rel=1e-5)
+
+
+REFUSED: Mapping[str, str] = {
+    "sft.epochs=2": "sft.epochs=2 has no effect beside sft.steps=3: remove one of them",
+    "sft.warmup_steps=3": "sft.warmup_steps=3 leaves none of sft.steps=3 at the full rate",
+    "sft.eval_every=2": "sft.eval_every has no effect without held-out rows: set data.eval",
+    "sft.eval_rows=2": "sft.eval_rows has no effect without held-out rows: set data.eval",
+    "data.eval_split=dev": "data.eval_split has no effect without data.eval",
+    "data.split=dev": "data.split has no effect on the single file",
+    "data.subset=x": "data.subset has no effect on the single file",
+    "environment=turnwise.environments.users:checked_answer": "has no effect in fine-tuning (the data says what comes after",
+    "engine.slots=3": "engine.slots has no effect in fine-tuning (nothing is sampled)",
+    "train.lr=0.1": "train.lr has no effect in fine-tuning (it is an option of `turnwise train`); use sft.lr",
+    "train.rows=3": "train.rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.batch_rows",
+    "train.group=3": "train.group has no effect in fine-tuning (it is an option of `turnwise train`); remove it",
+    "eval.rows=3": "eval.rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.eval_rows",
+    "rollout.rows=3": "rollout.rows has no effect in fine-tuning (it is an option of `turnwise rollout`); remove it",
+    "sampling.top_k=3": "sampling.top_k has no effect in fine-tuning (nothing is sampled); remove it",
+    "credit.scale=none": "credit.scale has no effect in fine-tuning (nothing is rewarded); remove it",
+    "reward.seconds=3": "reward.seconds has no effect in fine-tuning (nothing is rewarded); remove it",
+    "tool_calls.max_parallel_calls=3": "tool_calls.max_parallel_calls has no effect in fine-tuning (no tool is run",
+    "tools=[{use: 'turnwise.environments.calculator:calculator', timeout: 3}]": "tools.0.timeout has no effect in",
+    "mcp.retries=3": "mcp.retries has no effect in fine-tuning (no tool is run); remove it",
+    "limits.turns=3": "limits.turns has no effect in fine-tuning (the data says how long a conversation is",
+    "limits.context=100000": "limits.context=100000 is more than the 1024 that the model allows",
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_without_effect_are_refused(recipe: Path, option: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        assemble(load(recipe, [option])[0])
+    assert REFUSED[option] in str(error.value)
+
+
+def test_options_that_contradict_each_other_are_refused(recipe: Path) -> None:
+    for options, told in (
+        (["resume=auto", "replace=true"], "resume=auto goes on with the former run and replace=true moves it away"),
+        (
+            ["deterministic=true", "model.device=cuda"],
+            "deterministic=true is for the CPU; model.device=cuda is not one",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            assemble(load(recipe, options)[0])
+
+
+def test_what_the_template_has_no_use_for_is_refused_before_the_weights_are_loaded(recipe: Path) -> None:
+    with pytest.raises(TemplateError, match="thinking=branch"):
+        assemble(load(recipe, ["thinking=branch"])[0])
+
+
+def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
+    from turnwise.config.train_checks import refuse_without_effect
+
+    with pytest.raises(
+        ConfigError, match=r"sft.batch_rows has no effect in training: it is an option of `turnwise sft`"
+    ):
+        refuse_without_effect(load(recipe)[0])
+
+
+# what a run leaves, and how it goes on
+
+
+def test_a_run_that_is_gone_on_with_is_bit_identical(recipe: Path, tmp_path: Path) -> None:
+    held_out = write(tmp_path / "eval.jsonl", [talk(9)])
+    options = ["deterministic=true", f"data.eval={held_out}", "sft.eval_every=1", "sft.schedule=constant"]
+    run(recipe, *options, "sft.steps=4", f"output={tmp_path / 'straight'}")
+    run(recipe, *options, "sft.steps=2", f"output={tmp_path / 'parts'}")
+    with (tmp_path / "parts/metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "half a li')
+    run(recipe, *options, "sft.steps=4", f"output={tmp_path / 'parts'}", "resume=auto")
+    for name in ("metrics.jsonl", "evaluations.jsonl", "trajectories.jsonl"):
+        straight, parts = (timeless(lines(tmp_path / one / name)) for one in ("straight", "parts"))
+        if name == "trajectories.jsonl":
+            straight, parts = ([one["segments"] for one in found] for found in (straight, parts))
+        assert parts == straight, name
+    assert same_weights(tmp_path / "straight/checkpoint", tmp_path / "parts/checkpoint")
+
+
+def test_the_checkpoint_is_trained_on_and_neither_command_takes_the_others_run(recipe: Path, tmp_path: Path) -> None:
+    from turnwise.train import assemble as assemble_training
+
+    out = run(recipe, "sft.steps=1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1?"}\n')
+    training = {
+        "model": {"path": str(out / "checkpoint")},
+        "data": {"train": str(rows)},
+        "environment": "turnwise.environments.users:checked_answer",
+        "limits": {"turns": 2},
+        "output": str(out),
+    }
+    (tmp_path / "training.yaml").write_text(yaml.safe_dump(training))
+    with pytest.raises(RunError, match=r"is a run of `turnwise sft`, which training does not go on with.*model.path="):
+        assemble_training(load(tmp_path / "training.yaml", ["resume=auto"])[0])
+    ready = assemble_training(load(tmp_path / "training.yaml", [f"output={tmp_path / 'trained'}"])[0])
+    ready.step = 1
+    ready.save()
+    assert same_weights(tmp_path / "trained/checkpoint", out / "checkpoint")
+    with pytest.raises(RunError, match=r"is a run of `turnwise train`, which fine-tuning does not go on with"):
+        assemble(load(recipe, ["resume=auto", f"output={tmp_path / 'trained'}"])[0])
+
+
+def test_the_command_says_what_it_does_and_show_shows_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = write(tmp_path / "eval.jsonl", [talk(9)])
+    assert main(["sft", str(recipe), f"data.eval={held_out}", "sft.lr=0.02"]) == 0
+    told = capsys.readouterr().out
+    assert "on 6 conversations: 3 steps of 4 (2 epochs)" in told
+    assert "step 0: held-out loss 5." in told
+    assert "step 3: held-out loss" in told
+    assert (tmp_path / "run/curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["show", str(tmp_path / "run")]) == 0
+    summary = capsys.readouterr().out
+    assert "3 steps, loss" in summary.replace("\n", "")
+    assert "held-out conversations" in summary
+    assert main(["show", str(tmp_path / "run"), "--step", "1", "--tokens"]) == 0
+    assert "It is" in capsys.readouterr().out
+    assert main(["sft", str(recipe)]) == 1
+    assert "holds a run already" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    assert "docs/sft.md" in capsys.readouterr().out
+
+
+def test_the_recipe_of_the_repository_takes_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    small = [
+        "sft.steps=2",
+        "sft.epochs=1",
+        "sft.warmup_steps=1",
+        "sft.batch_rows=8",
+        "sft.eval_rows=8",
+        "sft.eval_every=0",
+    ]
+    assert main(["sft", "recipes/sft.yaml", *small, f"output={tmp_path / 'run'}"]) == 0
+    found = lines(tmp_path / "run/metrics.jsonl")
+    assert [(one["step"], one["failed"], one["drift"], one["left_out"]) for one in found] == [
+        (1, 0, 0, 0),
+        (2, 0, 0, 0),
+    ]
+    assert [one["step"] for one in lines(tmp_path / "run/evaluations.jsonl")] == [0, 2]

@@ -1,0 +1,558 @@
+"""The code of users can neither hold up nor end a run, whatever it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, a_row, a_table, call, hold, hold_all
+from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.environments.tools.toolbox import Tools
+from turnwise.environments.users import ScriptedUser
+from turnwise.rollout import rollout as loop
+from turnwise.rollout.limits import Limits
+from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.types import Failure, Opening, Reply, Row, Stop, Trajectory, Turn
+
+
+class Mean(BaseException):
+    """No Exception."""
+
+
+class Unspeakable(Exception):
+    """Cannot be told."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+async def cancels_itself() -> None:
+    task = asyncio.create_task(asyncio.sleep(10))
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def raises(error: BaseException) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+TROUBLES: dict[str, tuple[Callable[[], Any], str]] = {
+    "cancelled": (cancels_itself, "CancelledError: it cancelled itself, or awaited a task that was cancelled"),
+    "base": (lambda: raises(Mean("no Exception")), "Mean: no Exception"),
+    "exit": (lambda: raises(SystemExit(3)), "it tried to exit the process (status 3)"),
+    "generator exit": (lambda: raises(GeneratorExit()), "GeneratorExit"),
+    "unspeakable": (lambda: raises(Unspeakable()), "Unspeakable: <Unspeakable, whose __str__ raised RuntimeError>"),
+    "long": (lambda: raises(ValueError("x" * 10_000)), "ValueError: " + "x" * 3988 + " [...]"),
+}
+
+
+class Troubled(Once):
+    """Breaks in one place."""
+
+    def __init__(self, place: str, trouble: Callable[[], Any]) -> None:
+        self.place, self.trouble, self.closed = place, trouble, 0
+
+    async def begin(self, row: Row) -> Opening:
+        if self.place == "begin":
+            await self.trouble()
+        return await super().begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        if self.place == "step":
+            await self.trouble()
+        return Reply(reward=1.0)
+
+    async def settle(self) -> float:
+        if self.place == "settle":
+            await self.trouble()
+        return 0.0
+
+    async def close(self) -> None:
+        self.closed += 1
+        if self.place == "close":
+            await self.trouble()
+
+
+@pytest.mark.parametrize("place", ["begin", "step", "settle"])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_whatever_an_environment_raises_ends_its_own_conversation_only(place: str, trouble: str) -> None:
+    function, message = TROUBLES[trouble]
+    made = iter([Troubled(place, function), Troubled("nowhere", function)])
+    bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=Limits(turns=1))
+    assert bad.error == Failure("environment", message)
+    assert (good.error, good.stop) == (None, Stop.MAX_TURNS)
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_whatever_closing_an_environment_raises_is_logged(trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, message = TROUBLES[trouble]
+    one = hold(Says("a"), lambda: Troubled("close", function), limits=Limits(turns=1))
+    assert (one.error, one.stop) == (None, Stop.MAX_TURNS)
+    assert caplog.messages == [f"the environment of 1/0 could not be closed: {message}"]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_whatever_an_async_tool_raises_is_told_to_the_model(trouble: str) -> None:
+    function, message = TROUBLES[trouble]
+
+    async def f() -> str:
+        """Do it."""
+        await function()
+        return "done"
+
+    trajectory = hold(Says(call("f"), "bye"), lambda: Tools([f]))
+    assert (trajectory.error, trajectory.stop) == (None, Stop.DONE)
+    (outcome,) = trajectory.turns[0].outcomes
+    assert outcome.error == "raised"
+    assert outcome.content.startswith(f"Error: {message.removeprefix('ValueError: ')}"[:900])
+
+
+@pytest.mark.parametrize("error", [Mean("no"), asyncio.CancelledError(), SystemExit(1)])
+def test_an_environment_that_cannot_be_made_ends_its_own_conversation_only(error: BaseException) -> None:
+    makes = iter([True, False])
+
+    def make() -> Environment:
+        if next(makes):
+            raise error
+        return Once()
+
+    bad, good = hold_all(Says("a"), make, size=2)
+    assert bad.error is not None
+    assert bad.error.kind == "environment"
+    assert type(error).__name__ in bad.error.message or "exit" in bad.error.message
+    assert good.stop is Stop.DONE
+
+
+def test_an_error_of_our_own_ends_its_own_conversation_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Says):
+        async def generate(self, request: Any) -> Any:
+            answer = await super().generate(request)
+            return None if request.conversation == "1/0" else answer
+
+    bad, good = hold_all(Odd("a"), Once, size=2)
+    assert bad.failed
+    assert good.stop is Stop.DONE
+
+
+# tracebacks
+
+
+def test_a_failure_keeps_the_users_own_frames() -> None:
+    def helper() -> None:
+        raise KeyError("answer")
+
+    class Breaks(Once):
+        async def step(self, turn: Turn) -> Reply:
+            try:
+                helper()
+            except KeyError:
+                raise ValueError("there is no answer") from None
+            return Reply()
+
+    error = hold(Says("a"), Breaks).error
+    assert error is not None
+    lines = error.traceback.splitlines()
+    assert lines[0].startswith(f'  File "{__file__}", line ')
+    assert lines[0].endswith("in step")
+    assert 'raise ValueError("there is no answer") from None' in lines[1]
+    assert "turnwise" not in error.traceback.replace(__file__, "")
+
+
+def test_a_failure_tells_what_led_to_it_and_leaves_most_of_a_deep_recursion_out() -> None:
+    def deeper(n: int) -> int:
+        return deeper(n + 1)
+
+    class Breaks(Once):
+        async def step(self, turn: Turn) -> Reply:
+            try:
+                deeper(0)
+            except RecursionError as error:
+                raise ValueError("too deep") from error
+            return Reply()
+
+    error = hold(Says("a"), Breaks).error
+    assert error is not None
+    assert "RecursionError: maximum recursion depth exceeded" in error.traceback
+    assert "This led to:" in error.traceback
+    assert "frames left out ...]" in error.traceback
+    assert error.traceback.count("in deeper") < 25
+
+
+# deadlines
+
+
+class Swallows(Once):
+    """Answers a cancellation with more work."""
+
+    ended = 0
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    async def begin(self, row: Row) -> Opening:
+        await self._work("begin")
+        return await super().begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        await self._work("step")
+        return Reply(done=True)
+
+    async def close(self) -> None:
+        await self._work("close")
+
+    async def _work(self, place: str) -> None:
+        if place != self.place:
+            return
+        try:
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+        finally:
+            Swallows.ended += 1
+
+
+@pytest.mark.parametrize("place", ["begin", "step"])
+def test_deadlines_hold_for_an_environment_that_swallows_cancellation(place: str) -> None:
+    ended, started = Swallows.ended, time.monotonic()
+    made = iter([Swallows(place), Once()])
+    bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=Limits(seconds_per_turn=0.2))
+    assert bad.stop is Stop.DEADLINE
+    assert good.stop is Stop.DONE
+    assert time.monotonic() - started < 20
+    assert Swallows.ended == ended + 1  # its `finally` ran
+
+
+def test_closing_ends_for_an_environment_that_swallows_cancellation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "_CLOSING_SECONDS", 0.2)
+    started = time.monotonic()
+    assert hold(Says("a"), lambda: Swallows("close")).stop is Stop.DONE
+    assert time.monotonic() - started < 20
+    assert caplog.messages == ["the environment of 1/0 could not be closed: no answer in 0.2 s"]
+
+
+def test_a_tool_and_its_environment_that_both_hang_when_they_are_closed_are_both_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSING_SECONDS", 0.2)
+
+    class Hangs:
+        async def look(self) -> str:
+            """Look."""
+            return "nothing"
+
+        async def close(self) -> None:
+            await asyncio.sleep(3600)
+
+    started = time.monotonic()
+    assert hold(Says("a"), lambda: Tools([Hangs], then=Swallows("close"))).stop is Stop.DONE
+    assert time.monotonic() - started < 20
+    assert caplog.messages == [
+        "the environment of 1/0 could not be closed: the tools Hangs did not close in 0.2 s; the environment Swallows did "
+        "not close in 0.2 s"
+    ]
+
+
+def test_the_close_of_a_tool_that_swallows_cancellation_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSING_SECONDS", 0.2)
+
+    class Stays:
+        async def look(self) -> str:
+            """Look."""
+            return "nothing"
+
+        async def close(self) -> None:
+            for _ in range(3):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+
+    async def run() -> set[str]:
+        group = new_group(a_row(), size=4, seed=0)
+        await rollout_groups([group], a_table(Says(call("look"), "a"), lambda: Tools([Stays])))
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            if len(asyncio.all_tasks()) == 1:
+                break
+        return {task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()}
+
+    assert asyncio.run(run()) == set()
+
+
+def test_in_lockstep_the_time_of_a_conversation_does_not_run_while_it_waits_for_others() -> None:
+    class Hangs(Once):
+        async def step(self, turn: Turn) -> Reply:
+            await asyncio.sleep(3600)
+            return Reply(done=True)
+
+    made = iter([Hangs(), *(ScriptedUser(["And?"]) for _ in range(4))])
+    limits = Limits(seconds=0.5, seconds_per_turn=None)
+    first, *others = hold_all(Says("a", "b"), lambda: next(made), size=5, lockstep=True, limits=limits)
+    assert first.stop is Stop.DEADLINE
+    assert [one.stop for one in others] == [Stop.DONE] * 4
+
+
+# a blocked event loop
+
+
+class Blocks(Once):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def step(self, turn: Turn) -> Reply:
+        time.sleep(self.seconds)
+        return say("And?")
+
+
+def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = Limits(turns=2, seconds_per_turn=1.5, seconds=2.5)
+    trajectories = hold_all(Says("a", "b"), lambda: Blocks(0.3), size=8, limits=limits)
+    assert [one.stop for one in trajectories] == [Stop.MAX_TURNS] * 8  # though each waited for 4 seconds
+    (message,) = caplog.messages
+    assert message.startswith("the environment Blocks.step blocked the event loop for 0.3 s in Blocks.step (")
+    assert f"{__file__}:" in message
+    assert "run it in a thread (docs/environments.md" in message
+
+
+def test_who_blocks_the_loop_for_too_long_meets_its_own_deadline() -> None:
+    made = iter([Blocks(1.0), *(ScriptedUser(["And?"]) for _ in range(3))])
+    limits = Limits(turns=2, seconds=0.5)
+    first, *others = hold_all(Says("a", "b", seconds=0.01), lambda: next(made), size=4, limits=limits)
+    assert first.stop is Stop.DEADLINE
+    assert [one.stop for one in others] == [Stop.DONE] * 3
+
+
+def test_a_tool_that_blocks_the_loop_does_not_time_out_the_others() -> None:
+    async def slow() -> str:
+        """Take time."""
+        time.sleep(0.3)
+        await asyncio.sleep(0.01)
+        return "done"
+
+    from turnwise.environments.tools.tool import Tool
+
+    tool = Tool.of(slow, timeout=0.8)
+    trajectories = hold_all(Says(call("slow"), "bye"), lambda: Tools([tool]), size=8)
+    assert [one.turns[0].outcomes[0].error for one in trajectories] == [None] * 8
+
+
+# context variables
+
+WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+
+def test_all_calls_of_an_environment_share_their_context_and_no_other_conversation_does() -> None:
+    seen: list[tuple[str, str, str]] = []
+
+    class Remembers(Once):
+        async def begin(self, row: Row) -> Opening:
+            self.before = WHO.get()
+            self.token = WHO.set(f"{id(self)}")
+            return await super().begin(row)
+
+        async def step(self, turn: Turn) -> Reply:
+            await asyncio.sleep(0.01)
+            return Reply(done=True)
+
+        async def close(self) -> None:
+            seen.append((str(id(self)), WHO.get(), self.before))
+            WHO.reset(self.token)
+            assert WHO.get() == "nobody"
+
+    hold_all(Says("a"), Remembers, size=3)
+    assert len(seen) == 3
+    assert all((me, before) == (who, "nobody") for me, who, before in seen)
+    assert WHO.get() == "nobody"
+
+
+def test_a_sync_generator_keeps_its_context_from_thread_to_thread() -> None:
+    seen: list[str] = []
+
+    @environment
+    def user(row: Row):  # type: ignore[no-untyped-def]
+        WHO.set("me")
+        turn = yield Opening(messages=row.messages)
+        seen.append(WHO.get())
+        WHO.set(turn.text)
+        yield say("And?")
+        seen.append(WHO.get())
+
+    hold(Says("a", "b"), user)
+    assert seen == ["me", "a"]
+
+
+def test_the_calls_of_a_tool_class_share_their_context_from_init_to_close() -> None:
+    seen: list[str] = []
+
+    class Counter:
+        def __init__(self) -> None:
+            WHO.set("made")
+
+        def sync(self) -> str:
+            """Sync."""
+            seen.append(WHO.get())
+            WHO.set("sync")
+            return ""
+
+        async def later(self) -> str:
+            """Async."""
+            seen.append(WHO.get())
+            WHO.set("later")
+            return ""
+
+        def close(self) -> None:
+            seen.append(WHO.get())
+
+    hold(Says(call("sync") + call("later"), "bye"), lambda: Tools([Counter]))
+    assert seen == ["made", "sync", "later"]
+
+
+def test_what_tools_that_run_together_set_is_seen_by_none_of_the_others() -> None:
+    async def f(name: str) -> str:
+        """Say who it is."""
+        WHO.set(name)
+        await asyncio.sleep(0.01)
+        return WHO.get()
+
+    said = call("f", '{"name": "x"}') + call("f", '{"name": "y"}')
+    trajectory = hold(Says(said, "bye"), lambda: Tools([f]))
+    assert [one.content for one in trajectory.turns[0].outcomes] == ["x", "y"]
+
+
+# nothing is left behind
+
+
+def test_asyncio_complains_of_nothing_after_many_faulty_conversations() -> None:
+    complaints: list[str] = []
+
+    class Several(Troubled):
+        async def begin(self, row: Row) -> Opening:
+            opening = await super().begin(row)
+            return Opening(messages=opening.messages)
+
+    async def f(n: int) -> str:
+        """Do it."""
+        await list(TROUBLES.values())[n % len(TROUBLES)][0]()
+        return ""
+
+    def g(n: int) -> str:
+        """Do it."""
+        raise Mean("no")
+
+    places = ["begin", "step", "settle", "close", "nowhere"]
+    functions = [function for function, _ in TROUBLES.values()]
+    numbers = iter(range(10_000))
+
+    def make() -> Environment:
+        n = next(numbers)
+        return Tools([f, g], then=Several(places[n % 5], functions[n % len(functions)]))
+
+    async def run(lockstep: bool) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        said = (
+            call("f", '{"n": 1}') + call("g", '{"n": 2}') + call("f", '{"n": 3}'),
+            "b",
+            RuntimeError("the engine is dead"),
+        )
+        groups = [new_group(a_row(id=str(n)), size=4, seed=0) for n in range(25)]
+        limits = Limits(turns=4, seconds_per_turn=0.5)
+        await rollout_groups(groups, a_table(Says(*said), make, lockstep=lockstep, limits=limits))
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+    logging.disable(logging.WARNING)
+    try:
+        asyncio.run(run(False))
+        asyncio.run(run(True))
+        gc.collect()
+    finally:
+        logging.disable(logging.NOTSET)
+    assert complaints == []
+
+
+def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves_nothing() -> None:
+    complaints: list[str] = []
+    before = threading.active_count()  # threads of other tests may still hang, as those tests want it
+
+    async def done(trajectory: Trajectory) -> None:
+        raise OSError("the disk is full")
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        group = new_group(a_row(), size=5, seed=0)
+        with pytest.raises(OSError, match="the disk is full"):
+            await rollout_groups([group], a_table(Says("a", seconds=0.01)), done=done)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    gc.collect()
+    assert complaints == []
+    assert threading.active_count() <= before + 2
+
+
+def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    from turnwise.user_code import calls as user_code
+
+    @environment
+    async def collects(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        began = time.monotonic()
+        user_code._collecting("start", {})
+        while time.monotonic() - began < 0.4:  # computes, as a collection does
+            pass
+        user_code._collecting("stop", {})
+        yield Reply(done=True)
+
+    with caplog.at_level(logging.WARNING):
+        hold(Says("a"), collects)
+    assert not [one for one in caplog.records if "blocked the event loop" in one.message]
+
+
+def test_the_finally_of_a_generator_may_take_longer_than_the_grace(caplog: pytest.LogCaptureFixture) -> None:
+    cleaned: list[str] = []
+
+    @environment
+    async def slow_to_clean_up(row: Row):  # type: ignore[no-untyped-def]
+        try:
+            yield Opening(messages=row.messages)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(1.5)  # stops a container, say
+            cleaned.append(row.id)
+
+    with caplog.at_level(logging.WARNING):
+        trajectory = hold(Says("a"), slow_to_clean_up, limits=Limits(seconds=0.2))
+    assert trajectory.stop is Stop.DEADLINE
+    assert cleaned == ["1"]
+    assert not [one.message for one in caplog.records if "could not be closed" in one.message]
+
+
+def test_a_generator_that_swallows_cancellation_is_abandoned_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from turnwise.environments import environment as module
+
+    monkeypatch.setattr(module, "_CLEANING_SECONDS", 0.3)
+
+    @environment
+    async def swallows(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    began = time.monotonic()
+    trajectory = hold(Says("a"), swallows, limits=Limits(seconds=0.2))
+    assert trajectory.stop is Stop.DEADLINE
+    assert time.monotonic() - began < 10

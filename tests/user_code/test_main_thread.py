@@ -1,0 +1,169 @@
+"""Sync functions that set signal handlers run in the main thread, whatever they do with Python's refusal elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, call, hold
+from turnwise.environments.environment import environment
+from turnwise.environments.tools.toolbox import Tools
+from turnwise.errors import Failed
+from turnwise.types import Opening, Reply, Row, Stop
+from turnwise.user_code.run_in_thread import aside
+
+
+class Rang(Exception):
+    """The alarm."""
+
+
+def ring(*_: Any) -> None:
+    raise Rang
+
+
+def timed(seconds: float) -> bool:
+    """Work within a second, as libraries do it with an alarm; True if it was ended."""
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        threading.Event().wait(seconds)
+    except Rang:
+        return True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return False
+
+
+def swallowing(seconds: float) -> str:
+    try:
+        return str(timed(seconds))
+    except Exception:  # as math-verify does
+        return "0"
+
+
+def test_a_tool_may_set_an_alarm() -> None:
+    def wait(seconds: float) -> str:
+        """Wait."""
+        return swallowing(seconds)
+
+    said = call("wait", '{"seconds": 0.01}') + call("wait", '{"seconds": 20}')
+    trajectory = hold(Says(said, said, "bye"), lambda: Tools([wait]))
+    assert [[one.content for one in turn.outcomes] for turn in trajectory.turns[:2]] == [["False", "True"]] * 2
+
+
+def test_a_sync_environment_may_set_an_alarm() -> None:
+    @environment
+    def user(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        yield Reply(done=True, reward=float(timed(0.01)) + 1.0)
+
+    assert hold(Says("a"), user).turns[0].reward == 1.0
+
+
+def test_one_that_catches_everything_is_noticed_all_the_same() -> None:
+    def careless() -> str:
+        try:
+            return str(timed(0.01))
+        except BaseException:
+            return "0"
+
+    assert asyncio.run(aside(careless, name="careless", kind="tool")) == "False"
+
+
+def test_an_alarm_that_is_left_over_does_not_ring_later() -> None:
+    def forgets() -> int:
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        return 1
+
+    async def main() -> int:
+        value = await aside(forgets, name="forgets", kind="tool")
+        await asyncio.sleep(0.3)
+        return value
+
+    assert asyncio.run(main()) == 1
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_where_the_event_loop_is_in_another_thread_it_is_told() -> None:
+    told: list[str] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(aside(lambda: swallowing(0.01), name="elsewhere", kind="tool"))
+        except Failed as failed:
+            told.append(failed.failure.message)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert told == [
+        "elsewhere sets a signal handler, which Python allows in the main thread only, and this run is in another"
+    ]
+
+
+def test_threads_that_are_not_ours_are_refused_as_ever() -> None:
+    told: list[str] = []
+
+    def run() -> None:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        except ValueError as error:
+            told.append(str(error))
+
+    asyncio.run(aside(lambda: None, name="before", kind="tool"))
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(told) == 1
+    assert "main thread" in told[0]
+
+
+def test_another_run_is_not_concerned() -> None:
+    assert asyncio.run(aside(lambda: swallowing(0.01), name="one", kind="tool")) == "False"
+    where = asyncio.run(aside(threading.current_thread, name="one", kind="tool"))
+    assert where is not threading.main_thread()
+
+
+def test_math_verify_grades_in_tools_and_sync_environments() -> None:
+    math_verify = pytest.importorskip("math_verify")
+
+    def grade(answer: str) -> str:
+        """Grade an answer."""
+        return str(math_verify.verify(math_verify.parse("$\\frac{1}{2}$"), math_verify.parse(answer)))
+
+    @environment
+    def user(row: Row):  # type: ignore[no-untyped-def]
+        turn = yield Opening(messages=row.messages)
+        turn = turn or None
+        yield Reply(done=True, reward=float(grade("$0.5$") == "True"))
+
+    said = call("grade", '{"answer": "$0.5$"}') + call("grade", '{"answer": "$0.6$"}')
+    trajectory = hold(Says(said, "bye"), lambda: Tools([grade], then=user()))
+    assert [one.content for one in trajectory.turns[0].outcomes] == ["True", "False"]
+    assert (trajectory.stop, trajectory.turns[1].reward) == (Stop.DONE, 1.0)
+
+
+def test_code_interpreter_without_bubblewrap_is_refused_when_it_becomes_a_tool(tmp_path: Path) -> None:
+    script = (
+        "from turnwise.environments.sandbox import code_interpreter\n"
+        "from turnwise.environments.tools.toolbox import Tools\n"
+        "from turnwise.errors import ConfigError\n"
+        "try:\n"
+        "    Tools([code_interpreter])\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    source = Path(__file__).parent.parent.parent / "src"
+    environ = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(source)}
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
+    assert "bubblewrap" in ended.stdout
