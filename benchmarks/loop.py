@@ -31,7 +31,7 @@ from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import Environment, environment, say
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Group, Opening, Reply, Row, Sampling, Stop, Turn
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
@@ -114,13 +114,13 @@ class Bench:
     def groups(self, numbers: range) -> list[Group]:
         return [new_group(row(number), size=1, seed=0) for number in numbers]
 
-    def table(self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int) -> Table:
+    def table(self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int) -> RolloutContext:
         """A table with an engine that has its lines ready."""
         scripts = {one.id: script(int(one.row.id), turns) for group in groups for one in group.trajectories}
         lines = [line for lines in scripts.values() for line in lines]
         encoded = self.renderer.tokenizer(lines, add_special_tokens=False)["input_ids"]
         ids = dict(zip(lines, encoded, strict=True))
-        return Table(
+        return RolloutContext(
             engine=ScriptedEngine(scripts, encode=ids.__getitem__, stop_token_id=self.renderer.stop_token_ids[0]),
             renderer=self.renderer,
             make_environment=make,

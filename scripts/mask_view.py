@@ -21,7 +21,7 @@ from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rewards.turn_weights import RULES, custom
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_group
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
 from turnwise.types import Row, Sampling, Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def calls_count_half(turn: Turn) -> float:
 
 def conversation(renderer: Renderer) -> Trajectory:
     """Two questions, a tool call and an answer each, through the loop."""
-    table = Table(
+    table = RolloutContext(
         engine=ScriptedEngine([LINES], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
         make_environment=lambda: Tools([Tool.of(calculator)], then=ScriptedUser([FURTHER])),

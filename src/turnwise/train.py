@@ -27,7 +27,7 @@ from turnwise.models.loading import load_model
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.reward import Scorer
 from turnwise.rewards.turn_weights import Rule
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.metrics import conversation_metrics, failures
@@ -51,7 +51,7 @@ class Run(Underway):
     rows: Sequence[Row]
     held_out: Sequence[Row]
     order: Order
-    table: Table
+    table: RolloutContext
     environments: build.Environments
     scorer: Scorer
     mask: Rule
@@ -245,7 +245,7 @@ def assemble(config: Config) -> Run:
     rows, held_out = every[: len(rows)], every[len(rows) :]
     policy = _policy(config, opened)
     limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
-    table = Table(
+    table = RolloutContext(
         engine=build.local_engine(config, policy.model, renderer, version=opened.step),
         renderer=renderer,
         make_environment=environments,

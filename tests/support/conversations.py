@@ -15,7 +15,7 @@ from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import EnvironmentFactory, Once
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Request, Row, Sampling, Segment, Trajectory
 
 RENDERER = Renderer(byte_tokenizer())
@@ -109,9 +109,9 @@ def a_table(
     concurrent: int = 256,
     lockstep: bool = False,
     thinking: Thinking = "keep",
-) -> Table:
+) -> RolloutContext:
     """A table with room for long conversations."""
-    return Table(
+    return RolloutContext(
         engine=engine,
         renderer=renderer,
         make_environment=make_environment,

@@ -22,7 +22,7 @@ from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, RolloutError
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.metrics import conversation_metrics, drift, failures
 from turnwise.terminal.activity import Activity, Heartbeat
 from turnwise.types import Group, Trajectory
@@ -53,7 +53,7 @@ async def _collect(
     rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
-    table = Table(
+    table = RolloutContext(
         engine=engine,
         renderer=renderer,
         make_environment=environments,

@@ -16,7 +16,7 @@ from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import TemplateError
 from turnwise.rewards.turn_weights import Rule
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_group
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
 from turnwise.types import Message, Opening, Reply, Row, Sampling, Trajectory, Turn
 
 __all__ = ["cost", "masked", "said"]
@@ -137,7 +137,7 @@ def _hold(
     """One conversation through the loop. `plain` encodes the model's lines, where `renderer` counts."""
     group = new_group(Row(id="doctor", messages=[{"role": "user", "content": "How old is the tree?"}]), size=1, seed=0)
     encode = (plain or renderer).encode
-    table = Table(
+    table = RolloutContext(
         engine=ScriptedEngine([lines], encode=encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
         make_environment=lambda: held_by,

@@ -19,7 +19,7 @@ from turnwise.rewards.credit import grpo
 from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.metrics import failures
 from turnwise.training.batch import Batch, pack
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Trajectory, Turn
@@ -147,7 +147,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
         one.id: [said(renderer, words(text)) for text in texts]
         for one, texts in zip(group.trajectories, _LINES.values(), strict=True)
     }
-    table = Table(
+    table = RolloutContext(
         engine=ScriptedEngine(lines, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
         make_environment=_pays,

@@ -18,7 +18,7 @@ from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, TurnwiseError
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.metrics import failures
 from turnwise.types import Group, Row, Trajectory
 
@@ -90,7 +90,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     limits = build.limits(config, longest=None)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
-        table = Table(
+        table = RolloutContext(
             engine=_engine(config, renderer, model),
             renderer=renderer,
             make_environment=environments,

@@ -15,7 +15,7 @@ from turnwise.engines.local import LocalEngine
 from turnwise.environments.environment import environment, say
 from turnwise.models.distribution import sampling_logits
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Opening, Reply, Row, Sampling, Trajectory, Turn
@@ -90,7 +90,7 @@ def _sampled(model: Any, renderer: Renderer, sampling: Sampling, threads: int) -
 
     async def hold() -> None:
         engine = LocalEngine(model, memory_gb=0.5, threads=threads, decode=renderer.decode)
-        table = Table(
+        table = RolloutContext(
             engine=engine,
             renderer=renderer,
             make_environment=_asks_on,

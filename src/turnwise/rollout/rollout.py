@@ -26,7 +26,7 @@ from turnwise.types import Failure, Group, Opening, Reply, Row, Sampling, Stop, 
 from turnwise.user_code.calls import call, call_blocking, conversation, deadline, forget
 from turnwise.user_code.reward_number import reward_number
 
-__all__ = ["Table", "new_group", "rollout", "rollout_group", "rollout_groups"]
+__all__ = ["RolloutContext", "new_group", "rollout", "rollout_group", "rollout_groups"]
 
 T = TypeVar("T")
 _CLOSING_SECONDS = 30.0  # an environment that hangs in `close` must not hold up the run
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class RolloutContext:
     """Who sits at the table: everything that a conversation needs besides its row."""
 
     engine: Engine
@@ -79,7 +79,7 @@ class _UserEnvironment:
         return await call(method, kind="environment", name=f"{self._name}.{what}")
 
 
-async def converse(session: Session, environment: _UserEnvironment, table: Table) -> Stop:
+async def converse(session: Session, environment: _UserEnvironment, table: RolloutContext) -> Stop:
     """The model speaks, the environment answers, until one of them or a limit says stop."""
     seconds = table.limits.seconds_per_turn
     async with deadline(seconds):
@@ -99,7 +99,7 @@ async def converse(session: Session, environment: _UserEnvironment, table: Table
     return stop
 
 
-async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
+async def rollout(trajectory: Trajectory, table: RolloutContext) -> Trajectory:
     """Fill a trajectory with one conversation. What breaks is recorded in it; only cancellation is raised."""
     started = time.perf_counter()
     limits = table.limits
@@ -131,7 +131,7 @@ async def rollout(trajectory: Trajectory, table: Table) -> Trajectory:
     return trajectory
 
 
-async def _converse_in_time(session: Session, environment: _UserEnvironment, table: Table) -> None:
+async def _converse_in_time(session: Session, environment: _UserEnvironment, table: RolloutContext) -> None:
     """Raises Failed, of the kind `deadline` where the conversation took too long."""
     limits, trajectory = table.limits, session.trajectory
     whole = deadline(limits.seconds)
@@ -153,14 +153,14 @@ async def _converse_in_time(session: Session, environment: _UserEnvironment, tab
         raise Failed(Failure("deadline", message)) from None
 
 
-async def rollout_group(group: Group, table: Table) -> Group:
+async def rollout_group(group: Group, table: RolloutContext) -> Group:
     """Hold the conversations of a group, `table.concurrent` at a time."""
     await rollout_groups([group], table)
     return group
 
 
 async def rollout_groups(
-    groups: Sequence[Group], table: Table, *, done: Callable[[Trajectory], Awaitable[None]] | None = None
+    groups: Sequence[Group], table: RolloutContext, *, done: Callable[[Trajectory], Awaitable[None]] | None = None
 ) -> Sequence[Group]:
     """Hold the conversations of several groups, `table.concurrent` at a time; `done` is awaited as each of them ends."""
     trajectories = [one for group in groups for one in group.trajectories]

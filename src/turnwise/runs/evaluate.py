@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.rewards.reward import Scorer
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.metrics import conversation_metrics
 from turnwise.types import Group, Row, Trajectory
 
@@ -16,7 +16,7 @@ __all__ = ["evaluate"]
 
 async def evaluate(
     rows: Sequence[Row],
-    table: Table,
+    table: RolloutContext,
     scorer: Scorer,
     *,
     samples: int = 1,

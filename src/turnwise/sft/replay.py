@@ -15,7 +15,7 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.errors import Failed, boundary
 from turnwise.rewards.turn_weights import Rule
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import Table, new_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.sft.replay_environment import Replay, rounds
 from turnwise.sft.targets import lines
 from turnwise.types import Failure, Row, Sampling, Stop, ToolSchema, Trajectory
@@ -49,7 +49,7 @@ async def replay(
         except Failed as failed:
             one.fail(failed.failure)
     stop = renderer.stop_token_ids[0]
-    table = Table(
+    table = RolloutContext(
         engine=ScriptedEngine(scripts, encode=renderer.encode, stop_token_id=stop, encode_behind=renderer.resumed),
         renderer=renderer,
         make_environment=functools.partial(Replay, tools),
