@@ -114,7 +114,9 @@ class Bench:
     def groups(self, numbers: range) -> list[Group]:
         return [new_group(row(number), size=1, seed=0) for number in numbers]
 
-    def table(self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int) -> RolloutContext:
+    def table(
+        self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int
+    ) -> RolloutContext:
         """A table with an engine that has its lines ready."""
         scripts = {one.id: script(int(one.row.id), turns) for group in groups for one in group.trajectories}
         lines = [line for lines in scripts.values() for line in lines]
@@ -201,9 +203,15 @@ def _whole(groups: Sequence[Group], *, turns: int) -> None:
     """A benchmark of conversations that broke would be a fast one."""
     for group in groups:
         for one in group.trajectories:
-            if one.failed or one.drift or one.stop not in (Stop.DONE, Stop.MAX_TURNS) or len(one.turns) != turns:
+            if (
+                one.failed
+                or one.template_mismatch
+                or one.stop not in (Stop.DONE, Stop.MAX_TURNS)
+                or len(one.turns) != turns
+            ):
                 sys.exit(
-                    f"conversation {one.id} ended with {one.stop} after {len(one.turns)} turns: {one.error or one.drift}"
+                    f"conversation {one.id} ended with {one.stop} after {len(one.turns)} turns: "
+                    f"{one.error or one.template_mismatch}"
                 )
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool
-from turnwise.rollout.segment_history import Script
+from turnwise.rollout.segment_history import SegmentHistory
 from turnwise.types import Message, Segment
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
@@ -76,17 +76,17 @@ def ours(tokenizer: Counting) -> Cost:
     sampled = [[*renderer.encode(said), renderer.stop_token_ids[0]] for said, _ in rounds]
     tokenizer.encoded = 0
     seconds, encoded = [], []
-    segment, script = Segment(), Script(renderer, "keep")
+    segment, script = Segment(), SegmentHistory(renderer, "keep")
     script.tools = TOOLS
-    piece, kept = renderer.opening(opening, TOOLS), 0
+    piece, kept = renderer.encode_opening(opening, TOOLS), 0
     for n, (_, answer) in enumerate(rounds):
         started = time.process_time()
         place = len(segment)
-        segment.context(piece.token_ids)
-        script.hear(piece, place)
+        segment.append_context(piece.token_ids)
+        script.append_messages(piece, place)
         segment.token_ids.extend(sampled[n])
-        script.say(renderer.parse(sampled[n], tools=TOOLS))
-        piece = renderer.bridge(segment.token_ids[-1], [answer], script.before)
+        script.append_turn(renderer.parse_turn(sampled[n], tools=TOOLS))
+        piece = renderer.encode_bridge(segment.token_ids[-1], [answer], script.before)
         seconds.append(time.process_time() - started)
         encoded.append(tokenizer.encoded)
         kept = len(segment.token_ids) if n + 1 == 40 else kept

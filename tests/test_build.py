@@ -11,7 +11,7 @@ import pytest
 
 from turnwise.build import parts as build
 from turnwise.config.schema import Config
-from turnwise.environments.environment import Environment, Once
+from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
@@ -19,10 +19,10 @@ from turnwise.rollout.limits import Limits
 from turnwise.types import Sampling
 
 USER = '''
-from turnwise.environments.environment import Once, environment, say
+from turnwise.environments.environment import SingleTurn, environment, say
 from turnwise.types import Opening, Reply
 
-class Mine(Once):
+class Mine(SingleTurn):
     made = 0
 
     def __init__(self, lines=(), n: int = 1):
@@ -90,7 +90,7 @@ def a_config(**parts: Any) -> Config:
 
 
 def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> None:
-    assert build.resolve("turnwise.environments.environment:Once", key="k") is Once
+    assert build.resolve("turnwise.environments.environment:SingleTurn", key="k") is SingleTurn
     assert build.resolve("json:decoder.JSONDecoder", key="k") is json.JSONDecoder
     assert build.resolve(f"{user}:NUMBER", key="k") == 5
     assert build.resolve(f"{user}:Mine", key="k") is build.resolve(f"{user}:Mine", key="other")  # imported once
@@ -99,8 +99,8 @@ def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> Non
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("Once", "k: 'Once' names nothing; write package.module:name or path/to/file.py:name"),
-        (":Once", "k: ':Once' names nothing"),
+        ("SingleTurn", "k: 'SingleTurn' names nothing; write package.module:name or path/to/file.py:name"),
+        (":SingleTurn", "k: ':SingleTurn' names nothing"),
         ("a.b:", "k: 'a.b:' names nothing"),
         ("turnwise.nothing:x", "k: turnwise.nothing could not be imported: ModuleNotFoundError: No module named"),
         ("turnwise.environments.users:ScriptedUsr", "has no 'ScriptedUsr'; did you mean 'ScriptedUser'?"),
@@ -149,7 +149,7 @@ def test_each_conversation_gets_a_fresh_environment_with_its_arguments(user: str
     talker = build.environment_factory(a_config(environment={"use": f"{user}:talker", "arguments": {"text": "x"}}))
     assert isinstance(talker(), Environment)
     default = build.environment_factory(a_config())
-    assert isinstance(default(), Once)
+    assert isinstance(default(), SingleTurn)
     lines = {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": ["a"]}}
     assert isinstance(build.environment_factory(a_config(environment=lines))(), ScriptedUser)
 

@@ -21,7 +21,7 @@ from turnwise.errors import RolloutError
 from turnwise.terminal.report import Report
 from turnwise.train import Run, _hold, _pack, assemble, train
 from turnwise.training.background import Halt
-from turnwise.training.policy import Update
+from turnwise.training.policy import UpdateStats
 from turnwise.types import Completion, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
@@ -107,7 +107,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
-        run.policy._accumulate(batch, Update(), lambda: None, Halt())
+        run.policy._accumulate(batch, UpdateStats(), lambda: None, Halt())
         gradients = [parameter.grad for parameter in run.policy._parameters]
         found = torch.cat([one.flatten() for one in gradients if one is not None])
         every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]
@@ -122,7 +122,7 @@ def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, 
     run = assembled(model, tmp_path, "indifferent")
     (batch,) = _pack(run, held(run))
     assert batch.trajectories == 4
-    update = asyncio.run(run.policy.learn([batch], lr=0.01))
+    update = asyncio.run(run.policy.update([batch], lr=0.01))
     assert update.tokens > 0  # trainer and engine are compared all the same
     assert (update.grad_norm, update.max_deviation < 1e-4) == (0.0, True)
 

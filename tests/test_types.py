@@ -14,10 +14,10 @@ def columns(segment: Segment) -> tuple[list[int], list[float], list[int], list[i
 
 def test_a_segment_has_four_columns_of_one_length() -> None:
     segment = Segment()
-    segment.context([11, 12])
-    segment.sampled(0, completion([21, 22], version=3))
-    segment.context([31])
-    segment.sampled(1, completion([41], version=4))
+    segment.append_context([11, 12])
+    segment.append_completion(0, completion([21, 22], version=3))
+    segment.append_context([31])
+    segment.append_completion(1, completion([41], version=4))
     assert columns(segment) == (
         [11, 12, 21, 22, 31, 41],
         [0.0, 0.0, -0.125, -0.25, 0.0, -0.125],
@@ -25,8 +25,8 @@ def test_a_segment_has_four_columns_of_one_length() -> None:
         [-1, -1, 3, 3, -1, 4],
     )
     assert len(segment) == 6
-    segment.context([])
-    segment.sampled(2, completion([]))
+    segment.append_context([])
+    segment.append_completion(2, completion([]))
     assert len(segment) == 6
 
 
@@ -44,12 +44,12 @@ def test_a_segment_refuses_columns_that_do_not_fit_and_stays_as_it_was(
     ids: list[int], logprobs: list[float], versions: list[int]
 ) -> None:
     segment = Segment()
-    segment.context([11])
+    segment.append_context([11])
     answer = Completion(
         token_ids=ids, logprobs=logprobs, versions=versions, finish_reason="stop", logprob_kind=LogprobKind.RAW
     )
     with pytest.raises((ValueError, OverflowError)):
-        segment.sampled(0, answer)
+        segment.append_completion(0, answer)
     assert columns(segment) == ([11], [0.0], [-1], [-1])
 
 
@@ -60,10 +60,10 @@ def a_turn(index: int, text: str, ids: list[int]) -> Turn:
 
 def test_a_trajectory_says_what_the_model_said_and_nobody_else() -> None:
     one = Trajectory(id="1/0", group="1", row=a_row())
-    assert (one.answer, one.said, one.sampled_tokens, one.failed) == ("", [], 0, False)
+    assert (one.answer, one.assistant_texts, one.sampled_tokens, one.failed) == ("", [], 0, False)
     one.messages = [{"role": "user", "content": "not mine"}]
     one.turns = [a_turn(0, "a", [1, 2]), a_turn(1, "b", [3])]
-    assert (one.answer, one.said, one.sampled_tokens) == ("B", ["a", "b"], 3)
+    assert (one.answer, one.assistant_texts, one.sampled_tokens) == ("B", ["a", "b"], 3)
 
 
 def test_failing_keeps_what_was_said_and_takes_what_it_was_worth() -> None:
@@ -71,7 +71,7 @@ def test_failing_keeps_what_was_said_and_takes_what_it_was_worth() -> None:
         one = Trajectory(id="1/0", group="1", row=a_row(), turns=[a_turn(0, "a", [1])], reward=1.0, advantages=[0.5])
         one.fail(Failure(kind, "why"))
         assert (one.stop, one.failed, one.error) == (stop, True, Failure(kind, "why"))
-        assert (one.reward, one.advantages, one.said) == (None, [], ["a"])
+        assert (one.reward, one.advantages, one.assistant_texts) == (None, [], ["a"])
 
 
 def test_which_stops_are_failures() -> None:

@@ -19,7 +19,7 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
 from turnwise.models.loading import load_model
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy
+from turnwise.training.policy import OptimizerConfig, Policy
 from turnwise.types import Media, Sampling, Segment
 
 models: Any = hf
@@ -217,7 +217,7 @@ def hear(segment: Segment, vision: Vision, *parts: Any) -> None:
     text = reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     text, found = vision.expand(text, vision.parts(messages))
     ids = reader.encode(text, add_special_tokens=False)
-    segment.context(ids, vision.place(ids, found))
+    segment.append_context(ids, vision.place(ids, found))
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     async def hold() -> None:
         for turn in range(2):
             hear(segment, vision, text_part("look"), image_part(picture(16, (16, 8)[turn], seed=turn)), text_part("?"))
-            segment.sampled(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
+            segment.append_completion(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
 
     asyncio.run(hold())
     pad = vision.pads["image"]
     spans = [segment.token_ids[one.start : one.start + one.length] for one in segment.media]
     assert [list(span).count(pad) for span in spans] == pads
-    policy = Policy(model, sampling=Sampling(), options=Optimization(lr=1e-3), threads=1)
-    update = asyncio.run(policy.learn([pack([trajectory(segment, [1.0, -1.0])])], lr=1e-3))
+    policy = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-3), threads=1)
+    update = asyncio.run(policy.update([pack([trajectory(segment, [1.0, -1.0])])], lr=1e-3))
     assert update.max_deviation < 1e-3
     assert update.grad_norm > 0
     eyes = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
@@ -281,12 +281,12 @@ def test_images_of_several_sizes_are_seen_and_trained_on_as_the_model_sees_them_
     async def hold() -> None:
         for turn, (width, height) in enumerate([(16, 16), (16, 8), (8, 12)]):
             ids, media = part(width, height)
-            segment.context([9, *ids, 10, 11], [media])
-            segment.sampled(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
+            segment.append_context([9, *ids, 10, 11], [media])
+            segment.append_completion(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
 
     asyncio.run(hold())
-    policy = Policy(model, sampling=Sampling(), options=Optimization(lr=1e-3), threads=1)
-    update = asyncio.run(policy.learn([pack([trajectory(segment, [1.0, -1.0, 1.0])])], lr=1e-3))
+    policy = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-3), threads=1)
+    update = asyncio.run(policy.update([pack([trajectory(segment, [1.0, -1.0, 1.0])])], lr=1e-3))
     assert update.max_deviation < 1e-3
     assert update.grad_norm > 0
 

@@ -100,9 +100,9 @@ def trace(renderer: Renderer, rng: random.Random) -> tuple[list[int], list[bool]
     value = calculator(written)
     end = renderer.stop_token_ids[0]
     pieces = [
-        (renderer.opening([asked(expression)], TOOLS).token_ids, False),
+        (renderer.encode_opening([asked(expression)], TOOLS).token_ids, False),
         ([*renderer.encode(call(written)), end], True),
-        (renderer.bridge(end, [{"role": "tool", "name": "calculator", "content": value}]).token_ids, False),
+        (renderer.encode_bridge(end, [{"role": "tool", "name": "calculator", "content": value}]).token_ids, False),
         ([*renderer.encode(f"#### {value}"), end], True),
     ]
     ids = [token for piece, _ in pieces for token in piece]

@@ -3,7 +3,7 @@
 What most users need to write an environment, a tool or a reward is here; it imports neither torch nor transformers.
 """
 
-from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, say
 from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.types import (
@@ -31,7 +31,6 @@ __all__ = [
     "Environment",
     "Group",
     "Message",
-    "Once",
     "Opening",
     "Reply",
     "Request",
@@ -41,6 +40,7 @@ __all__ = [
     "SamplingChange",
     "ScriptedUser",
     "Segment",
+    "SingleTurn",
     "Stop",
     "Tool",
     "ToolCall",

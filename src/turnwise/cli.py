@@ -27,7 +27,7 @@ from turnwise.version import __version__
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
-    from turnwise.runs.run_state import Underway
+    from turnwise.runs.run_state import RunState
     from turnwise.terminal.report import Report
     from turnwise.terminal.sft_report import SftReport
 
@@ -259,7 +259,7 @@ def _again(command: str, options: argparse.Namespace, config: Config) -> str:
 
 def _underway(
     going: Coroutine[Any, Any, None],
-    run: Underway,
+    run: RunState,
     report: Report | SftReport,
     console: Console,
     *,

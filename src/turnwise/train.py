@@ -26,16 +26,16 @@ from turnwise.errors import RolloutError
 from turnwise.models.loading import load_model
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.reward import Scorer
-from turnwise.rewards.turn_weights import Rule
+from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.metrics import conversation_metrics, failures
-from turnwise.runs.resuming import Opened, open_run
-from turnwise.runs.run_state import Underway
+from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.runs.run_state import RunState
 from turnwise.terminal.report import Report
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
-from turnwise.training.policy import Policy, Update
+from turnwise.training.policy import Policy, UpdateStats
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["Run", "assemble", "train"]
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Run(Underway):
+class Run(RunState):
     """A training run, ready to go on after `step` steps."""
 
     config: Config
@@ -54,16 +54,16 @@ class Run(Underway):
     table: RolloutContext
     environments: build.Environments
     scorer: Scorer
-    mask: Rule
+    mask: TurnWeighting
     credit: Credit
     watch: LearningWatch
     position: int = 0
     """Rows that those steps have used."""
 
-    def place(self) -> dict[str, int]:
-        return {**Underway.place(self), "position": self.position}
+    def data_position(self) -> dict[str, int]:
+        return {**RunState.data_position(self), "position": self.position}
 
-    def place_finished(self) -> None:
+    def advance_data(self) -> None:
         self.position += self.config.train.rows
 
 
@@ -74,7 +74,7 @@ async def train(run: Run, show: Report) -> None:
     """
     config, options = run.config, run.config.train
     show.begin(run.config, done=run.step, notes=run.notes)
-    async with contextlib.aclosing(run.environments), run.going_on_later():
+    async with contextlib.aclosing(run.environments), run.checkpoint_on_exit():
         waiting: asyncio.Task[_Rollouts] | None = None
         while run.step < options.steps:
             if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
@@ -93,12 +93,12 @@ async def train(run: Run, show: Report) -> None:
             batches = _pack(run, rollouts.groups)
             pieces = options.epochs * sum(len(batch.micro_batches) for batch in batches)
             advance = run.activity.part(run.step + 1, "training, micro-batches", pieces)
-            update = await run.policy.learn(
+            update = await run.policy.update(
                 batches,
                 lr=build.learning_rate(run.config, run.step),
                 epochs=options.epochs,
                 done=advance,
-                changing=run.weights_change,
+                changing=run.begin_update,
             )
             # at once: what is sampled from here on is the new policy's
             await run.table.engine.load_weights(run.step + 1)
@@ -125,7 +125,7 @@ async def _hold(run: Run, step: int) -> _Rollouts:
     ]
     advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
 
-    score = run.scorer.as_they_end(groups)
+    score = run.scorer.score_when_finished(groups)
 
     async def done(trajectory: Trajectory) -> None:
         advance()
@@ -137,7 +137,7 @@ async def _hold(run: Run, step: int) -> _Rollouts:
 
 def _refuse_stale(run: Run, trajectory: Trajectory) -> None:
     """Break a trajectory whose importance correction would be made up."""
-    problem = stale_without_logprobs(trajectory, kinds=run.policy.kinds, version=run.step)
+    problem = stale_without_logprobs(trajectory, kinds=run.policy.usable_logprob_kinds, version=run.step)
     if problem is not None and not trajectory.failed:
         trajectory.fail(problem)
 
@@ -154,7 +154,7 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
     weighed = [one for one in trajectories if any(turn.weight for turn in one.turns)]
     trajectories = weighed or trajectories
     idle = not any(turn.weight and one.advantages[turn.index] for one in trajectories for turn in one.turns)
-    if idle and not run.policy.keeps_zero:
+    if idle and not run.policy.needs_zero_advantages:
         # some are computed all the same, with a gradient of zero, so that engine and trainer are still compared; with a
         # divergence or an entropy in the loss, all of them have a gradient
         trajectories = trajectories[: options.group]
@@ -165,15 +165,15 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
             average=options.loss_average,
             micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
             share_prompts=run.policy.shares_prompts,
-            keep_zero=run.policy.keeps_zero or idle,
-            kinds=run.policy.kinds,
+            keep_zero=run.policy.needs_zero_advantages or idle,
+            kinds=run.policy.usable_logprob_kinds,
         )
         for start in range(0, len(trajectories), size)
     ]
 
 
 def _finish_step(
-    run: Run, show: Report, groups: Sequence[Group], update: Update, seconds: dict[str, float], *, began: float
+    run: Run, show: Report, groups: Sequence[Group], update: UpdateStats, seconds: dict[str, float], *, began: float
 ) -> None:
     """Write down what the step did."""
     lr = build.learning_rate(run.config, run.step)
@@ -200,7 +200,7 @@ def _finish_step(
             tolerance,
         )
     every = [one for group in groups for one in group.trajectories]
-    run.tell_drift(every)
+    run.warn_template_mismatch(every)
     for problem in run.watch.problems(metrics, groups):
         _log.warning("step %d: %s", step, problem)
     run.finish_step(metrics, every, began=began, last=step == run.config.train.steps)
@@ -278,7 +278,7 @@ def assemble(config: Config) -> Run:
     )
 
 
-def _policy(config: Config, opened: Opened) -> Policy:
+def _policy(config: Config, opened: OpenedRun) -> Policy:
     """The model that is trained, with the reference that the run was begun with."""
     if config.deterministic:
         torch.use_deterministic_algorithms(True)

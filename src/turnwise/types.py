@@ -185,7 +185,7 @@ class Turn:
     """The parsed assistant message: `content`, and `tool_calls` where there are any."""
     text: str
     """The sampled text as it was said, the stop token left off."""
-    opened: str = ""
+    thought_opening: str = ""
     """What the generation prompt opened a thought with, directly before `text`: `"<think>\\n"`; empty where it opened none."""
     reasoning: str = ""
     """What of it was thought and not said to anybody; empty where the model does not think in marks of its own."""
@@ -193,7 +193,7 @@ class Turn:
     """Of its tokens in the loss: 0 leaves the turn out. Set by `loss_mask`."""
     learn_from: bool = False
     """The environment has declared the turn to be learnt from (`Reply.learn_from`)."""
-    cut: int | None = None
+    kept_tokens: int | None = None
     """How many of its sampled tokens stayed, where the environment cut the answer and continued it (`Reply.resume`)."""
     calls: tuple[ToolCall, ...] = ()
     """The tool calls in it, malformed ones included."""
@@ -235,7 +235,7 @@ class Segment:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def context(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> None:
+    def append_context(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> None:
         """Append tokens that the model did not sample; the places of `media` count from the first of them."""
         count = len(token_ids)
         self.media.extend(replace(one, start=one.start + len(self)) for one in media)
@@ -244,7 +244,7 @@ class Segment:
         self.turn.extend([NOT_SAMPLED] * count)
         self.version.extend([NOT_SAMPLED] * count)
 
-    def sampled(self, turn: int, completion: Completion) -> None:
+    def append_completion(self, turn: int, completion: Completion) -> None:
         """Append what the model sampled in turn `turn`.
 
         Raises ValueError if the completion's columns differ in length.
@@ -263,14 +263,14 @@ class Segment:
         self.turn.extend([turn] * count)
         self.version.extend(versions)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Take back all tokens after the first `length`; only sampled ones may go."""
         if any(turn < 0 for turn in self.turn[length:]):
             raise ValueError(f"only what the model said last can be taken back, not all after token {length}")
         for column in (self.token_ids, self.logprobs, self.turn, self.version):
             del column[length:]
 
-    def leave_out(self, turn: int, places: Collection[int]) -> None:
+    def mask_tokens(self, turn: int, places: Collection[int]) -> None:
         """Make context of tokens that turn `turn` sampled, by their places among those; what was cut off is left out already."""
         sampled = [place for place, one in enumerate(self.turn) if one == turn]
         for number in places:
@@ -298,7 +298,7 @@ class Trajectory:
     seed: int = 0
     messages: list[Message] = field(default_factory=list)
     """The conversation as messages, all sides."""
-    former: list[list[Message]] = field(default_factory=list)
+    previous_histories: list[list[Message]] = field(default_factory=list)
     """The histories that an environment has replaced (`Reply.rewrite`), as they were."""
     tools: Sequence[ToolSchema] = ()
     turns: list[Turn] = field(default_factory=list)
@@ -314,7 +314,7 @@ class Trajectory:
     advantages: list[float] = field(default_factory=list)
     """One for each turn; empty where the trajectory is not trained on."""
     logprob_kind: LogprobKind = LogprobKind.NONE
-    drift: str | None = None
+    template_mismatch: str | None = None
     """What the sanity check found, or None where the tokens are those of the template."""
     seconds: float = 0.0
     environment: EnvironmentHandle | None = None
@@ -331,7 +331,7 @@ class Trajectory:
         return str(self.turns[-1].message.get("content") or "") if self.turns else ""
 
     @property
-    def said(self) -> list[str]:
+    def assistant_texts(self) -> list[str]:
         """What the model said, turn by turn: none of the tools' or the user's words."""
         return [turn.text for turn in self.turns]
 

@@ -106,7 +106,7 @@ def test_the_ids_of_a_conversation_are_those_of_one_pass(name: str, system: bool
     assert renderer.tool_format.name == "hermes"
     row = Row(id="1", messages=[SYSTEM, ASKED] if system else [ASKED])
     trajectory = hold(scripted(SAID, renderer=renderer), adds, renderer=renderer, row=row)
-    assert (trajectory.error, trajectory.drift, len(trajectory.turns)) == (None, None, 8)
+    assert (trajectory.error, trajectory.template_mismatch, len(trajectory.turns)) == (None, None, 8)
     (segment,) = trajectory.segments
     whole = one_pass(renderer, trajectory)
     assert list(segment.token_ids) == whole[: len(segment)]
@@ -147,7 +147,7 @@ def test_a_base_conversation_has_nothing_that_the_template_would_write_into_the_
     renderer = Renderer(byte_tokenizer(MOVES_TOOLS))
     before = Before(system="system", tools=True)
     assert renderer.template.plan([MORE], before).base_has == Before()
-    text = renderer.bridge(renderer.stop_token_ids[0], [MORE], before).text
+    text = renderer.encode_bridge(renderer.stop_token_ids[0], [MORE], before).text
     assert text == "\n<|im_start|>user:And now?<|im_end|><|im_start|>assistant\n"
 
 
@@ -169,7 +169,7 @@ def test_calls_that_are_written_only_with_tools_are_asked_for_with_a_tool(templa
     assert [examine(renderer, scenario).exact for scenario in SCENARIOS] == [True] * len(SCENARIOS)
     row = Row(id="1", messages=[ASKED])
     trajectory = hold(scripted(SAID, renderer=renderer), adds, renderer=renderer, row=row)
-    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert (trajectory.error, trajectory.template_mismatch) == (None, None)
     assert list(trajectory.segments[0].token_ids) == one_pass(renderer, trajectory)[: len(trajectory.segments[0])]
     plain = hold(["4"], renderer=renderer)
-    assert (plain.error, plain.drift) == (None, None)  # and without tools it is what it was
+    assert (plain.error, plain.template_mismatch) == (None, None)  # and without tools it is what it was

@@ -55,7 +55,7 @@ def test_ids_of_calls_are_short_where_the_template_insists_and_its_count_of_turn
     assert renderer.tool_format.name == "mistral"
     unnamed = CALL.replace(', "id": "a1b2c3d4e"', "")
     trajectory = hold(scripted([CALL, unnamed, " Two.", " Yes."], renderer=renderer), adds, renderer=renderer)
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
     context = [text for turn, text in spoken(trajectory.segments[0], renderer) if turn < 0]
     assert context == [
         "[INST] Hi[/INST]",
@@ -113,7 +113,7 @@ def test_the_answer_to_a_call_has_the_id_that_the_model_wrote() -> None:
     assert renderer.tool_format.name == "kimi"  # found out, though the template writes no name but in the id
     turns = [kimi_call("functions.add:0", "functions.add:1"), kimi_call("functions.add:2"), "Two.", "Yes."]
     trajectory = hold(scripted(turns, renderer=renderer), adds, renderer=renderer)
-    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert (trajectory.error, trajectory.template_mismatch) == (None, None)
     context = [text for turn, text in spoken(trajectory.segments[0], renderer) if turn < 0]
     assert context == [
         "<user>Hi<|im_end|><assistant>",
@@ -176,6 +176,6 @@ def test_replayed_answers_have_the_ids_that_their_calls_have() -> None:
         script = [lines(renderer, opening, said, [TOOL])]
         engine = ScriptedEngine(script, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
         trajectory = hold(engine, Replay, row=row, renderer=renderer)
-        assert (trajectory.error, trajectory.drift) == (None, None)
+        assert (trajectory.error, trajectory.template_mismatch) == (None, None)
         assert [message.get("tool_call_id") for message in trajectory.messages] == [None, None, id, None]
         assert trajectory.messages[1]["tool_calls"][0]["id"] == id

@@ -151,7 +151,7 @@ def test_places_count_from_the_segment_when_images_are_appended(vision: Vision) 
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     segment = Segment()
     for _ in range(2):
-        segment.context(ids, vision.place(ids, found))
+        segment.append_context(ids, vision.place(ids, found))
     first, second = segment.media
     assert second.start == first.start + len(ids)
     assert all(segment.token_ids[one.start] == PAD for one in segment.media)

@@ -13,7 +13,7 @@ from support import CHATML, byte_tokenizer, templates
 from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
 from turnwise.chat.one_pass import Held, OnePass
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.environment import Once
+from turnwise.environments.environment import SingleTurn
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
 from turnwise.types import Message, Segment
@@ -50,19 +50,19 @@ def segment_of(*parts: tuple[int, str]) -> Segment:
     for turn, text in parts:
         ids = RENDERER.encode(text)
         if turn < 0:
-            segment.context(ids)
+            segment.append_context(ids)
         else:
-            segment.sampled(turn, completion(ids))
+            segment.append_completion(turn, completion(ids))
     return segment
 
 
 def test_the_opening_is_the_rendered_messages_and_the_cue() -> None:
-    ids = RENDERER.opening([HI]).token_ids
+    ids = RENDERER.encode_opening([HI]).token_ids
     # <|im_start|> u s e r \n H i <|im_end|> \n <|im_start|> a s s i s t a n t \n
     assert list(ids) == [1, 87, 85, 71, 84, 201, 42, 75, 2, 201, 1, 67, 85, 85, 75, 85, 86, 67, 80, 86, 201]
     assert list(ids) == one_pass([HI])
-    assert list(RENDERER.opening([HI], [WEATHER]).token_ids) == one_pass([HI], [WEATHER])
-    assert RENDERER.decode(RENDERER.opening([HI], [WEATHER]).token_ids).startswith("<|im_start|>system\nTools:")
+    assert list(RENDERER.encode_opening([HI], [WEATHER]).token_ids) == one_pass([HI], [WEATHER])
+    assert RENDERER.decode(RENDERER.encode_opening([HI], [WEATHER]).token_ids).startswith("<|im_start|>system\nTools:")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_the_opening_is_the_rendered_messages_and_the_cue() -> None:
 @pytest.mark.parametrize("closed", [True, False], ids=["closed by the model", "not closed"])
 def test_opening_and_bridge_are_the_one_pass_rendering(answer: list[Message], closed: bool) -> None:
     sampled = [*RENDERER.encode("Well, 4."), *([STOP] if closed else [])]
-    ids = [*RENDERER.opening([HI]).token_ids, *sampled]
-    ids += RENDERER.bridge(ids[-1], answer).token_ids
+    ids = [*RENDERER.encode_opening([HI]).token_ids, *sampled]
+    ids += RENDERER.encode_bridge(ids[-1], answer).token_ids
     assert ids == one_pass([HI, {"role": "assistant", "content": "Well, 4."}, *answer])
 
 
 def test_the_bridge_closes_a_turn_only_if_the_model_did_not() -> None:
     retry = [{"role": "user", "content": "No."}]
-    left_open, closed = RENDERER.bridge(65, retry).token_ids, RENDERER.bridge(STOP, retry).token_ids
+    left_open, closed = RENDERER.encode_bridge(65, retry).token_ids, RENDERER.encode_bridge(STOP, retry).token_ids
     assert list(left_open) == [STOP, *closed]
     assert RENDERER.decode(closed) == "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"
 
@@ -110,10 +110,10 @@ def test_the_bridge_does_not_depend_on_how_long_the_conversation_is() -> None:
 
     tokenizer = Counting(byte_tokenizer())
     renderer = Renderer(tokenizer)
-    renderer.opening([{"role": "user", "content": "x" * 5000}])
+    renderer.encode_opening([{"role": "user", "content": "x" * 5000}])
     tokenizer.characters = 0
     for n in range(10):
-        renderer.bridge(STOP, [{"role": "user", "content": f"no {n}"}])
+        renderer.encode_bridge(STOP, [{"role": "user", "content": f"no {n}"}])
     # the token in front is encoded with it, so that it is cut as it is in one pass
     assert tokenizer.characters == 10 * len("<|im_end|>\n<|im_start|>user\nno 0<|im_end|>\n<|im_start|>assistant\n")
 
@@ -144,7 +144,7 @@ def test_the_end_of_a_turn_is_the_templates_own_token_the_eos_and_those_of_the_g
 
 def test_parse_reads_text_message_and_calls_and_leaves_the_stop_token_off() -> None:
     ids = [*RENDERER.encode("Hm.\n" + call("add", '{"a": 1}')), STOP]
-    said = RENDERER.parse(ids, tools=[WEATHER], first_call=7)
+    said = RENDERER.parse_turn(ids, tools=[WEATHER], first_call=7)
     assert said.text == 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert said.message == {
         "role": "assistant",
@@ -152,37 +152,41 @@ def test_parse_reads_text_message_and_calls_and_leaves_the_stop_token_off() -> N
         "tool_calls": [{"id": "call_7", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }
     assert [(one.id, one.name, one.arguments, one.error) for one in said.calls] == [("call_7", "add", {"a": 1}, None)]
-    plain = RENDERER.parse(ids)
+    plain = RENDERER.parse_turn(ids)
     assert (plain.text, plain.message, plain.calls) == (said.text, {"role": "assistant", "content": said.text}, ())
-    assert RENDERER.parse([STOP], tools=[WEATHER]).message == {"role": "assistant", "content": ""}
-    assert RENDERER.parse([]).message == {"role": "assistant", "content": ""}
+    assert RENDERER.parse_turn([STOP], tools=[WEATHER]).message == {"role": "assistant", "content": ""}
+    assert RENDERER.parse_turn([]).message == {"role": "assistant", "content": ""}
 
 
 def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
     # QwQ and Qwen3-Thinking: the model is put inside <think>, and only closes it
     thinks = Renderer(byte_tokenizer(CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")))
-    bridge = thinks.bridge(STOP, [HI])
+    bridge = thinks.encode_bridge(STOP, [HI])
     assert thinks.decode(bridge.token_ids).endswith("<|im_start|>assistant\n<think>\n")
-    assert (bridge.thinking, thinks.opening([HI]).thinking, RENDERER.opening([HI]).thinking) == (
+    assert (
+        bridge.open_thought,
+        thinks.encode_opening([HI]).open_thought,
+        RENDERER.encode_opening([HI]).open_thought,
+    ) == (
         "<think>\n",
         "<think>\n",
         "",
     )
     ids = [*RENDERER.encode(f"Perhaps {call('f')}?</think>So:{call('g')}"), STOP]
-    said = thinks.parse(ids, tools=[WEATHER], thinking="<think>\n")
+    said = thinks.parse_turn(ids, tools=[WEATHER], thinking="<think>\n")
     assert [one.name for one in said.calls] == ["g"]
     assert said.reasoning == said.message["reasoning_content"] == f"Perhaps {call('f')}?"
     assert said.message["content"] == "So:"
-    assert [one.name for one in RENDERER.parse(ids, tools=[WEATHER]).calls] == ["f", "g"]
+    assert [one.name for one in RENDERER.parse_turn(ids, tools=[WEATHER]).calls] == ["f", "g"]
 
 
 def test_thoughts_are_told_from_words_where_the_template_knows_of_them() -> None:
     thinks = Renderer(byte_tokenizer(THINKS_LAST))
     ids = [*RENDERER.encode("<think>Two and two.</think>Four."), STOP]
-    said = thinks.parse(ids)
+    said = thinks.parse_turn(ids)
     assert (said.reasoning, said.message["content"]) == ("Two and two.", "Four.")
     # a template that knows of none leaves it to the user's prompt: then the marks are words like others
-    assert RENDERER.parse(ids).message == {"role": "assistant", "content": "<think>Two and two.</think>Four."}
+    assert RENDERER.parse_turn(ids).message == {"role": "assistant", "content": "<think>Two and two.</think>Four."}
 
 
 # what was sampled is never encoded again
@@ -210,8 +214,8 @@ def test_ids_that_would_be_encoded_otherwise_stay_as_they_were_sampled() -> None
     # the second prompt holds the first answer as it was sampled, and the user's `ab` as the tokenizer has it
     assert list(engine.requests[1].token_ids)[21:24] == [67, 68, 2]
     assert list(engine.requests[1].token_ids).count(259) == 1
-    assert trajectory.said == ["ab", "abab"]
-    assert trajectory.drift is None  # the text is the template's; the ids are the model's
+    assert trajectory.assistant_texts == ["ab", "abab"]
+    assert trajectory.template_mismatch is None  # the text is the template's; the ids are the model's
 
 
 @settings(max_examples=60)
@@ -245,7 +249,7 @@ def test_whatever_is_sampled_the_segment_holds_exactly_that(turns: list[list[int
     assert sum(mask) == sum(len(turn) for turn in turns) == trajectory.sampled_tokens
     outside = [place for place, sampled in enumerate(mask) if not sampled]
     assert {(segment.logprobs[place], segment.version[place]) for place in outside} == {(0.0, -1)}
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 # the sanity check
@@ -313,18 +317,18 @@ def test_a_template_that_writes_into_the_last_turn_is_found_out_and_the_tokens_s
         "{{ sign }}", "{% if loop.last and message.role == 'assistant' %} -- sent{% endif %}"
     )
     renderer = Renderer(byte_tokenizer(signs), sanity=sanity)
-    trajectory = hold(Says("Yo."), Once, renderer=renderer)
+    trajectory = hold(Says("Yo."), SingleTurn, renderer=renderer)
     assert trajectory.error is None
     assert spoken(trajectory.segments[0])[1] == (0, "Yo.<|im_end|>")
-    assert (trajectory.drift is not None) is drifts
+    assert (trajectory.template_mismatch is not None) is drifts
     if drifts:
         sent = "' -- sent" if sanity == "strict" else "'--sent"
-        assert f"the tokens say '' [] where the template says {sent}<|im_end|>" in str(trajectory.drift)
+        assert f"the tokens say '' [] where the template says {sent}<|im_end|>" in str(trajectory.template_mismatch)
 
 
 def test_an_empty_thought_that_the_template_writes_into_the_last_turn_is_no_drift() -> None:
     renderer = Renderer(byte_tokenizer(THINKS_LAST))
-    assert hold(Says("Yo."), Once, renderer=renderer).drift is None
+    assert hold(Says("Yo."), SingleTurn, renderer=renderer).template_mismatch is None
 
 
 @pytest.mark.parametrize(
@@ -346,17 +350,20 @@ def test_a_thought_that_the_template_keeps_is_compared(said: str, strict: bool, 
     )
     for sanity, alike in (("strict", strict), ("ignore_strippable", ignore_strippable)):
         renderer = Renderer(byte_tokenizer(rewrites), sanity=sanity)  # type: ignore[arg-type]
-        trajectory = hold(Says(said), Once, renderer=renderer)
-        assert (trajectory.error, trajectory.drift is None) == (None, alike), (sanity, trajectory.drift)
+        trajectory = hold(Says(said), SingleTurn, renderer=renderer)
+        assert (trajectory.error, trajectory.template_mismatch is None) == (None, alike), (
+            sanity,
+            trajectory.template_mismatch,
+        )
 
 
 def test_a_template_that_refuses_in_one_pass_what_it_took_turn_by_turn_is_told_and_breaks_nothing() -> None:
     counts = "{% if messages | length > 4 %}{{ raise_exception('Too many.') }}{% endif %}" + CHATML
     trajectory = hold(Says("a", "b", "c"), lambda: ScriptedUser(["x", "y"]), renderer=Renderer(byte_tokenizer(counts)))
     assert (trajectory.stop, trajectory.error) == ("done", None)
-    assert trajectory.drift == (
+    assert trajectory.template_mismatch == (
         "in one pass, the chat template refuses messages of the roles [... assistant, user, assistant]: Too many."
-    ) or "Too many." in str(trajectory.drift)
+    ) or "Too many." in str(trajectory.template_mismatch)
 
 
 def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_of_the_policy_and_no_drift() -> None:
@@ -366,14 +373,14 @@ def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_o
     )
     renderer = Renderer(byte_tokenizer(forgets))
     twice = hold(Says("<think>4?</think>4", "5"), lambda: ScriptedUser(["No."]), renderer=renderer)
-    assert twice.drift is None
+    assert twice.template_mismatch is None
     assert spoken(twice.segments[0])[1] == (0, "<think>4?</think>4<|im_end|>")  # sampled: kept
     assert renderer.strips_at == ("user", "tool")
     # what stands behind the thought is compared all the same
     mumbles = forgets.replace("'</think>')[-1]", "'</think>')[-1] | replace('4', 'four')")
     drift = hold(
         Says("<think>4?</think>4", "5"), lambda: ScriptedUser(["No."]), renderer=Renderer(byte_tokenizer(mumbles))
-    ).drift
+    ).template_mismatch
     assert "where the template says 'four<|im_end|>'" in str(drift)
 
 
@@ -394,19 +401,19 @@ def test_qwen3_with_its_own_template() -> None:
         (-1, "\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\n"),
         (1, "<think>\n5?\n</think>\n\n5<|im_end|>"),
     ]
-    assert twice.drift is None
+    assert twice.template_mismatch is None
     assert [(turn.reasoning, turn.message["content"]) for turn in twice.turns] == [("4?", "4"), ("5?", "5")]
     assert renderer.strips_at == ("user",)  # the template forgets the first thoughts
-    assert hold(Says("4"), Once, renderer=renderer).drift is None
+    assert hold(Says("4"), SingleTurn, renderer=renderer).template_mismatch is None
 
 
 def test_bytes_that_are_no_text_do_not_count_as_drift() -> None:
     half = RENDERER.encode("ü")[0]  # the first of two bytes
-    cut = hold(Says([70, half]), Once)
-    assert (cut.stop, cut.drift) == ("length", None)
-    assert cut.said == ["d�"]
+    cut = hold(Says([70, half]), SingleTurn)
+    assert (cut.stop, cut.template_mismatch) == ("length", None)
+    assert cut.assistant_texts == ["d�"]
     closed = hold(Says([half, STOP], [half, 70, STOP]), lambda: ScriptedUser(["ü"]))
-    assert (closed.error, closed.drift) == (None, None)
+    assert (closed.error, closed.template_mismatch) == (None, None)
 
 
 # what is refused
@@ -427,13 +434,13 @@ def test_a_template_that_refuses_is_quoted_with_the_roles_it_refused() -> None:
     )
     renderer = Renderer(byte_tokenizer(picky))
     assert "\n<tool_response>\n5\n</tool_response><|im_end|>" in renderer.decode(
-        renderer.bridge(STOP, [{"role": "tool", "content": "5"}]).token_ids
+        renderer.encode_bridge(STOP, [{"role": "tool", "content": "5"}]).token_ids
     )  # somebody has to say it
     nobody = Renderer(byte_tokenizer(picky.replace("m.role == 'tool'", "not loop.first and m.role != 'assistant'")))
     with pytest.raises(
         TemplateError, match=r"refuses messages of the roles \[\.\.\. user, assistant, tool\]: no tools here"
     ):
-        nobody.bridge(STOP, [{"role": "tool", "content": "5"}])
+        nobody.encode_bridge(STOP, [{"role": "tool", "content": "5"}])
     with pytest.raises(TemplateError, match=r"roles \[\.\.\. user, assistant\]: never"):
         Renderer(byte_tokenizer("{{ raise_exception('never') }}"))
     with pytest.raises(TemplateError, match=r"is no valid Jinja: .* in line 2\. Correct chat_template\.jinja"):
@@ -442,13 +449,13 @@ def test_a_template_that_refuses_is_quoted_with_the_roles_it_refused() -> None:
 
 def test_content_of_parts_is_taken_and_what_is_no_content_is_refused() -> None:
     with pytest.raises(TemplateError, match=r"'user' message has a content part \{'type': 'smell'\}; parts are"):
-        RENDERER.opening([{"role": "user", "content": [{"type": "smell"}]}])
+        RENDERER.encode_opening([{"role": "user", "content": [{"type": "smell"}]}])
     with pytest.raises(TemplateError, match=r"'user' message has a content part 'Hi'; parts are"):
-        RENDERER.opening([{"role": "user", "content": ["Hi"]}])
+        RENDERER.encode_opening([{"role": "user", "content": ["Hi"]}])
     with pytest.raises(TemplateError, match=r"content of a 'tool' message is a int; it must be a text, or a list"):
-        RENDERER.bridge(STOP, [{"role": "tool", "content": 5}])
+        RENDERER.encode_bridge(STOP, [{"role": "tool", "content": 5}])
     with pytest.raises(TemplateError, match=r"takes none: its directory has no image processor"):
-        RENDERER.opening([{"role": "user", "content": [{"type": "image", "image": b"?"}]}])
+        RENDERER.encode_opening([{"role": "user", "content": [{"type": "image", "image": b"?"}]}])
 
 
 def test_a_role_that_the_template_loses_is_refused_by_name() -> None:
@@ -458,7 +465,7 @@ def test_a_role_that_the_template_loses_is_refused_by_name() -> None:
     with pytest.raises(
         TemplateError, match=r"refuses or leaves out .* \[critic\] after the model's turn; 'critic' is a role"
     ):
-        Renderer(byte_tokenizer(deaf)).bridge(STOP, [{"role": "critic", "content": "Bad."}])
+        Renderer(byte_tokenizer(deaf)).encode_bridge(STOP, [{"role": "critic", "content": "Bad."}])
 
 
 def test_a_tokenizer_without_any_stop_token_is_refused() -> None:
@@ -494,12 +501,12 @@ def test_a_template_that_takes_one_question_only_is_refused_where_a_second_one_i
         "{{ raise_exception('one only') }}{% endif %}"
     )
     renderer = Renderer(byte_tokenizer(once))
-    assert hold(Says("Yo"), Once, renderer=renderer).stop == "done"
+    assert hold(Says("Yo"), SingleTurn, renderer=renderer).stop == "done"
     trajectory = hold(Says("Yo", "Ya"), lambda: ScriptedUser(["And?"]), renderer=renderer)
     assert trajectory.error is not None
     assert trajectory.error.kind == "tokens"
     assert trajectory.error.message.endswith("roles [... user, assistant, user]: one only")
-    assert trajectory.said == ["Yo"]
+    assert trajectory.assistant_texts == ["Yo"]
 
 
 def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used() -> None:
@@ -509,7 +516,7 @@ def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used(
         TemplateError, match=r"in a format that cannot be read back.*Name the format \(tool_format=hermes, say\)"
     ):
         _ = renderer.tool_format
-    assert hold(Says("Yo"), Once, renderer=renderer).stop == "done"
+    assert hold(Says("Yo"), SingleTurn, renderer=renderer).stop == "done"
     no_calls = Renderer(byte_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
     with pytest.raises(TemplateError, match="writes no tool calls"):
         _ = no_calls.tool_format
@@ -526,7 +533,7 @@ def test_a_saved_tokenizer_is_loaded_with_the_stop_tokens_of_its_generation_conf
     assert Renderer.from_pretrained(tmp_path).stop_token_ids == (2, 0)
     (tmp_path / "generation_config.json").write_text('{"max_length": 5}')
     assert Renderer.from_pretrained(tmp_path).stop_token_ids == (2,)
-    assert Renderer.from_pretrained(tmp_path).opening([HI]) == RENDERER.opening([HI])
+    assert Renderer.from_pretrained(tmp_path).encode_opening([HI]) == RENDERER.encode_opening([HI])
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -562,7 +569,7 @@ def test_calls_that_no_named_format_reads_are_read_as_the_tokenizer_says() -> No
         Renderer(tokenizer, tool_format="response_template")
     tokenizer.response_template = STRANGE_SPEC
     assert Renderer(tokenizer).tool_format.name == "response_template"
-    said = Renderer(tokenizer, tool_format="response_template").parse(
+    said = Renderer(tokenizer, tool_format="response_template").parse_turn(
         tokenizer.encode('Well.<invoke>{"name": "f", "arguments": {"x": 1}}</invoke><|im_end|>'), tools=[WEATHER]
     )
     assert said.message["content"] == "Well."
@@ -579,4 +586,4 @@ def test_a_thought_that_is_written_like_its_own_mark_is_found_where_it_stands() 
     assert [turn.reasoning for turn in trajectory.turns] == ["think", "Yo."]
     assert len(trajectory.segments) == 2
     assert "think" not in renderer.decode(trajectory.segments[1].token_ids[: trajectory.segments[1].turn.index(1)])
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None

@@ -102,7 +102,7 @@ def test_every_turn_sees_the_prompt_that_serving_makes_of_the_recorded_messages(
         first = as_lines(renderer, [(SAID[said], [MORE]), (SAID[said], [MORE]), (SAID[said], [])])
     trajectory = held(renderer, first, [[MORE], [MORE]])
     assert prompts(trajectory) == served(renderer, trajectory)
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 @real
@@ -117,7 +117,7 @@ def test_a_call_that_was_thought_about_stays_a_call_in_the_next_segment(stem: st
     trajectory = held(renderer, said, [[ANSWER], [MORE]], tools=True)
     assert [len(turn.calls) for turn in trajectory.turns] == [1, 0, 0]
     assert prompts(trajectory) == served(renderer, trajectory)
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_the_check_finds_a_prompt_that_serving_would_not_show() -> None:

@@ -90,7 +90,7 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
         ends = [text.find(stop) for stop in stops if stop in text]
         text = text[: min(ends)] if ends else text
         # a model that is put inside a thought ends it first
-        opened = renderer.opening(scenario.opening, scenario.tools).thinking and "</think>" not in text
+        opened = renderer.encode_opening(scenario.opening, scenario.tools).open_thought and "</think>" not in text
         texts.append(f"</think>\n\n{text}" if opened else text)
     return texts
 
@@ -117,7 +117,9 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_onl
     assert trajectory.error is None, trajectory.error
     assert len(trajectory.turns) == len(scenario.rounds)
     # the check renders calls as calls: it finds what a template writes in another way once they are followed by others
-    assert (trajectory.drift is not None) == (NOT_EXACT.get(path.stem, {}).get(scenario.name) == OTHER_WORDS)
+    assert (trajectory.template_mismatch is not None) == (
+        NOT_EXACT.get(path.stem, {}).get(scenario.name) == OTHER_WORDS
+    )
     (segment,) = trajectory.segments
     for turn in trajectory.turns:
         assert turn.completion is not None

@@ -111,7 +111,7 @@ def test_keep_goes_on_with_everything_in_one_segment() -> None:
         _, trajectory = document(template, "keep")
         (segment,) = trajectory.segments
         assert [text for turn, text in spoken(segment) if turn >= 0] == [f"{text}<|im_end|>" for text in SAID]
-        assert trajectory.drift is None
+        assert trajectory.template_mismatch is None
 
 
 def test_branch_by_qwen3s_rule_begins_a_segment_where_a_user_speaks_and_none_where_a_tool_answers() -> None:
@@ -127,7 +127,7 @@ def test_branch_by_qwen3s_rule_begins_a_segment_where_a_user_speaks_and_none_whe
     assert "simple math" not in text
     assert "Search for a good explanation" in text
     assert [turn for turn, _ in spoken(second)] == [-1, 1, -1, 2]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_branch_by_qwqs_rule_begins_a_segment_at_every_answer() -> None:
@@ -217,7 +217,7 @@ def test_a_thought_that_the_cue_has_opened_is_left_out_too() -> None:
             (1, "Hm, five.</think>5<|im_end|>"),
         ],
     ]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_a_new_segment_counts_against_the_context_and_not_the_sum_of_all() -> None:

@@ -67,9 +67,9 @@ def test_a_templates_own_marks_are_found(name: str) -> None:
 def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> None:
     template, (opening, closing) = TEMPLATES[name]
     renderer = Renderer(byte_tokenizer(template), tool_format="hermes")
-    opened = renderer.opening([{"role": "user", "content": "Hi"}]).thinking
+    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).open_thought
     thought = f"\nMaybe {call('search')}\n{closing}\n\n{call('lookup')}"
-    said = renderer.parse(renderer.encode(thought if opened else opening + thought), tools=[{}], thinking=opened)
+    said = renderer.parse_turn(renderer.encode(thought if opened else opening + thought), tools=[{}], thinking=opened)
     assert [one.name for one in said.calls] == ["lookup"]
     assert said.reasoning == f"Maybe {call('search')}"
     assert said.message["content"] == ""
@@ -80,7 +80,7 @@ def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> Non
 def test_thoughts_are_left_out_whatever_the_marks(name: str, thinking: str) -> None:
     template, (opening, closing) = TEMPLATES[name]
     renderer = Renderer(byte_tokenizer(template))
-    opened = renderer.opening([{"role": "user", "content": "Hi"}]).thinking
+    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).open_thought
     begin = "" if opened else f"{opening}\n"
     trajectory = hold(
         [f"{begin}Hm.\n{closing}\n\nFour.", f"{begin}So.\n{closing}\n\nFive."],
@@ -109,7 +109,7 @@ def test_a_renamed_channel_of_thoughts_is_known_and_a_call_in_it_is_none(tmp_pat
     for format in ("auto", "hermes"):
         renderer = Renderer(tokenizer, tool_format=format)
         assert renderer.marks.own == marks
-        read = renderer.parse(renderer.encode(said), tools=[{}])
+        read = renderer.parse_turn(renderer.encode(said), tools=[{}])
         assert read.calls == ()
         assert (read.reasoning, read.message["content"]) == (f"Maybe {call('search')}", "Four.")
 
@@ -171,7 +171,7 @@ def test_branch_where_only_the_last_turns_thought_stays_shows_each_turn_what_ser
     said = [f"<think>Thought {n}.</think>Word {n}." for n in range(4)]
     trajectory = hold(said, lambda: ScriptedUser(["No."] * 3), renderer=renderer, thinking="branch")
     assert trajectory.error is None
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
     messages = [{"role": "user", "content": "Hi"}]
     prompts: list[list[int]] = []
     for text in said:

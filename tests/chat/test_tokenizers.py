@@ -154,9 +154,9 @@ def test_the_record_holds_exactly_the_ids_that_were_sampled(kind: str, data: st.
 def test_what_is_said_to_the_model_is_cut_as_it_is_in_one_pass(kind: str) -> None:
     """Behind a token that ends a turn, not as a text of its own, before which some tokenizers put a space."""
     known = renderer(kind)
-    opening = known.opening([{"role": "user", "content": "the user asked"}])
+    opening = known.encode_opening([{"role": "user", "content": "the user asked"}])
     said = [*known.encode("nothing"), known.stop_token_ids[0]]
-    bridge = known.bridge(said[-1], [{"role": "user", "content": "said what"}])
+    bridge = known.encode_bridge(said[-1], [{"role": "user", "content": "said what"}])
     incremental = [*opening.token_ids, *said, *bridge.token_ids]
     messages = [
         {"role": "user", "content": "the user asked"},
@@ -196,4 +196,4 @@ def test_a_conversation_whose_ids_are_those_of_the_one_pass_has_no_drift(kind: s
     assert trajectory.error is None, trajectory.error
     (segment,) = trajectory.segments
     assert list(segment.token_ids) == whole[: len(segment)]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None

@@ -95,7 +95,7 @@ def test_a_call_that_no_token_ended_is_ended_as_the_template_does(template: str,
     renderer = renderer_of(template)
     answer = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": "Five."}
     behind = renderer.encode("</call>")[-1]
-    assert renderer.decode(renderer.bridge(behind, [answer]).token_ids) == context
+    assert renderer.decode(renderer.encode_bridge(behind, [answer]).token_ids) == context
 
 
 @pytest.mark.parametrize("file", template_files(), ids=lambda file: file.stem)
@@ -111,7 +111,7 @@ def test_no_family_writes_pieces_of_a_call_behind_a_turn(file: Path) -> None:
     whole = renderer.template.said(probe_call({"text": PLACEHOLDER}))
     piece = renderer.encode(whole.partition(PLACEHOLDER)[2].strip())[0]  # what closes the argument
     for stop in (*renderer.stop_token_ids, renderer.encode("x")[0]):
-        assert renderer.bridge(stop, plan.apply([answer])).token_ids[0] != piece
+        assert renderer.encode_bridge(stop, plan.apply([answer])).token_ids[0] != piece
 
 
 # a stop token that also stands inside a turn

@@ -271,7 +271,7 @@ def test_brackets_are_text_wherever_they_stand() -> None:
 
 def test_drift_is_shown() -> None:
     one = hold(Says("a"))
-    one.drift = "from character 3 on"
+    one.template_mismatch = "from character 3 on"
     assert "drift: from character 3 on" in text(conversation(trajectory_record(one)))
 
 

@@ -49,7 +49,7 @@ def refused(path: Path, *overrides: str) -> str:
 def test_the_least_recipe_has_defaults_for_everything_else(recipe: Path) -> None:
     config = loaded(recipe)
     assert (config.model.path, config.data.train) == ("m", "rows.jsonl")
-    assert config.environment.use == "turnwise.environments.environment:Once"
+    assert config.environment.use == "turnwise.environments.environment:SingleTurn"
     assert isinstance(config.engine, LocalEngine)
     assert (config.limits.turns, config.train.group, config.sampling.temperature) == (8, 8, 1.0)
     refuse_without_effect(config)

@@ -16,7 +16,7 @@ from turnwise.doctor.check import worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.template import Directory, continuing, features, stops, thinking, tool_calls, vocabulary
-from turnwise.rewards.turn_weights import RULES
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "templates.md"
 FILES = template_files()
@@ -199,7 +199,7 @@ def test_the_mask_is_shown_run_by_run() -> None:
 
 
 def test_what_the_recipes_loss_mask_leaves_out_is_shown() -> None:
-    found = masked(renderer(), "keep", RULES["last_turn"])
+    found = masked(renderer(), "keep", TURN_WEIGHTINGS["last_turn"])
     assert [run.weight for run in found.runs] == [0.0, 0.0, 0.0, 1.0]
     assert found.text.endswith("loss_mask leaves out turn 0")
 

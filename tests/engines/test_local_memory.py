@@ -10,7 +10,7 @@ import torch
 
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.engines.local.kv_cache import KVCache, PlaneShape
 from turnwise.engines.local.slots import FREE, Slots
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
@@ -143,7 +143,7 @@ def test_what_can_never_fit_is_refused_with_the_fix() -> None:
 
 
 def test_rows_keep_their_contents_when_they_grow_move_and_shrink() -> None:
-    rows = Rows(
+    rows = KVCache(
         [PlaneShape(2, 3, 4), PlaneShape(1, 1, 2)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20
     )
     assert rows.token_bytes == (24 + 2) * 4
@@ -163,7 +163,7 @@ def test_rows_keep_their_contents_when_they_grow_move_and_shrink() -> None:
 
 
 def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
-    rows = Rows([PlaneShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20)
+    rows = KVCache([PlaneShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20)
     slots = Slots(rows, count=8, context=512)
     texts = [np.array(tokens(70)), np.array(tokens(70)[:53] + tokens(30, 1)), np.array(tokens(40, 2))]
     for index, text in enumerate(texts):

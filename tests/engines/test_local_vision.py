@@ -45,8 +45,8 @@ async def converse(
     """A conversation in which the model is heard after each of `turns`."""
     segment = Segment()
     for index, (ids, media) in enumerate(turns):
-        segment.context(ids, media)
-        segment.sampled(index, await ask(engine, name, segment, seed=seed + index, tokens=tokens))
+        segment.append_context(ids, media)
+        segment.append_completion(index, await ask(engine, name, segment, seed=seed + index, tokens=tokens))
         await asyncio.sleep(0)
     return segment
 
@@ -180,7 +180,7 @@ def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(visi
 
 
 def test_a_long_prompt_is_cut_between_images_not_in_them(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.engines.local.admission.BATCH_TOKENS", 20)
+    monkeypatch.setattr("turnwise.engines.local.scheduler.BATCH_TOKENS", 20)
     model = vision_model(seed=4)
     engine = LocalEngine(model, threads=1)
     turns = [heard(vision, "some", picture(32, 32), "text", picture(32, 32, seed=1), picture(24, 32, seed=2), "?")]
@@ -223,12 +223,12 @@ def test_new_weights_see_with_new_eyes(vision: Vision) -> None:
 def test_what_cannot_be_seen_is_refused(vision: Vision) -> None:
     ids, media = heard(vision, "a", picture())
     segment = Segment()
-    segment.context(ids, media)
+    segment.append_context(ids, media)
     with pytest.raises(EngineError, match="the request holds 1 images or videos, and Qwen3ForCausalLM takes none"):
         asyncio.run(ask(LocalEngine(tiny_model(vocabulary=263), threads=1), "c", segment))
     engine = LocalEngine(vision_model(), threads=1)
     cut = Segment()
-    cut.context(ids[: media[0].start + 4], media)
+    cut.append_context(ids[: media[0].start + 4], media)
     with pytest.raises(EngineError, match="its placeholders must stand there, and a token after them"):
         asyncio.run(ask(engine, "c", cut))
     assert len(asyncio.run(ask(engine, "c", segment)).token_ids) == 12  # and the engine goes on

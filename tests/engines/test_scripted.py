@@ -95,4 +95,4 @@ def test_a_script_that_is_too_short_breaks_its_own_conversation() -> None:
     assert [one.stop for one in trajectories] == ["error", "done"]
     assert trajectories[0].error is not None
     assert trajectories[0].error.kind == "engine"
-    assert trajectories[0].said == ["a"]
+    assert trajectories[0].assistant_texts == ["a"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, hold, spoken
-from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, say
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Opening, Reply, Row, Turn
@@ -34,7 +34,7 @@ def test_say_is_a_reply_of_one_user_message() -> None:
 
 def test_a_generator_is_an_environment_with_the_parameters_after_the_row() -> None:
     assert isinstance(sure(), Environment)
-    assert isinstance(Once(), Environment)
+    assert isinstance(SingleTurn(), Environment)
     trajectory = hold(Says("4", "yes", "yes!"), lambda: sure("Really:", times=2))
     assert trajectory.stop == "done"
     assert [message["content"] for message in trajectory.messages] == [
@@ -71,7 +71,7 @@ def test_returning_ends_the_conversation() -> None:
 
     assert hold(Says("a"), leaves).stop == "done"
     trajectory = hold(Says("a", "c"), leaves_later)
-    assert (trajectory.stop, trajectory.said) == ("done", ["a", "c"])
+    assert (trajectory.stop, trajectory.assistant_texts) == ("done", ["a", "c"])
 
 
 def test_messages_of_a_last_reply_are_recorded_but_no_tokens() -> None:
@@ -112,7 +112,7 @@ def test_a_later_yield_that_is_no_reply_is_told() -> None:
     assert (
         "the environment 'wrong' yielded str; after the Opening every yield must be a Reply" in trajectory.error.message
     )
-    assert trajectory.said == ["a"]
+    assert trajectory.assistant_texts == ["a"]
 
 
 def test_a_generator_that_never_yields_is_told() -> None:

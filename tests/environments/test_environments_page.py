@@ -109,7 +109,7 @@ def test_a_modelled_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_modelled_user_behind_an_engine() -> None:
-    make = code("EngineSpeaker")["make_environment"](scripted(["Bye. [DONE]"]), RENDERER)
+    make = code("EngineChatModel")["make_environment"](scripted(["Bye. [DONE]"]), RENDERER)
     assert hold(Says("a"), make).messages[-1] == {"role": "user", "content": "Bye."}
 
 

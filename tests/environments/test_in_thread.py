@@ -13,7 +13,7 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from turnwise.build.parts import environment_factory
 from turnwise.config.schema import Config
-from turnwise.environments.environment import Once, say
+from turnwise.environments.environment import SingleTurn, say
 from turnwise.environments.in_thread import InThread
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
@@ -23,7 +23,7 @@ from turnwise.types import Failure, Opening, Reply, Row, Stop, Turn
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
 
-class Blocks(Once):
+class Blocks(SingleTurn):
     """Blocks in its async methods, and remembers where it was."""
 
     def __init__(self, seconds: float = 0.5) -> None:
@@ -70,7 +70,7 @@ def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no"), KeyboardInterrupt()])
 def test_what_an_environment_in_a_thread_raises_ends_its_own_conversation_only(error: BaseException) -> None:
-    class Raises(Once):
+    class Raises(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
             raise error
 
@@ -120,9 +120,9 @@ def recipe(tmp_path: Path, **more: Any) -> Config:
 def test_a_recipe_asks_for_threads(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(
         "import threading, time\n"
-        "from turnwise.environments.environment import Once, say\n"
+        "from turnwise.environments.environment import SingleTurn, say\n"
         "from turnwise.types import Reply\n"
-        "class User(Once):\n"
+        "class User(SingleTurn):\n"
         "    async def step(self, turn):\n"
         "        time.sleep(0.3)\n"
         "        return Reply(done=True, info={'main': threading.current_thread() is threading.main_thread()})\n"
@@ -148,8 +148,8 @@ def test_a_recipe_asks_for_threads(tmp_path: Path) -> None:
 
 
 def test_a_reply_of_an_environment_in_a_thread_goes_on() -> None:
-    class Asks(Once):
+    class Asks(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
             return say("And?")
 
-    assert hold(Says("a", "b"), lambda: InThread(Asks), limits=Limits(turns=2)).said == ["a", "b"]
+    assert hold(Says("a", "b"), lambda: InThread(Asks), limits=Limits(turns=2)).assistant_texts == ["a", "b"]

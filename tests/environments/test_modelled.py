@@ -20,7 +20,7 @@ from turnwise.environments.modelled_user import Endpoint, ModelledUser
 from turnwise.environments.service import ServiceError
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
-from turnwise.rollout.chat_model import EngineSpeaker
+from turnwise.rollout.chat_model import EngineChatModel
 from turnwise.rollout.limits import Limits
 from turnwise.types import Message, Row, Sampling, Trajectory
 
@@ -190,7 +190,7 @@ def test_many_conversations_are_answered_together() -> None:
 
 def test_an_engine_gives_the_user_a_voice() -> None:
     engine = scripted(["Size 40."], ["Thanks. [DONE]"])
-    speaker = EngineSpeaker(engine, RENDERER, Sampling(temperature=0.5))
+    speaker = EngineChatModel(engine, RENDERER, Sampling(temperature=0.5))
     trajectory = hold(Says("Which size?", "Here."), lambda: ModelledUser(speaker=speaker, system="You buy shoes."))
     assert contents(trajectory.messages) == [
         "user: Hi", "assistant: Which size?", "user: Size 40.", "assistant: Here.", "user: Thanks."
@@ -199,7 +199,7 @@ def test_an_engine_gives_the_user_a_voice() -> None:
 
 def test_an_engine_is_asked_with_the_whole_conversation_and_forgets_it() -> None:
     engine = Says("Fine.")
-    speaker = EngineSpeaker(engine, RENDERER, Sampling(max_tokens=7, top_k=3), seed=5)
+    speaker = EngineChatModel(engine, RENDERER, Sampling(max_tokens=7, top_k=3), seed=5)
     messages: list[Message] = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     assert asyncio.run(speaker(messages)) == "Fine."
     (request,) = engine.requests
@@ -212,7 +212,7 @@ def test_an_engine_is_asked_with_the_whole_conversation_and_forgets_it() -> None
 
 def test_an_engine_that_breaks_fails_the_conversation_and_is_released() -> None:
     engine = Says(RuntimeError("out of memory"))
-    speaker = EngineSpeaker(engine, RENDERER)
+    speaker = EngineChatModel(engine, RENDERER)
     trajectory = hold(Says("a"), lambda: ModelledUser(speaker=speaker, system="s"))
     assert (failure(trajectory), engine.released) == ("RuntimeError: out of memory", ["user/0"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, call, hold, hold_all
-from turnwise.environments.environment import Environment, Once
+from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Toolbox, ToolResponse, Tools
 from turnwise.environments.users import checked_answer
 from turnwise.errors import ConfigError
@@ -151,16 +151,16 @@ def test_calls_of_one_instance_are_run_in_their_order_and_of_two_together() -> N
 # closing
 
 
-def closing(kind: type, engine: Any, then: Callable[[], Environment] = Once, **table: Any) -> Any:
+def closing(kind: type, engine: Any, then: Callable[[], Environment] = SingleTurn, **table: Any) -> Any:
     return hold(engine, lambda: Tools([kind], then=then()), **table)
 
 
-class Breaks(Once):
+class Breaks(SingleTurn):
     async def step(self, turn: Turn) -> Reply:
         raise RuntimeError("no")
 
 
-class BreaksAtOnce(Once):
+class BreaksAtOnce(SingleTurn):
     async def begin(self, row: Row) -> Opening:
         raise RuntimeError("no")
 
@@ -235,7 +235,7 @@ def test_all_are_closed_though_one_cannot_be(caplog: pytest.LogCaptureFixture) -
         def close(self) -> None:
             raise OSError("stuck")
 
-    class Behind(Once):
+    class Behind(SingleTurn):
         async def close(self) -> None:
             LOG.append("behind closed")
 
@@ -385,7 +385,7 @@ def test_tools_an_interaction_and_a_game_stand_in_any_order(order: str) -> None:
                 return Tools([Bank], then=Tools([look], then=game))
 
     trajectory = hold(Says(call("look"), call("move"), "well", call("show"), "bye"), make)
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
     assert sorted(tool["function"]["name"] for tool in trajectory.tools) == ["deposit", "look", "move", "rate", "show"]
     said = [message["content"] for message in trajectory.messages if message["role"] in ("tool", "user")]
     assert [text for text in said if text != "Hm."] == ["Hi", "Your move.", "a wall", "moved", "Go on.", "0", "Go on."]

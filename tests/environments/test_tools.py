@@ -488,7 +488,7 @@ def test_a_turn_with_calls_goes_to_the_tools_and_any_other_to_the_environment() 
     engine = Says(called, "So it is 8. #### 8", "#### 7")
     row = a_row("3+4?", answer=7)
     trajectory = hold(engine, lambda: Tools([add], then=checked_answer()), row=row)
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
     assert spoken(trajectory.segments[0])[1:] == [
         (0, called + "<|im_end|>"),
         (
@@ -531,8 +531,8 @@ def test_marks_that_a_tool_has_read_are_context_and_neither_call_nor_answer() ->
         return page
 
     trajectory = hold(Says(call("read"), "#### 6"), lambda: Tools([read]))
-    assert (trajectory.error, trajectory.drift, len(calls)) == (None, None, 1)
-    assert (trajectory.answer, trajectory.said[1]) == ("#### 6", "#### 6")
+    assert (trajectory.error, trajectory.template_mismatch, len(calls)) == (None, None, 1)
+    assert (trajectory.answer, trajectory.assistant_texts[1]) == ("#### 6", "#### 6")
     (segment,) = trajectory.segments
     parts = spoken(segment)
     assert [text for who, text in parts if who >= 0] == [call("read") + "<|im_end|>", "#### 6<|im_end|>"]
@@ -561,7 +561,7 @@ def test_the_tools_are_told_to_the_model_before_it_speaks() -> None:
 
 def test_tools_without_an_environment_end_with_the_first_answer() -> None:
     trajectory = hold(Says(call("add", '{"a": 1}'), "2"), lambda: Tools([add]))
-    assert (trajectory.stop, trajectory.said[1], len(trajectory.turns)) == ("done", "2", 2)
+    assert (trajectory.stop, trajectory.assistant_texts[1], len(trajectory.turns)) == ("done", "2", 2)
 
 
 def test_an_environment_keeps_its_own_opening_and_is_closed() -> None:

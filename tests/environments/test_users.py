@@ -21,7 +21,7 @@ def test_a_scripted_user_says_its_lines_and_leaves() -> None:
 
 
 def test_a_scripted_user_without_lines_listens_once() -> None:
-    assert hold(Says("a"), ScriptedUser).said == ["a"]
+    assert hold(Says("a"), ScriptedUser).assistant_texts == ["a"]
 
 
 def test_the_lines_are_a_list_and_not_one_text() -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from support.vision import image_part, picture, text_part
 from turnwise.data.images import digest, load_image
 from turnwise.errors import RunError
-from turnwise.record.media_store import Gallery
+from turnwise.record.media_store import MediaStore
 from turnwise.record.writer import RunDirectory, trajectory_record, write_trajectories
 from turnwise.types import Media, Row, Segment, Trajectory, Turn
 
@@ -31,7 +31,7 @@ def a_trajectory(*images: object) -> Trajectory:
         Media(kind="image", start=n, length=1, source=load_image(image, where="it"), inputs=inputs)
         for n, image in enumerate(images)
     ]
-    segment.context(range(len(images) + 1), found)
+    segment.append_context(range(len(images) + 1), found)
     turn = Turn(index=0, message={"role": "assistant", "content": "x"}, text="x", info={"shot": picture(seed=9)})
     return Trajectory(id="1", group="1", row=row, messages=[message], turns=[turn], segments=[segment])
 
@@ -81,13 +81,13 @@ def test_a_file_stays_its_path_and_is_not_written_again(tmp_path: Path) -> None:
 
 def test_the_name_is_that_of_the_picture_as_it_was_shown() -> None:
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
-    shown = Gallery(None).plain(image_part(clear))
+    shown = MediaStore(None).plain(image_part(clear))
     assert shown["image"] == f"sha256:{digest(Image.new('RGB', (8, 8), (255, 255, 255)))}"
 
 
 def test_bytes_that_are_no_image_and_images_that_cannot_be_read_end_nothing() -> None:
     broken = image_part({"bytes": b"broken", "path": None})
-    assert Gallery(None).plain({"blob": b"xyz", "of": [broken]}) == {"blob": b"xyz", "of": [broken]}
+    assert MediaStore(None).plain({"blob": b"xyz", "of": [broken]}) == {"blob": b"xyz", "of": [broken]}
 
 
 def test_without_images_nothing_is_written_and_nothing_is_added(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_without_images_nothing_is_written_and_nothing_is_added(tmp_path: Path) 
 
 def test_a_video_is_a_list_of_frames() -> None:
     frames = [picture(seed=n) for n in range(2)]
-    label = Gallery(None).label(Media(kind="video", start=3, length=4, source=frames, inputs={}))
+    label = MediaStore(None).label(Media(kind="video", start=3, length=4, source=frames, inputs={}))
     assert label["sha256"] == [digest(frame) for frame in frames]
     assert (label["grid"], label["size"]) == (None, [[16, 16], [16, 16]])
 

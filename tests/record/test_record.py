@@ -12,7 +12,7 @@ import yaml
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
 from turnwise.config.schema import Config
-from turnwise.environments.environment import Once, environment
+from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
 from turnwise.record.writer import RunDirectory, trajectory_record, write_trajectories, writing
@@ -65,7 +65,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
         "message", "text", "reward", "advantage", "weight", "info", "tool_calls", "finish_reason", "seconds"
     ]  # fmt: skip
     assert first["message"] == one.turns[0].message
-    assert first["text"] == one.said[0]
+    assert first["text"] == one.assistant_texts[0]
     assert (first["reward"], first["advantage"], first["info"], first["finish_reason"]) == (0.0, 0.25, {}, "stop")
     assert first["weight"] == 1.0
     assert set(first["seconds"]) == {"engine", "environment"}
@@ -265,7 +265,7 @@ class Torn(dict[str, Any]):
         raise LookupError("torn")
 
 
-class Replies(Once):
+class Replies(SingleTurn):
     """Answers with a reply."""
 
     def __init__(self, reply: Reply) -> None:

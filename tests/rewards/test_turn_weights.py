@@ -22,7 +22,7 @@ from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.rewards.turn_weights import RULES, Rule, custom
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom
 from turnwise.terminal.report import Report
 from turnwise.train import assemble, train
 from turnwise.types import Row, Stop, Trajectory, Turn
@@ -35,11 +35,11 @@ def said(*roles: str, turns: int | None = None, cut: tuple[int, ...] = ()) -> Tr
     one = Trajectory(id="x", group="x", row=Row(id="x", messages=[]))
     one.messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles)]
     count = roles.count("assistant") if turns is None else turns
-    one.turns = [Turn(index=n, message={}, text=str(n), cut=1 if n in cut else None) for n in range(count)]
+    one.turns = [Turn(index=n, message={}, text=str(n), kept_tokens=1 if n in cut else None) for n in range(count)]
     return one
 
 
-def kept(rule: Rule, one: Trajectory) -> list[float]:
+def kept(rule: TurnWeighting, one: Trajectory) -> list[float]:
     rule(one)
     return [turn.weight for turn in one.turns]
 
@@ -59,55 +59,55 @@ TWO_QUESTIONS = ("system", "user", "assistant", "tool", "assistant", "user", "as
 def test_each_rule_keeps_its_turns_of_a_conversation_with_two_questions_and_tools(
     name: str, weights: list[int]
 ) -> None:
-    assert kept(RULES[name], said(*TWO_QUESTIONS)) == weights
+    assert kept(TURN_WEIGHTINGS[name], said(*TWO_QUESTIONS)) == weights
 
 
 def test_a_rule_says_the_same_when_it_is_asked_again_and_undoes_another() -> None:
     one = said(*TWO_QUESTIONS)
-    assert kept(RULES["last_turn"], one) == kept(RULES["last_turn"], one)
-    assert kept(RULES["all"], one) == [1, 1, 1, 1]
-    assert kept(RULES["last_turn"], said("user", turns=0)) == []
+    assert kept(TURN_WEIGHTINGS["last_turn"], one) == kept(TURN_WEIGHTINGS["last_turn"], one)
+    assert kept(TURN_WEIGHTINGS["all"], one) == [1, 1, 1, 1]
+    assert kept(TURN_WEIGHTINGS["last_turn"], said("user", turns=0)) == []
 
 
 def test_a_last_message_that_nobody_answered_begins_no_round() -> None:
     one = said("user", "assistant", "user", "assistant", "tool", "assistant", "user")
-    assert kept(RULES["after_last_user"], one) == [0, 1, 1]
-    assert kept(RULES["last_round"], said("user", "assistant", "tool", "assistant", "tool", "tool")) == [0, 1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 1, 1]
+    assert kept(TURN_WEIGHTINGS["last_round"], said("user", "assistant", "tool", "assistant", "tool", "tool")) == [0, 1]
 
 
 def test_two_answers_in_a_row_are_one_round_and_two_turns() -> None:
     one = said("user", "assistant", "user", "assistant", "assistant")
-    assert kept(RULES["last_round"], one) == kept(RULES["after_last_user"], one) == [0, 1, 1]
-    assert kept(RULES["last_turn"], one) == [0, 0, 1]
+    assert kept(TURN_WEIGHTINGS["last_round"], one) == kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 1, 1]
+    assert kept(TURN_WEIGHTINGS["last_turn"], one) == [0, 0, 1]
 
 
 def test_answers_in_the_opening_are_no_turns() -> None:
     few_shot = ("user", "assistant", "user", "assistant", "user", "assistant")
-    assert kept(RULES["after_last_user"], said(*few_shot, turns=1)) == [1]
-    assert kept(RULES["after_last_user"], said(*few_shot, turns=2)) == [0, 1]
-    assert kept(RULES["after_last_user"], said("assistant", "assistant", turns=1)) == [1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], said(*few_shot, turns=1)) == [1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], said(*few_shot, turns=2)) == [0, 1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], said("assistant", "assistant", turns=1)) == [1]
 
 
 def test_turns_that_a_rewritten_history_left_out_are_before_it() -> None:
     one = said("user", "assistant", "tool", "assistant", turns=5)
-    one.former = [[{"role": "user", "content": "as it was"}]]
-    assert kept(RULES["after_last_user"], one) == [0, 0, 0, 1, 1]
+    one.previous_histories = [[{"role": "user", "content": "as it was"}]]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 0, 0, 1, 1]
 
 
 def test_turns_that_the_environment_declares_to_be_learnt_from_are_in_every_round() -> None:
     one = said(*TWO_QUESTIONS)
     one.turns[1].learn_from = True
-    assert kept(RULES["last_round"], one) == [0, 1, 0, 1]
-    assert kept(RULES["after_last_user"], one) == [0, 1, 1, 1]
-    assert kept(RULES["last_turn"], one) == [0, 0, 0, 1]
+    assert kept(TURN_WEIGHTINGS["last_round"], one) == [0, 1, 0, 1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 1, 1, 1]
+    assert kept(TURN_WEIGHTINGS["last_turn"], one) == [0, 0, 0, 1]
 
 
 def test_an_answer_that_was_cut_and_continued_is_one() -> None:
     # turns 2, 3 and 4 are a single message
     one = said("user", "assistant", "user", "assistant", "tool", "assistant", turns=5, cut=(2, 3))
-    assert kept(RULES["last_turn"], one) == [0, 0, 1, 1, 1]
-    assert kept(RULES["after_last_user"], one) == [0, 1, 1, 1, 1]
-    assert kept(RULES["last_turn"], said("user", "assistant", turns=1, cut=(0,))) == [1]
+    assert kept(TURN_WEIGHTINGS["last_turn"], one) == [0, 0, 1, 1, 1]
+    assert kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 1, 1, 1, 1]
+    assert kept(TURN_WEIGHTINGS["last_turn"], said("user", "assistant", turns=1, cut=(0,))) == [1]
 
 
 # a function of one's own
@@ -185,10 +185,10 @@ def recipe(path: Path, *overrides: str) -> Config:
 
 
 def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
-    assert tuple(RULES) == LOSS_MASKS
+    assert tuple(TURN_WEIGHTINGS) == LOSS_MASKS
     one = said(*TWO_QUESTIONS)
-    assert build.loss_mask(recipe(tmp_path)) is RULES["all"]
-    assert build.loss_mask(recipe(tmp_path, "loss_mask=last_round")) is RULES["last_round"]
+    assert build.loss_mask(recipe(tmp_path)) is TURN_WEIGHTINGS["all"]
+    assert build.loss_mask(recipe(tmp_path, "loss_mask=last_round")) is TURN_WEIGHTINGS["last_round"]
     scaled = build.loss_mask(recipe(tmp_path, "loss_mask=mine.py:weight", "loss_mask.arguments.scale=0.5"))
     assert kept(scaled, one) == [0, 0.5, 1, 1.5]
     assert kept(build.loss_mask(recipe(tmp_path, "loss_mask={use: mine.py:of_both}")), one) == [4] * 4

@@ -18,23 +18,23 @@ def after(*lengths: int) -> Trajectory:
 
 def test_the_first_bound_that_is_met_says_why_there_is_no_further_turn() -> None:
     limits = Limits(turns=3, tokens=10, context=50)
-    assert limits.reached(after(), 49) is None
-    assert limits.reached(after(4, 5), 49) is None
-    assert limits.reached(after(1, 1, 1), 49) is Stop.MAX_TURNS
-    assert limits.reached(after(4, 6), 49) is Stop.MAX_TOKENS
-    assert limits.reached(after(4, 5), 50) is Stop.CONTEXT
-    assert limits.reached(after(5, 5, 5), 60) is Stop.MAX_TURNS
-    assert Limits(turns=9, context=None, tokens=None).reached(after(4000), 10**6) is None
+    assert limits.stop_reason(after(), 49) is None
+    assert limits.stop_reason(after(4, 5), 49) is None
+    assert limits.stop_reason(after(1, 1, 1), 49) is Stop.MAX_TURNS
+    assert limits.stop_reason(after(4, 6), 49) is Stop.MAX_TOKENS
+    assert limits.stop_reason(after(4, 5), 50) is Stop.CONTEXT
+    assert limits.stop_reason(after(5, 5, 5), 60) is Stop.MAX_TURNS
+    assert Limits(turns=9, context=None, tokens=None).stop_reason(after(4000), 10**6) is None
     response = Limits(turns=9, response_tokens=30, context=50)
-    assert response.reached(after(4), 49, 29) is None
-    assert response.reached(after(4), 49, 30) is Stop.MAX_RESPONSE
+    assert response.stop_reason(after(4), 49, 29) is None
+    assert response.stop_reason(after(4), 49, 30) is Stop.MAX_RESPONSE
 
 
 def test_the_room_of_a_turn_is_the_smallest_bound_and_it_names_it() -> None:
     limits = Limits(tokens_per_turn=8, tokens=20, context=50)
-    assert limits.room(after(), 30) == (8, Stop.LENGTH)
-    assert limits.room(after(8, 6), 30) == (6, Stop.MAX_TOKENS)
-    assert limits.room(after(8), 45) == (5, Stop.CONTEXT)
-    assert limits.room(after(8, 4), 42) == (8, Stop.LENGTH)  # all three: the turn's own comes first
-    assert Limits(tokens_per_turn=8).room(after(9000), 9000) == (8, Stop.LENGTH)
-    assert Limits(tokens_per_turn=8, response_tokens=30).room(after(8), 45, 25) == (5, Stop.MAX_RESPONSE)
+    assert limits.completion_budget(after(), 30) == (8, Stop.LENGTH)
+    assert limits.completion_budget(after(8, 6), 30) == (6, Stop.MAX_TOKENS)
+    assert limits.completion_budget(after(8), 45) == (5, Stop.CONTEXT)
+    assert limits.completion_budget(after(8, 4), 42) == (8, Stop.LENGTH)  # all three: the turn's own comes first
+    assert Limits(tokens_per_turn=8).completion_budget(after(9000), 9000) == (8, Stop.LENGTH)
+    assert Limits(tokens_per_turn=8, response_tokens=30).completion_budget(after(8), 45, 25) == (5, Stop.MAX_RESPONSE)

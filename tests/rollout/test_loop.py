@@ -26,7 +26,7 @@ from support.conversations import (
     spoken,
 )
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.environments.environment import Once, environment, say
+from turnwise.environments.environment import SingleTurn, environment, say
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import EngineError
@@ -43,7 +43,7 @@ AND = f"\n<|im_start|>user\nAnd?<|im_end|>\n{CUE}"  # 24 tokens
 
 
 def test_done_when_the_environment_says_so() -> None:
-    trajectory = hold(Says("Yo."), Once)
+    trajectory = hold(Says("Yo."), SingleTurn)
     assert (trajectory.stop, trajectory.error, trajectory.failed) == (Stop.DONE, None, False)
     assert trajectory.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo."}]
     assert spoken(trajectory.segments[0]) == [(-1, OPENING), (0, "Yo.<|im_end|>")]
@@ -57,7 +57,7 @@ def test_done_when_the_environment_says_so() -> None:
 def test_max_turns() -> None:
     trajectory = hold(Says(*"abcdef"), FOREVER, limits=Limits(turns=3))
     assert (trajectory.stop, trajectory.error) == (Stop.MAX_TURNS, None)
-    assert trajectory.said == ["a", "b", "c"]
+    assert trajectory.assistant_texts == ["a", "b", "c"]
     # the environment was asked after the third turn too; nobody read its answer, so it is no token
     assert trajectory.messages[-1] == {"role": "user", "content": "And?"}
     assert spoken(trajectory.segments[0])[-1] == (2, "c<|im_end|>")
@@ -67,7 +67,7 @@ def test_length_when_a_turn_is_cut() -> None:
     engine = Says("a", "bcdefg")
     trajectory = hold(engine, FOREVER, limits=Limits(tokens_per_turn=4))
     assert (trajectory.stop, trajectory.error) == (Stop.LENGTH, None)
-    assert trajectory.said == ["a", "bcde"]
+    assert trajectory.assistant_texts == ["a", "bcde"]
     assert [turn.finish_reason for turn in trajectory.turns] == ["stop", "length"]
     assert [request.sampling.max_tokens for request in engine.requests] == [4, 4]
     assert trajectory.messages[-1] == {"role": "assistant", "content": "bcde"}  # the environment was not asked
@@ -76,11 +76,11 @@ def test_length_when_a_turn_is_cut() -> None:
 def test_max_tokens_in_the_middle_of_a_turn_and_between_turns() -> None:
     engine = Says("abc", "defgh")
     trajectory = hold(engine, FOREVER, limits=Limits(tokens=7, tokens_per_turn=6))
-    assert (trajectory.stop, trajectory.said) == (Stop.MAX_TOKENS, ["abc", "def"])
+    assert (trajectory.stop, trajectory.assistant_texts) == (Stop.MAX_TOKENS, ["abc", "def"])
     assert [request.sampling.max_tokens for request in engine.requests] == [6, 3]
     assert trajectory.sampled_tokens == 7
     exactly = hold(Says("abc", "de", "f"), FOREVER, limits=Limits(tokens=7))
-    assert (exactly.stop, exactly.said) == (Stop.MAX_TOKENS, ["abc", "de"])
+    assert (exactly.stop, exactly.assistant_texts) == (Stop.MAX_TOKENS, ["abc", "de"])
     assert exactly.messages[-1]["content"] == "And?"
 
 
@@ -88,11 +88,11 @@ def test_context_in_the_middle_of_a_turn_and_between_turns() -> None:
     # opening 21, `a` and stop 2, bridge 24: the second answer has 3 tokens of room
     engine = Says("a", "bcdefg")
     trajectory = hold(engine, FOREVER, limits=Limits(context=50))
-    assert (trajectory.stop, trajectory.said) == (Stop.CONTEXT, ["a", "bcd"])
+    assert (trajectory.stop, trajectory.assistant_texts) == (Stop.CONTEXT, ["a", "bcd"])
     assert len(trajectory.segments[0]) == 50
     assert [request.sampling.max_tokens for request in engine.requests] == [29, 3]
     no_room = hold(Says("a", "b"), FOREVER, limits=Limits(context=47))
-    assert (no_room.stop, no_room.said, no_room.error) == (Stop.CONTEXT, ["a"], None)
+    assert (no_room.stop, no_room.assistant_texts, no_room.error) == (Stop.CONTEXT, ["a"], None)
     assert len(no_room.segments[0]) == 23  # the bridge that does not fit is not written
 
 
@@ -100,19 +100,19 @@ def test_the_response_is_all_that_follows_the_first_prompt() -> None:
     # opening 21; `a` and stop 2, bridge 24: 26 of the 29 tokens are used before the second answer
     engine = Says("a", "bcdefg")
     trajectory = hold(engine, FOREVER, limits=Limits(response_tokens=29))
-    assert (trajectory.stop, trajectory.said) == (Stop.MAX_RESPONSE, ["a", "bcd"])
+    assert (trajectory.stop, trajectory.assistant_texts) == (Stop.MAX_RESPONSE, ["a", "bcd"])
     assert len(trajectory.segments[0]) == 21 + 29
     assert [request.sampling.max_tokens for request in engine.requests] == [29, 3]
     no_room = hold(Says("a", "b"), FOREVER, limits=Limits(response_tokens=26))
-    assert (no_room.stop, no_room.said, no_room.error) == (Stop.MAX_RESPONSE, ["a"], None)
+    assert (no_room.stop, no_room.assistant_texts, no_room.error) == (Stop.MAX_RESPONSE, ["a"], None)
     assert len(no_room.segments[0]) == 23  # the bridge that does not fit is not written
     longer = hold(Says("a", "bcdefg"), FOREVER, row=a_row("Hi" * 50), limits=Limits(response_tokens=29))
-    assert (longer.stop, longer.said) == (Stop.MAX_RESPONSE, ["a", "bcd"])  # however long the prompt is
+    assert (longer.stop, longer.assistant_texts) == (Stop.MAX_RESPONSE, ["a", "bcd"])  # however long the prompt is
 
 
 def test_a_prompt_that_leaves_no_room_is_the_rows_failure() -> None:
     engine = Says("a")
-    trajectory = hold(engine, Once, limits=Limits(context=21))
+    trajectory = hold(engine, SingleTurn, limits=Limits(context=21))
     assert trajectory.stop is Stop.ERROR
     assert trajectory.error is not None
     assert trajectory.error.kind == "row"
@@ -121,7 +121,9 @@ def test_a_prompt_that_leaves_no_room_is_the_rows_failure() -> None:
         "leave the row out"
     )
     assert (engine.requests, trajectory.turns, trajectory.segments) == ([], [], [])
-    assert hold(Says("a"), Once, limits=Limits(context=22)).stop is Stop.CONTEXT  # one token, and it is no stop token
+    assert (
+        hold(Says("a"), SingleTurn, limits=Limits(context=22)).stop is Stop.CONTEXT
+    )  # one token, and it is no stop token
 
 
 class Waits:
@@ -153,13 +155,13 @@ def test_deadline_of_a_turn_in_the_environment() -> None:
     assert trajectory.error is not None
     assert trajectory.error.kind == "deadline"
     assert trajectory.error.message == "turn 1 took longer than limits.seconds_per_turn=1"
-    assert trajectory.said == ["a", "b"]
+    assert trajectory.assistant_texts == ["a", "b"]
     assert 0.9 < trajectory.seconds < 30
 
 
 def test_deadline_of_a_turn_in_the_engine() -> None:
     engine = Says("a", seconds=30.0)
-    trajectory = hold(engine, Once, limits=Limits(seconds_per_turn=0.05))
+    trajectory = hold(engine, SingleTurn, limits=Limits(seconds_per_turn=0.05))
     assert trajectory.error is not None
     assert trajectory.error.message == "turn 0 took longer than limits.seconds_per_turn=0.05"
     assert (trajectory.turns, engine.released) == ([], ["1/0"])
@@ -171,7 +173,7 @@ def test_deadline_of_a_conversation() -> None:
     assert (trajectory.stop, trajectory.failed) == (Stop.DEADLINE, True)
     assert trajectory.error is not None
     assert trajectory.error.message == "the conversation was in turn 2 when limits.seconds=1 was over"
-    assert trajectory.said == ["a", "b", "c"]
+    assert trajectory.assistant_texts == ["a", "b", "c"]
     slow_start = hold(Says("a"), lambda: Waits("begin"), limits=Limits(seconds=0.05, seconds_per_turn=None))
     assert (slow_start.stop, slow_start.turns) == (Stop.DEADLINE, [])
 
@@ -198,7 +200,7 @@ def test_an_engine_that_dies_in_the_middle() -> None:
     engine = Says("a", EngineError("the engine is dead; restart it"))
     trajectory = hold(engine, lambda: user)
     assert the_failure(trajectory) == ("engine", "the engine is dead; restart it")
-    assert trajectory.said == ["a"]
+    assert trajectory.assistant_texts == ["a"]
     assert spoken(trajectory.segments[0]) == [(-1, OPENING), (0, "a<|im_end|>"), (-1, AND)]
     assert (user.closed, engine.released) == (1, ["1/0"])
     assert the_failure(hold(Says(ConnectionError("refused")))) == ("engine", "ConnectionError: refused")
@@ -232,7 +234,7 @@ def test_an_engine_that_answers_with_ids_that_are_none() -> None:
     assert {len(segment.token_ids), len(segment.logprobs), len(segment.turn), len(segment.version)} == {21}
 
 
-class Breaks(Once):
+class Breaks(SingleTurn):
     """Raises in one place."""
 
     def __init__(self, place: str) -> None:
@@ -277,7 +279,7 @@ def test_an_environment_that_cannot_be_closed_is_logged(caplog: pytest.LogCaptur
     assert caplog.messages == ["the environment of 1/0 could not be closed: RuntimeError: locked"]
 
 
-class Answers(Once):
+class Answers(SingleTurn):
     """Begins and answers with whatever it was given."""
 
     def __init__(self, opening: Any = None, reply: Any = None) -> None:
@@ -306,7 +308,7 @@ class Answers(Once):
     ],
 )
 def test_an_answer_that_is_no_reply_breaks_its_own_conversation_only(reply: Any, part: str) -> None:
-    environments = iter([Answers(reply=reply), Once()])
+    environments = iter([Answers(reply=reply), SingleTurn()])
     bad, good = hold_all(Says("a", "b"), lambda: next(environments), size=2)
     kind, message = the_failure(bad)
     assert kind == "environment"
@@ -317,13 +319,13 @@ def test_an_answer_that_is_no_reply_breaks_its_own_conversation_only(reply: Any,
 
 def test_a_text_for_a_final_reward_is_no_number() -> None:
     class Settled(Answers):
-        async def settle(self) -> Any:
+        async def final_reward(self) -> Any:
             return "1.0"
 
     one = hold(Says("a"), lambda: Settled(reply=say("And?")), limits=Limits(turns=1))
     assert the_failure(one) == (
         "environment",
-        "TypeError: settle() gave the text '1.0'; a reward must be a number: give float(...) of it",
+        "TypeError: final_reward() gave the text '1.0'; a reward must be a number: give float(...) of it",
     )
 
 
@@ -436,7 +438,7 @@ def test_a_reply_without_messages_lets_the_model_go_on() -> None:
         yield Reply(reward=0.25, done=True)
 
     trajectory = hold(Says("a", "b"), nods)
-    assert (trajectory.stop, trajectory.drift) == ("done", None)
+    assert (trajectory.stop, trajectory.template_mismatch) == ("done", None)
     assert spoken(trajectory.segments[0])[1:] == [(0, "a<|im_end|>"), (-1, f"\n{CUE}"), (1, "b<|im_end|>")]
     assert [turn.reward for turn in trajectory.turns] == [0.5, 0.25]
 
@@ -454,7 +456,7 @@ def test_a_turn_that_ends_with_a_stop_text_is_closed_by_the_bridge() -> None:
         (-1, f"<|im_end|>{AND}"),
         (1, "b<|im_end|>"),
     ]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
     sampling = engine.requests[0].sampling
     assert (sampling.stop, sampling.stop_token_ids, sampling.temperature) == (("###",), (2,), 0.5)
 
@@ -471,7 +473,7 @@ def test_a_rewritten_history_opens_a_new_segment() -> None:
     turn_back = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a"}]
     engine = Says("a", "b", "c")
     trajectory = hold(engine, forgets)
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
     assert [spoken(segment) for segment in trajectory.segments] == [
         [(-1, OPENING), (0, "a<|im_end|>")],
         [
@@ -482,7 +484,7 @@ def test_a_rewritten_history_opens_a_new_segment() -> None:
     ]
     assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "And?", "c"]
     assert [turn.reward for turn in trajectory.turns] == [1.0, 2.0, 4.0]
-    assert trajectory.said == ["a", "b", "c"]
+    assert trajectory.assistant_texts == ["a", "b", "c"]
     assert list(engine.requests[1].token_ids) == list(trajectory.segments[1].token_ids[:-2])
 
 
@@ -567,7 +569,7 @@ def test_every_turn_has_a_seed_of_its_own_that_no_company_changes() -> None:
 def test_no_more_conversations_are_held_at_once_than_allowed(concurrent: int) -> None:
     open_now, most = 0, 0
 
-    class Counts(Once):
+    class Counts(SingleTurn):
         async def begin(self, row: Row) -> Opening:
             nonlocal open_now, most
             open_now += 1
@@ -606,7 +608,7 @@ def test_one_trajectory_and_one_group_can_be_held_by_themselves() -> None:
     assert asyncio.run(rollout_group(group, a_table(Says("a")))) is group
     (one,) = new_group(a_row(), size=1, seed=0).trajectories
     assert asyncio.run(rollout(one, a_table(Says("b")))) is one
-    assert [*(each.said for each in group.trajectories), one.said] == [["a"], ["a"], ["b"]]
+    assert [*(each.assistant_texts for each in group.trajectories), one.assistant_texts] == [["a"], ["a"], ["b"]]
 
 
 def longer_and_longer(n: int) -> Callable[[], ScriptedUser]:
@@ -619,7 +621,7 @@ def test_lockstep_gives_the_same_trajectories() -> None:
         scripts = {f"1/{n}": [f"{n}{letter}" for letter in "abcdefgh"] for n in range(5)}
         engine = ScriptedEngine(scripts, encode=RENDERER.encode, stop_token_id=STOP)
         trajectories = hold_all(engine, lambda: ScriptedUser(["And?"] * next(users)), size=5, **table)
-        return [(one.id, one.said, one.stop, one.messages, one.segments) for one in trajectories]
+        return [(one.id, one.assistant_texts, one.stop, one.messages, one.segments) for one in trajectories]
 
     free = conversations()
     assert [len(said) for _, said, *_ in free] == [4, 1, 2, 3, 6]

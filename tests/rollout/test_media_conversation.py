@@ -47,7 +47,7 @@ def looked(renderer: Renderer, *sides: int, context: int | None = None) -> Traje
 def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_its_cells(renderer: Renderer) -> None:
     trajectory = looked(renderer, 16, 32)
     assert trajectory.error is None, trajectory.error
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
     (segment,) = trajectory.segments
     first, second = segment.media
     pad = renderer.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -83,7 +83,7 @@ def test_an_image_that_cannot_be_shown_is_an_error_of_the_tool(
 
     engine = scripted([call("show"), "A dog."], renderer=renderer)
     trajectory = hold(engine, lambda: Tools([show]), renderer=renderer, row=a_row("What is it?"))
-    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "A dog.")
+    assert (trajectory.error, trajectory.template_mismatch, trajectory.answer) == (None, None, "A dog.")
     (outcome,) = trajectory.turns[0].outcomes
     assert (outcome.error, outcome.content[: len(told)]) == ("raised", told)
     assert trajectory.messages[-2]["content"] == outcome.content
@@ -98,7 +98,7 @@ def test_a_placeholder_that_a_tool_has_read_somewhere_stands_for_no_image(render
 
     engine = scripted([call("read"), "A dog."], renderer=renderer)
     trajectory = hold(engine, lambda: Tools([read]), renderer=renderer, row=a_row("What is it?"))
-    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "A dog.")
+    assert (trajectory.error, trajectory.template_mismatch, trajectory.answer) == (None, None, "A dog.")
     (segment,) = trajectory.segments
     assert "They write <|image_pad |>." in spoken(segment, renderer)[2][1]
     assert len(segment.media) == image
@@ -129,7 +129,7 @@ def test_a_new_segment_begins_with_the_images_of_the_history(tmp_path: Path) -> 
     first, second = trajectory.segments
     assert (len(first.media), len(second.media)) == (0, 1)
     assert "Let me see." not in renderer.decode(second.token_ids)
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 @pytest.mark.parametrize("thinking", ["keep", "branch"])
@@ -149,7 +149,7 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
         row=a_row("?"),
         limits=Limits(turns=3, tokens_per_turn=400),
     )
-    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert (trajectory.error, trajectory.template_mismatch) == (None, None)
     assert len(trajectory.segments) == (2 if thinking == "branch" else 1)
     segment = trajectory.segments[-1]
     (image,) = segment.media
@@ -161,7 +161,7 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
 
 def test_a_model_that_only_reads_is_told_so_and_goes_on() -> None:
     trajectory = hold(scripted([call("look", '{"side": 16}'), "Ah."]), lambda: Tools([look]), row=a_row("What is it?"))
-    assert (trajectory.error, trajectory.drift, trajectory.answer) == (None, None, "Ah.")
+    assert (trajectory.error, trajectory.template_mismatch, trajectory.answer) == (None, None, "Ah.")
     told = "Here.\nError: the answer holds images, and this model takes none"
     assert trajectory.messages[2]["content"] == told
     (outcome,) = trajectory.turns[0].outcomes

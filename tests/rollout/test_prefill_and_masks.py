@@ -39,7 +39,7 @@ def test_a_prefill_is_context_and_the_beginning_of_the_models_answer() -> None:
     ]
     assert trajectory.messages[-1] == {"role": "assistant", "content": "Prefill: second"}
     assert [turn.text for turn in trajectory.turns] == ["first", " second"]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_a_prefill_may_follow_a_replaced_history_and_be_resumed() -> None:
@@ -56,7 +56,7 @@ def test_a_prefill_may_follow_a_replaced_history_and_be_resumed() -> None:
         ],
     ]
     assert trajectory.messages == [MORE, {"role": "assistant", "content": "So s! third"}]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_masked_tokens_stay_where_they_are_and_become_context() -> None:
@@ -69,7 +69,7 @@ def test_masked_tokens_stay_where_they_are_and_become_context() -> None:
     learnt = [(turn, logprob) for turn, logprob in zip(segment.turn, segment.logprobs, strict=True) if turn >= 0]
     assert learnt == [(0, -3 / 8), (0, -5 / 8)]
     assert {version for turn, version in zip(segment.turn, segment.version, strict=True) if turn < 0} == {-1}
-    assert trajectory.drift is None  # who said what is told apart before
+    assert trajectory.template_mismatch is None  # who said what is told apart before
 
 
 def test_a_mask_of_tokens_that_were_cut_off_is_no_mistake() -> None:

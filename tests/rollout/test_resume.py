@@ -48,20 +48,20 @@ def test_what_is_kept_stays_sampled_what_is_added_is_context_and_the_model_goes_
     sampled = [logprob for logprob, turn in zip(segment.logprobs, segment.turn, strict=True) if turn == 0]
     assert sampled == [-(n + 1) / 8 for n in range(7)]
     first, second = trajectory.turns
-    assert (first.text, first.cut) == ("It is 5, so done.", 7)  # nothing that was said is lost
-    assert (second.text, second.cut) == (" It is 6.", None)
+    assert (first.text, first.kept_tokens) == ("It is 5, so done.", 7)  # nothing that was said is lost
+    assert (second.text, second.kept_tokens) == (" It is 6.", None)
     # it is one answer to one question
     assert trajectory.messages == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "It is 5 Wait. It is 6."},
     ]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_keeping_all_only_takes_the_end_of_the_turn_off() -> None:
     trajectory = resumed("Four.", " Sure.", resume=Resume())
     assert spoken(trajectory.segments[0]) == [(-1, ASKED), (0, "Four."), (1, " Sure.<|im_end|>")]
-    assert trajectory.turns[0].cut == 5
+    assert trajectory.turns[0].kept_tokens == 5
     assert trajectory.messages[-1]["content"] == "Four. Sure."
 
 
@@ -81,7 +81,7 @@ def test_a_token_that_is_cut_in_two_becomes_context() -> None:
     assert trajectory.error is None
     (segment,) = trajectory.segments
     assert spoken(segment, renderer) == [(-1, ASKED), (0, "ab"), (-1, "a!"), (1, "ab<|im_end|>")]
-    assert trajectory.turns[0].cut == 1
+    assert trajectory.turns[0].kept_tokens == 1
 
 
 def test_an_answer_can_be_resumed_again_and_then_be_answered() -> None:
@@ -107,7 +107,7 @@ def test_an_answer_can_be_resumed_again_and_then_be_answered() -> None:
     ]
     assert [message["content"] for message in trajectory.messages] == ["Hi", "one+1 t-2", "And?", "end"]
     assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0, 0.0, 1.0]
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_a_call_that_the_continuation_completes_is_a_call() -> None:
@@ -153,7 +153,7 @@ def test_whatever_is_cut_the_record_holds_a_beginning_of_what_was_sampled(
     assert len({len(segment.token_ids), len(segment.logprobs), len(segment.turn), len(segment.version)}) == 1
     of = {n: [t for t, turn in zip(segment.token_ids, segment.turn, strict=True) if turn == n] for n in (0, 1)}
     assert of[0] == said[: len(of[0])]
-    assert trajectory.turns[0].cut == len(of[0])
+    assert trajectory.turns[0].kept_tokens == len(of[0])
     assert of[1] == [*goes_on, STOP]
 
 
@@ -202,7 +202,7 @@ def test_where_there_is_no_room_to_go_on_what_stands_is_the_last_message() -> No
         yield Reply(resume=Resume(keep=3, add=" Wait."))
 
     trajectory = hold(Says("4", "Yes, 4."), insists, limits=Limits(turns=2, tokens_per_turn=50))
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("max_turns", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("max_turns", None, None)
     assert [message["content"] for message in trajectory.messages] == ["Hi", "4", "Sure?", "Yes"]
     assert spoken(trajectory.segments[0])[-1] == (1, "Yes")
     assert trajectory.turns[-1].text == "Yes, 4."
@@ -236,11 +236,11 @@ def test_thoughts_that_were_resumed_or_begun_by_somebody_else_are_left_out_by_th
 
     said = ["<think>One e\n", "so.</think>\nFour e", "because.</think>It is.", "<think>So?</think>So."]
     trajectory = hold(scripted(said, renderer=renderer), meddles, renderer=renderer)
-    assert (trajectory.error, trajectory.drift) == (None, None)
+    assert (trajectory.error, trajectory.template_mismatch) == (None, None)
     assert [turn.reasoning for turn in trajectory.turns][1:] == [f"One e\n{add}so.", "Okay, because.", "So?"]
     # what was said is compared all the same, and with it what was put in
     mumbles = Renderer(byte_tokenizer(FORGETS.replace("</think>')[-1]", "</think>')[-1] | replace('our e', 'ive')")))
-    drift = hold(scripted(said, renderer=mumbles), meddles, renderer=mumbles).drift
+    drift = hold(scripted(said, renderer=mumbles), meddles, renderer=mumbles).template_mismatch
     assert "what the model said, tokens 21 to " in str(drift)
     assert "Five<|im_end|>" in str(drift)
 
@@ -279,13 +279,13 @@ def test_a_compressed_context_is_a_new_segment_and_nothing_is_lost_or_trained_tw
         (2, "c<|im_end|>"),
     ]
     # the history that was replaced is in the record, and so is the one that stands for it
-    assert [[message["content"] for message in former] for former in trajectory.former] == [
+    assert [[message["content"] for message in former] for former in trajectory.previous_histories] == [
         ["Count.", "a", "More.", "b"]
     ]
     assert [message["content"] for message in trajectory.messages] == ["So far: a, b.", "I see.", "Go on.", "c"]
     places = [turn for segment in trajectory.segments for turn in segment.turn if turn >= 0]
     assert len(places) == trajectory.sampled_tokens
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_tools_may_stand_in_front_of_somebody_who_resumes() -> None:

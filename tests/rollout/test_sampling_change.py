@@ -60,7 +60,7 @@ def test_the_next_turn_has_no_more_tokens_than_the_change_says() -> None:
     trajectory = hold(Says("first", "second"), lambda: changes(replies=[changed(max_tokens=3)]))
     assert [text for turn, text in spoken(trajectory.segments[0]) if turn >= 0] == ["first<|im_end|>", "sec"]
     assert (trajectory.stop, trajectory.turns[1].finish_reason) == (Stop.LENGTH, "length")
-    assert trajectory.drift is None
+    assert trajectory.template_mismatch is None
 
 
 def test_a_change_never_raises_a_limit() -> None:

@@ -57,7 +57,7 @@ def warned(model: Path, path: Path, caplog: pytest.LogCaptureFixture, **options:
 @pytest.mark.parametrize(
     "environment",
     [
-        "turnwise.environments.environment:Once",
+        "turnwise.environments.environment:SingleTurn",
         "turnwise.environments.users:ScriptedUser",
         "turnwise.environments.modelled_user:ModelledUser",
     ],

@@ -491,7 +491,10 @@ def test_what_a_checkpoint_knows_anyway_is_written_anew(copied: Path, name: str,
 # one process at a time
 
 
-HOLD = "import sys, time; from pathlib import Path\nfrom turnwise.record.run_lock import RunLock; lock = RunLock(Path(sys.argv[1])); "
+HOLD = (
+    "import sys, time; from pathlib import Path\nfrom turnwise.record.run_lock import RunLock\n"
+    "lock = RunLock(Path(sys.argv[1])); "
+)
 
 
 def test_a_directory_is_written_by_one_process_and_free_when_that_is_killed(copied: Path) -> None:

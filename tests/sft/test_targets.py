@@ -102,7 +102,7 @@ def test_the_tokens_and_the_mask_are_those_of_the_rollout_that_said_the_same(
     stop = renderer.decode([renderer.stop_token_ids[0]])
     turns = [text for segment in replayed.segments for turn, text in spoken(segment, renderer) if turn >= 0]
     assert turns == [text + stop for text in SAID[family]]
-    assert replayed.drift is None
+    assert replayed.template_mismatch is None
 
 
 OTHERWISE = {
@@ -154,7 +154,7 @@ def test_every_token_can_be_told_by_eye() -> None:
         ]
     ]
     assert trajectory.messages == messages
-    assert (trajectory.stop, trajectory.error, trajectory.drift) == ("done", None, None)
+    assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
 
 
 def test_thoughts_in_the_content_and_beside_it_are_the_same_tokens() -> None:

@@ -13,7 +13,7 @@ from support import byte_tokenizer
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.environments.environment import EnvironmentFactory, Once
+from turnwise.environments.environment import EnvironmentFactory, SingleTurn
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Request, Row, Sampling, Segment, Trajectory
@@ -101,7 +101,7 @@ def scripted(*scripts: Sequence[str], renderer: Renderer = RENDERER) -> Scripted
 
 def a_table(
     engine: Engine,
-    make_environment: EnvironmentFactory = Once,
+    make_environment: EnvironmentFactory = SingleTurn,
     *,
     renderer: Renderer = RENDERER,
     sampling: Sampling | None = None,
@@ -125,7 +125,7 @@ def a_table(
 
 def hold(
     engine: Engine | Sequence[str],
-    make_environment: EnvironmentFactory = Once,
+    make_environment: EnvironmentFactory = SingleTurn,
     *,
     row: Row | None = None,
     **table: Any,
@@ -139,7 +139,7 @@ def hold(
 
 def hold_all(
     engine: Engine,
-    make_environment: EnvironmentFactory = Once,
+    make_environment: EnvironmentFactory = SingleTurn,
     *,
     row: Row | None = None,
     size: int = 1,

@@ -44,7 +44,7 @@ def play(
 def whole(trajectory: Trajectory) -> Trajectory:
     """The same, if nothing broke in it and its tokens are the template's."""
     assert trajectory.error is None, trajectory.error
-    assert trajectory.drift is None, trajectory.drift
+    assert trajectory.template_mismatch is None, trajectory.template_mismatch
     return trajectory
 
 

@@ -28,10 +28,10 @@ def trajectory(name: str, pieces: list[tuple[str, list[int]]], advantages: list[
         if kind == "new segment":
             made.segments.append(Segment())
         elif kind == "context":
-            made.segments[-1].context(ids)
+            made.segments[-1].append_context(ids)
         else:
             said = completion(ids)
-            made.segments[-1].sampled(len(made.turns), said)
+            made.segments[-1].append_completion(len(made.turns), said)
             made.turns.append(Turn(index=len(made.turns), message={}, text="", completion=said))
     made.advantages = advantages
     made.reward = 0.0
@@ -66,7 +66,7 @@ def test_a_group_shares_its_prompt_and_branches_keep_their_positions() -> None:
     assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 9, 2, 10, 11, 12, 2, 13, 2]]
     assert micro.position_BL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4]]
     assert micro.tree is not None
-    assert micro.tree.trunk_GP.tolist() == [[0, 1, 2]]
+    assert micro.tree.prefix_GP.tolist() == [[0, 1, 2]]
     assert micro.tree.branch_NR.tolist() == [[3, 4, 5, 6, 7, 8, 9], [10, 11, 0, 0, 0, 0, 0]]
     assert micro.tree.seen_N1RK[1, 0, :2].int().tolist() == [
         [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],

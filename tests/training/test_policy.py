@@ -16,16 +16,16 @@ from turnwise.errors import ConfigError
 from turnwise.models.loading import load_model
 from turnwise.training.background import Halt
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy, Update, rate
+from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats, lr_at
 from turnwise.types import Sampling
 
 
 def policy(**options: float) -> Policy:
-    return Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2, **options))
+    return Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2, **options))
 
 
 def learn(one: Policy, **options: object) -> None:
-    asyncio.run(one.learn([pack(group(), **options)], lr=1e-2))  # type: ignore[arg-type]
+    asyncio.run(one.update([pack(group(), **options)], lr=1e-2))  # type: ignore[arg-type]
 
 
 def flat(one: Policy) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
 
 def test_update_reports_loss_norm_and_deviation() -> None:
     one = policy()
-    update = asyncio.run(one.learn([pack(group())], lr=0.0, epochs=2))
+    update = asyncio.run(one.update([pack(group())], lr=0.0, epochs=2))
     (micro,) = pack(group()[:3]).micro_batches
     ratio = (one._forward.logprobs(micro)[0].detach() - micro.old_logprob_N).exp()
     assert update.steps == 2
@@ -63,10 +63,10 @@ def test_update_reports_loss_norm_and_deviation() -> None:
 
 def test_bfloat16_keeps_masters_that_small_steps_are_not_lost_in() -> None:
     model = tiny_model().to(torch.bfloat16)
-    one = Policy(model, sampling=Sampling(), options=Optimization(lr=1e-5))
+    one = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-5))
     start = torch.cat([master.flatten().clone() for master in one._masters])
     for _ in range(3):
-        asyncio.run(one.learn([pack(group())], lr=1e-5))
+        asyncio.run(one.update([pack(group())], lr=1e-5))
     moved = torch.cat([master.flatten() for master in one._masters]) - start
     assert moved.abs().max() == pytest.approx(3e-5, rel=0.2)
     for parameter, master in zip(one._parameters, one._masters, strict=True):
@@ -80,7 +80,7 @@ def test_a_reference_holds_the_policy_back() -> None:
         learn(held, keep_zero=True)
     start = flat(policy())
     assert (flat(held) - start).norm() < 0.9 * (flat(free) - start).norm()
-    update = asyncio.run(held.learn([pack(group(), keep_zero=True)], lr=0.0))
+    update = asyncio.run(held.update([pack(group(), keep_zero=True)], lr=0.0))
     assert update.kl > 1e-5
 
 
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(caplog: pytest.LogCaptureF
     trajectories = group()
     trajectories[0].advantages = [float("inf"), 1.0]
     with caplog.at_level(logging.WARNING):
-        asyncio.run(one.learn([pack(trajectories)], lr=1e-2))
+        asyncio.run(one.update([pack(trajectories)], lr=1e-2))
     assert torch.equal(flat(one), before)
     assert "left out" in caplog.text
 
@@ -110,9 +110,9 @@ def test_state_goes_on_exactly() -> None:
 
 def test_rates() -> None:
     common = {"lr": 1.0, "warmup_steps": 2, "steps": 12}
-    assert [rate(step, schedule="constant", **common) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
-    assert [rate(step, schedule="linear", **common) for step in (2, 7)] == [1.0, 0.5]
-    assert rate(7, schedule="cosine", **common) == pytest.approx(0.5)
+    assert [lr_at(step, schedule="constant", **common) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
+    assert [lr_at(step, schedule="linear", **common) for step in (2, 7)] == [1.0, 0.5]
+    assert lr_at(7, schedule="cosine", **common) == pytest.approx(0.5)
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
@@ -122,13 +122,13 @@ def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
         use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
     )
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Qwen3ForCausalLM does not"):
-        Policy(windowed, sampling=Sampling(), options=Optimization(lr=0.1), share_prompts="always")
+        Policy(windowed, sampling=Sampling(), options=OptimizerConfig(lr=0.1), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
     batches = [pack(group()[:2]), pack(group()[2:])]
-    each = [asyncio.run(policy().learn([batch], lr=0.0)) for batch in batches]
-    both = asyncio.run(policy().learn(batches, lr=0.0, epochs=2))
+    each = [asyncio.run(policy().update([batch], lr=0.0)) for batch in batches]
+    both = asyncio.run(policy().update(batches, lr=0.0, epochs=2))
     assert (both.steps, both.tokens) == (4, 2 * (each[0].tokens + each[1].tokens))
     for name in ("loss", "kl", "grad_norm"):
         values = [getattr(one, name) for one in each]
@@ -145,13 +145,13 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
         beside = policy()
     finally:
         torch.set_num_threads(threads)
-    one_by_one = Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2), threads=1)
+    one_by_one = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2), threads=1)
     assert beside._workers is not None
     assert beside._workers._max_workers == 3
     assert one_by_one._workers is None
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
-    found, expected = Update(), Update()
+    found, expected = UpdateStats(), UpdateStats()
     ours = beside._accumulate(batch, found, lambda: None, Halt())
     assert ours == pytest.approx(one_by_one._accumulate(batch, expected, lambda: None, Halt()))
     for own, theirs in zip(beside._parameters, one_by_one._parameters, strict=True):
@@ -189,7 +189,7 @@ def test_a_cancellation_before_the_first_optimizer_step_ends_after_a_micro_batch
             loop.call_soon_threadsafe(first.set)
             cancelled.wait(60)
 
-        task = asyncio.create_task(one.learn([batch], lr=1e-2, done=done, changing=lambda: changed.append(1)))
+        task = asyncio.create_task(one.update([batch], lr=1e-2, done=done, changing=lambda: changed.append(1)))
         await first.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -214,7 +214,7 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
                 time.sleep(0.2)
 
         async def work() -> None:
-            ended.append(await one.learn(batches, lr=1e-2, epochs=2, done=done, changing=lambda: changed.append(1)))
+            ended.append(await one.update(batches, lr=1e-2, epochs=2, done=done, changing=lambda: changed.append(1)))
             await asyncio.sleep(0)
 
         loop, ended = asyncio.get_running_loop(), []
@@ -224,6 +224,6 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
         assert [update.steps for update in ended] == [4]
 
     asyncio.run(stopped())
-    asyncio.run(other.learn(batches, lr=1e-2, epochs=2))
+    asyncio.run(other.update(batches, lr=1e-2, epochs=2))
     assert (len(counted), changed) == (4, [1])
     assert torch.equal(flat(one), flat(other))

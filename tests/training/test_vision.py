@@ -17,7 +17,7 @@ from turnwise.errors import TurnwiseError
 from turnwise.models.loading import load_model
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import Optimization, Policy
+from turnwise.training.policy import OptimizerConfig, Policy
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -61,7 +61,7 @@ def held(model: torch.nn.Module, vision: Vision, *, threads: int = 1) -> list[Se
 
 
 def policy(model: torch.nn.Module, **options: float) -> Policy:
-    return Policy(model, sampling=Sampling(), options=Optimization(lr=1e-2, **options), threads=1)
+    return Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-2, **options), threads=1)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -90,7 +90,7 @@ def test_a_step_moves_the_words_and_the_eyes(vision: Vision) -> None:
     one = policy(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     batch = pack([trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)])
-    update = asyncio.run(one.learn([batch], lr=1e-2))
+    update = asyncio.run(one.update([batch], lr=1e-2))
     assert update.max_deviation < 1e-3
     assert update.tokens == 3 * 2 * 12
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
@@ -104,12 +104,12 @@ def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vis
         model = vision_model()
         segments = held(model, vision)
         one = Policy(
-            model, sampling=Sampling(), options=Optimization(lr=0.0, kl_coef=0.1), threads=0 if size == 1 else 1
+            model, sampling=Sampling(), options=OptimizerConfig(lr=0.0, kl_coef=0.1), threads=0 if size == 1 else 1
         )
         batch = pack(
             [trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)], micro_batch_tokens=size
         )
-        asyncio.run(one.learn([batch], lr=0.0))
+        asyncio.run(one.update([batch], lr=0.0))
         gradients.append(
             torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
         )
@@ -121,7 +121,7 @@ def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twic
         segments = []
         for seed in seeds:
             segment = Segment()
-            segment.context(*heard(vision, "look", picture(seed=seed)))
+            segment.append_context(*heard(vision, "look", picture(seed=seed)))
             said = Completion(
                 token_ids=[9, 2],
                 logprobs=[-1.0, -2.0],
@@ -129,7 +129,7 @@ def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twic
                 finish_reason="stop",
                 logprob_kind=LogprobKind.SAMPLED,
             )
-            segment.sampled(0, said)
+            segment.append_completion(0, said)
             segments.append(segment)
         packed = pack([trajectory(segment, [1.0], str(n)) for n, segment in enumerate(segments)])
         (micro,) = packed.micro_batches
@@ -146,18 +146,18 @@ def test_a_placeholder_that_was_said_is_trained_on_as_a_word(vision: Vision) -> 
         model.lm_head.weight[PAD] *= 40
     segments = held(model, vision)
     assert any(token == PAD and turn == 0 for token, turn in zip(segments[0].token_ids, segments[0].turn, strict=True))
-    update = asyncio.run(policy(model).learn([pack([trajectory(segments[0], [1.0, 1.0])])], lr=1e-2))
+    update = asyncio.run(policy(model).update([pack([trajectory(segments[0], [1.0, 1.0])])], lr=1e-2))
     assert update.max_deviation < 1e-3
 
 
 def test_what_was_seen_after_the_last_word_is_left_out(vision: Vision) -> None:
     segment = Segment()
-    segment.context(*heard(vision, "look", picture(seed=1)))
+    segment.append_context(*heard(vision, "look", picture(seed=1)))
     said = Completion(
         token_ids=[9], logprobs=[-1.0], versions=[0], finish_reason="stop", logprob_kind=LogprobKind.SAMPLED
     )
-    segment.sampled(0, said)
-    segment.context(*heard(vision, "and this", picture(seed=2)))
+    segment.append_completion(0, said)
+    segment.append_context(*heard(vision, "and this", picture(seed=2)))
     (micro,) = pack([trajectory(segment, [1.0])]).micro_batches
     assert [len(media) for media in micro.media_B] == [1]
 

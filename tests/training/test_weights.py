@@ -10,9 +10,9 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import gradients, targets, trajectory
-from turnwise.rewards.turn_weights import RULES, custom
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.training.batch import pack
-from turnwise.training.policy import Optimization, Policy
+from turnwise.training.policy import OptimizerConfig, Policy
 from turnwise.types import Message, Sampling, Trajectory, Turn
 
 
@@ -50,10 +50,10 @@ def conversations() -> list[Trajectory]:
     )
     rewritten.messages = messages("user", "assistant")
     cut = trajectory("c", [opening, ("turn", [30, 31, 32, 2])], [0.5])
-    cut.segments[0].cut(5)  # of four sampled tokens two stay
-    cut.turns[0].cut = 2
-    cut.segments[0].context([33])
-    cut.segments[0].sampled(1, completion_of([34, 2]))
+    cut.segments[0].truncate(5)  # of four sampled tokens two stay
+    cut.turns[0].kept_tokens = 2
+    cut.segments[0].append_context([33])
+    cut.segments[0].append_completion(1, completion_of([34, 2]))
     cut.turns.append(Turn(index=1, message={}, text="", completion=completion_of([34, 2])))
     cut.advantages, cut.messages = [0.5, 0.5], messages("user", "assistant")
     single = trajectory("d", [("context", [40]), ("turn", [41, 2])], [2.0], group="h")
@@ -96,11 +96,11 @@ CUSTOM = {
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
-@pytest.mark.parametrize("name", [*RULES, *CUSTOM])
+@pytest.mark.parametrize("name", [*TURN_WEIGHTINGS, *CUSTOM])
 def test_the_gradient_is_that_of_a_plain_loop_over_the_tokens(name: str, average: Any) -> None:
     trajectories = conversations()
     for one in trajectories:
-        {**RULES, **CUSTOM}[name](one)
+        {**TURN_WEIGHTINGS, **CUSTOM}[name](one)
     expected = plain(trajectories, average)
     assert expected.abs().max() > 1e-3
     for share in (True, False):
@@ -115,7 +115,7 @@ def test_weights_of_one_change_nothing() -> None:
     """Bit for bit: the share of a token is one through the number of tokens, as if there were no weights."""
     trajectories = conversations()
     for one in trajectories:
-        RULES["all"](one)
+        TURN_WEIGHTINGS["all"](one)
     expected = {"token": torch.tensor([1 / 19] * 19)}
     counts = [8, 5, 4, 2]
     expected["sequence"] = torch.tensor([1 / (4 * count) for count in counts for _ in range(count)])
@@ -135,7 +135,7 @@ def test_what_has_no_weight_is_no_target_and_a_tail_without_is_not_computed() ->
     assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 9, 2, 20, 2]]
     assert micro.target_N.tolist() == [8, 9, 2, 20, 2]
     for one in trajectories:
-        RULES["last_turn"](one)
+        TURN_WEIGHTINGS["last_turn"](one)
     (micro,) = pack(trajectories).micro_batches
     assert micro.target_N.tolist() == [14, 15, 2, 22, 23, 2]
     assert micro.token_ids_BL.shape == (
@@ -160,7 +160,7 @@ def test_a_trajectory_without_weight_counts_nowhere_and_one_without_advantage_co
 
 def test_only_advantages_of_turns_with_weight_ask_for_a_forward_pass() -> None:
     one = conversations()[0]
-    RULES["last_turn"](one)
+    TURN_WEIGHTINGS["last_turn"](one)
     one.advantages = [1.0, 1.0, 0.0]
     assert pack([one]).micro_batches == []
     assert pack([one]).tokens == 3
@@ -173,8 +173,8 @@ def test_nothing_with_weight_is_an_empty_batch_that_can_be_learnt_from() -> None
         custom(lambda turn: 0, name="none")(one)
     batch = pack(trajectories, keep_zero=True)
     assert (batch.micro_batches, batch.trajectories, batch.tokens) == ([], 0, 0)
-    policy = Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=1e-2))
-    update = asyncio.run(policy.learn([batch], lr=1e-2))
+    policy = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2))
+    update = asyncio.run(policy.update([batch], lr=1e-2))
     assert (update.tokens, update.loss, update.grad_norm) == (0, 0.0, 0.0)
 
 
@@ -198,10 +198,10 @@ def test_the_divergence_is_averaged_by_the_same_weights() -> None:
     for one in trajectories:
         CUSTOM["halves"](one)
     batch = pack(trajectories, keep_zero=True)
-    policy = Policy(tiny_model(), sampling=Sampling(), options=Optimization(lr=0.0))
+    policy = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=0.0))
     expected = 0.0
     for micro in batch.micro_batches:
         difference_N = micro.old_logprob_N - policy._forward.logprobs(micro)[0].detach()
         expected += float(((difference_N.exp() - difference_N - 1) * micro.weight_N).sum())
-    update = asyncio.run(policy.learn([batch], lr=0.0))
+    update = asyncio.run(policy.update([batch], lr=0.0))
     assert update.kl == pytest.approx(expected, rel=1e-4)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, call, hold, hold_all
-from turnwise.environments.environment import Environment, Once, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, say
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rollout import rollout as loop
@@ -57,7 +57,7 @@ TROUBLES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-class Troubled(Once):
+class Troubled(SingleTurn):
     """Breaks in one place."""
 
     def __init__(self, place: str, trouble: Callable[[], Any]) -> None:
@@ -73,8 +73,8 @@ class Troubled(Once):
             await self.trouble()
         return Reply(reward=1.0)
 
-    async def settle(self) -> float:
-        if self.place == "settle":
+    async def final_reward(self) -> float:
+        if self.place == "final_reward":
             await self.trouble()
         return 0.0
 
@@ -84,7 +84,7 @@ class Troubled(Once):
             await self.trouble()
 
 
-@pytest.mark.parametrize("place", ["begin", "step", "settle"])
+@pytest.mark.parametrize("place", ["begin", "step", "final_reward"])
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_whatever_an_environment_raises_ends_its_own_conversation_only(place: str, trouble: str) -> None:
     function, message = TROUBLES[trouble]
@@ -125,7 +125,7 @@ def test_an_environment_that_cannot_be_made_ends_its_own_conversation_only(error
     def make() -> Environment:
         if next(makes):
             raise error
-        return Once()
+        return SingleTurn()
 
     bad, good = hold_all(Says("a"), make, size=2)
     assert bad.error is not None
@@ -140,7 +140,7 @@ def test_an_error_of_our_own_ends_its_own_conversation_only(monkeypatch: pytest.
             answer = await super().generate(request)
             return None if request.conversation == "1/0" else answer
 
-    bad, good = hold_all(Odd("a"), Once, size=2)
+    bad, good = hold_all(Odd("a"), SingleTurn, size=2)
     assert bad.failed
     assert good.stop is Stop.DONE
 
@@ -152,7 +152,7 @@ def test_a_failure_keeps_the_users_own_frames() -> None:
     def helper() -> None:
         raise KeyError("answer")
 
-    class Breaks(Once):
+    class Breaks(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
             try:
                 helper()
@@ -173,7 +173,7 @@ def test_a_failure_tells_what_led_to_it_and_leaves_most_of_a_deep_recursion_out(
     def deeper(n: int) -> int:
         return deeper(n + 1)
 
-    class Breaks(Once):
+    class Breaks(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
             try:
                 deeper(0)
@@ -192,7 +192,7 @@ def test_a_failure_tells_what_led_to_it_and_leaves_most_of_a_deep_recursion_out(
 # deadlines
 
 
-class Swallows(Once):
+class Swallows(SingleTurn):
     """Answers a cancellation with more work."""
 
     ended = 0
@@ -225,7 +225,7 @@ class Swallows(Once):
 @pytest.mark.parametrize("place", ["begin", "step"])
 def test_deadlines_hold_for_an_environment_that_swallows_cancellation(place: str) -> None:
     ended, started = Swallows.ended, time.monotonic()
-    made = iter([Swallows(place), Once()])
+    made = iter([Swallows(place), SingleTurn()])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=Limits(seconds_per_turn=0.2))
     assert bad.stop is Stop.DEADLINE
     assert good.stop is Stop.DONE
@@ -291,7 +291,7 @@ def test_the_close_of_a_tool_that_swallows_cancellation_leaves_no_task(monkeypat
 
 
 def test_in_lockstep_the_time_of_a_conversation_does_not_run_while_it_waits_for_others() -> None:
-    class Hangs(Once):
+    class Hangs(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
             await asyncio.sleep(3600)
             return Reply(done=True)
@@ -306,7 +306,7 @@ def test_in_lockstep_the_time_of_a_conversation_does_not_run_while_it_waits_for_
 # a blocked event loop
 
 
-class Blocks(Once):
+class Blocks(SingleTurn):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
@@ -357,7 +357,7 @@ WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody
 def test_all_calls_of_an_environment_share_their_context_and_no_other_conversation_does() -> None:
     seen: list[tuple[str, str, str]] = []
 
-    class Remembers(Once):
+    class Remembers(SingleTurn):
         async def begin(self, row: Row) -> Opening:
             self.before = WHO.get()
             self.token = WHO.set(f"{id(self)}")
@@ -452,7 +452,7 @@ def test_asyncio_complains_of_nothing_after_many_faulty_conversations() -> None:
         """Do it."""
         raise Mean("no")
 
-    places = ["begin", "step", "settle", "close", "nowhere"]
+    places = ["begin", "step", "final_reward", "close", "nowhere"]
     functions = [function for function, _ in TROUBLES.values()]
     numbers = iter(range(10_000))
 

@@ -18,7 +18,7 @@ from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import Failed
 from turnwise.types import Opening, Reply, Row, Stop
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 
 class Rang(Exception):
@@ -76,7 +76,7 @@ def test_one_that_catches_everything_is_noticed_all_the_same() -> None:
         except BaseException:
             return "0"
 
-    assert asyncio.run(aside(careless, name="careless", kind="tool")) == "False"
+    assert asyncio.run(run_in_thread(careless, name="careless", kind="tool")) == "False"
 
 
 def test_an_alarm_that_is_left_over_does_not_ring_later() -> None:
@@ -86,7 +86,7 @@ def test_an_alarm_that_is_left_over_does_not_ring_later() -> None:
         return 1
 
     async def main() -> int:
-        value = await aside(forgets, name="forgets", kind="tool")
+        value = await run_in_thread(forgets, name="forgets", kind="tool")
         await asyncio.sleep(0.3)
         return value
 
@@ -99,7 +99,7 @@ def test_where_the_event_loop_is_in_another_thread_it_is_told() -> None:
 
     def run() -> None:
         try:
-            asyncio.run(aside(lambda: swallowing(0.01), name="elsewhere", kind="tool"))
+            asyncio.run(run_in_thread(lambda: swallowing(0.01), name="elsewhere", kind="tool"))
         except Failed as failed:
             told.append(failed.failure.message)
 
@@ -120,7 +120,7 @@ def test_threads_that_are_not_ours_are_refused_as_ever() -> None:
         except ValueError as error:
             told.append(str(error))
 
-    asyncio.run(aside(lambda: None, name="before", kind="tool"))
+    asyncio.run(run_in_thread(lambda: None, name="before", kind="tool"))
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
@@ -129,8 +129,8 @@ def test_threads_that_are_not_ours_are_refused_as_ever() -> None:
 
 
 def test_another_run_is_not_concerned() -> None:
-    assert asyncio.run(aside(lambda: swallowing(0.01), name="one", kind="tool")) == "False"
-    where = asyncio.run(aside(threading.current_thread, name="one", kind="tool"))
+    assert asyncio.run(run_in_thread(lambda: swallowing(0.01), name="one", kind="tool")) == "False"
+    where = asyncio.run(run_in_thread(threading.current_thread, name="one", kind="tool"))
     assert where is not threading.main_thread()
 
 

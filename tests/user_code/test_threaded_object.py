@@ -16,7 +16,7 @@ from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import Failed
 from turnwise.rollout.limits import Limits
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.threaded_object import Foreign, columns_for
+from turnwise.user_code.threaded_object import ThreadedObject, columns_for
 
 
 class Thing:
@@ -30,12 +30,12 @@ class Thing:
         self.closed += 1
 
 
-def a_foreign(make: Callable[[], Thing], made: list[Thing]) -> Foreign[Thing]:
+def a_foreign(make: Callable[[], Thing], made: list[Thing]) -> ThreadedObject[Thing]:
     def remembered() -> Thing:
         made.append(make())
         return made[-1]
 
-    return Foreign(remembered, lambda thing: thing.close(), name="thing")
+    return ThreadedObject(remembered, lambda thing: thing.close(), name="thing")
 
 
 def test_it_is_closed_once_however_often_that_is_asked() -> None:
@@ -222,7 +222,7 @@ class Last:
     async def step(self, turn: Turn) -> Reply:
         return Reply(done=True) if turn.text == "over" else say("And?", reward=0.125)
 
-    async def settle(self) -> float:
+    async def final_reward(self) -> float:
         self.asked += 1
         return self._earns / 1
 

@@ -19,19 +19,19 @@ from turnwise.engines.engine import Engine
 from turnwise.environments.environment import Environment, EnvironmentFactory
 from turnwise.environments.in_thread import InThread
 from turnwise.environments.mcp.servers import McpServers
-from turnwise.environments.tools.tool import own_copy
+from turnwise.environments.tools.tool import copy_containers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
-from turnwise.rewards.turn_weights import RULES, Rule, custom, takes_trajectory
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory
 from turnwise.rollout.limits import Limits
 from turnwise.types import Row
 from turnwise.user_code.object_references import resolve
 
 if TYPE_CHECKING:
-    from turnwise.training.policy import Optimization
+    from turnwise.training.policy import OptimizerConfig
 
 __all__ = [
     "EnvironmentSource",
@@ -200,7 +200,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
     def make() -> Any:
         # lists and dicts of its own for each conversation: what one does to them is not heard of in another
-        return named(**own_copy(config.environment.arguments))
+        return named(**copy_containers(config.environment.arguments))
 
     tools = [_tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     try:
@@ -293,14 +293,14 @@ def credit(config: Config) -> Credit:
     return functools.partial(grpo, scale=config.credit.scale)
 
 
-def loss_mask(config: Config) -> Rule:
+def loss_mask(config: Config) -> TurnWeighting:
     """The recipe's rule for the weights of turns.
 
     Raises ConfigError if it is a reference to what cannot be called for a turn.
     """
     use = config.loss_mask
-    if use.use in RULES:
-        return RULES[use.use]
+    if use.use in TURN_WEIGHTINGS:
+        return TURN_WEIGHTINGS[use.use]
     found = resolve(use.use, key="loss_mask")
     if inspect.iscoroutinefunction(found):
         raise ConfigError(
@@ -357,12 +357,12 @@ def local_engine(config: Config, model: Any, renderer: Renderer, *, version: int
     )
 
 
-def optimization(config: Config) -> Optimization:
+def optimization(config: Config) -> OptimizerConfig:
     """The recipe's way of changing the weights."""
-    from turnwise.training.policy import Optimization  # torch
+    from turnwise.training.policy import OptimizerConfig  # torch
 
     options = config.train
-    return Optimization(
+    return OptimizerConfig(
         lr=options.lr,
         betas=options.betas,
         weight_decay=options.weight_decay,
@@ -376,10 +376,10 @@ def optimization(config: Config) -> Optimization:
 
 def learning_rate(config: Config, step: int) -> float:
     """The learning rate of a step, counted from 0."""
-    from turnwise.training.policy import rate  # torch
+    from turnwise.training.policy import lr_at  # torch
 
     options = config.train
-    return rate(step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps)
+    return lr_at(step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps)
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
@@ -405,7 +405,7 @@ def short_enough(config: Config, rows: Sequence[Row], renderer: Renderer) -> tup
     most = config.data.max_prompt_tokens
     if most is None:
         return list(rows), []
-    left = [row for row in rows if len(renderer.opening(row.messages, ()).token_ids) <= most]
+    left = [row for row in rows if len(renderer.encode_opening(row.messages, ()).token_ids) <= most]
     if rows and not left:
         raise DataError(f"all {len(rows)} prompts have more than data.max_prompt_tokens={most} tokens: raise it")
     out = len(rows) - len(left)

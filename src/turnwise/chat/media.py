@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.chat.placeholders import SaidPlaceholders
+from turnwise.chat.placeholders import LiteralPlaceholders
 from turnwise.chat.processors import load_processor, why_no_videos
 from turnwise.data.images import digest, load_image, media_kind, media_value
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
@@ -146,7 +146,7 @@ class Vision:
             if kind in self._pads and isinstance(token := getattr(processor, f"{kind}_token", None), str)
         }
         self._kind_of: dict[str, Kind] = {token: kind for kind, token in self._placeholders.items()}
-        self.said = SaidPlaceholders({str(kind): token for kind, token in self._placeholders.items()})
+        self.said = LiteralPlaceholders({str(kind): token for kind, token in self._placeholders.items()})
         """Those that the model has said itself."""
         self._written = re.compile("|".join(map(re.escape, self._kind_of)))
         self._seen: OrderedDict[str, _Seen] = OrderedDict()

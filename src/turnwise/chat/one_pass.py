@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from turnwise.chat.renderer import Piece, Renderer
+from turnwise.chat.renderer import EncodedMessages, Renderer
 from turnwise.chat.token_differences import Context, Difference, Reading, Words, differences, recut, told
 from turnwise.errors import TemplateError
 from turnwise.types import Message, Segment, ToolSchema
@@ -58,20 +58,20 @@ class OnePass:
         try:
             if served:
                 return self._prompt_drift(held)
-            whole = self._renderer.one_pass(held.messages, held.tools, cue=False)
+            whole = self._renderer.render_text(held.messages, held.tools, cue=False)
         except TemplateError as error:  # it took them turn by turn
             return f"in one pass, {error}"
-        ids, own = self._renderer.encode_once(whole), list(held.segment.token_ids)
+        ids, own = self._renderer.encode_uncached(whole), list(held.segment.token_ids)
         if own == list(ids[: len(own)]):
             return None
         return self._explained(self._runs(held), whole, ids, thoughts=False)
 
-    def serves_otherwise(self, held: Held, heard: Sequence[Message], bridge: Piece) -> bool:
+    def serves_otherwise(self, held: Held, heard: Sequence[Message], bridge: EncodedMessages) -> bool:
         """Whether a server would show the model another prompt than the segment with the bridge to `heard` behind it.
 
         How the model's own words are written (the white space in a call, say) does not count: what it sampled stays.
         """
-        whole = self._renderer.one_pass([*held.messages, *heard], held.tools, cue=True)
+        whole = self._renderer.render_text([*held.messages, *heard], held.tools, cue=True)
         runs = [*self._runs(held), self._context(bridge.text, bridge.token_ids, len(held.segment))]
         if not whole.endswith(bridge.text):
             return True
@@ -82,13 +82,13 @@ class OnePass:
         """The last turn's prompt against the served one, and the last turn itself against what the template writes for it."""
         runs = self._runs(held)
         last = runs[-1]
-        prompt = self._renderer.one_pass(held.messages[:-1], held.tools, cue=True)
-        ids = self._renderer.encode_once(prompt)
+        prompt = self._renderer.render_text(held.messages[:-1], held.tools, cue=True)
+        ids = self._renderer.encode_uncached(prompt)
         if list(held.segment.token_ids[: last.start]) != list(ids):
             found = self._explained(runs[:-1], prompt, ids, thoughts=True)
             if found is not None:
                 return found
-        whole = self._renderer.one_pass(held.messages, held.tools, cue=False)
+        whole = self._renderer.render_text(held.messages, held.tools, cue=False)
         context = self._context(prompt, ids, 0)
         if not whole.startswith(context.bare):
             return None  # the last turn changes what the template writes before it; its prompt is what counts

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from turnwise.types import Message
 
-__all__ = ["SaidPlaceholders"]
+__all__ = ["LiteralPlaceholders"]
 
 
-class SaidPlaceholders:
+class LiteralPlaceholders:
     """`placeholders` maps `image` and `video` to the text that stands for one."""
 
     def __init__(self, placeholders: Mapping[str, str]) -> None:

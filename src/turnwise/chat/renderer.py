@@ -28,27 +28,27 @@ from turnwise.chat.turn_end import TurnEnd
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.types import Media, Message, ToolCall, ToolSchema
 
-__all__ = ["Piece", "Renderer", "Said", "SanityMode", "Thinking"]
+__all__ = ["EncodedMessages", "ParsedTurn", "Renderer", "SanityMode", "Thinking"]
 
 Thinking = Literal["keep", "branch", "strip_at_user"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class EncodedMessages:
     """Tokens that the model did not say, ready to be appended."""
 
     token_ids: Sequence[int]
     media: Sequence[Media] = ()
     messages: Sequence[Message] = ()
     """The messages in it, as the template was given them."""
-    thinking: str = ""
+    open_thought: str = ""
     """What its cue ends with where it opens a thought: `<think>` and a line end, say. The model then begins inside it."""
     text: str = ""
     """What was encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ParsedTurn:
     """A sampled turn, read."""
 
     text: str
@@ -57,7 +57,7 @@ class Said:
     """`content`, and where there are any `tool_calls` and `reasoning_content`."""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    opened: str = ""
+    thought_opening: str = ""
     """What its cue had opened a thought with, if it had."""
 
 
@@ -200,23 +200,23 @@ class Renderer:
     def _sample_turn(self, thought: str, calls: bool, number: int) -> Message:
         opening, closing = next(iter(self.marks.own), ("", ""))
         call = ToolCall(id=f"callprob{number}", name="probe_tool", arguments={"text": "x"}, text="")
-        said = Said(
+        said = ParsedTurn(
             text=f"{opening}\n{thought}\n{closing}\n\nSaid.",
             message={"role": "assistant", "content": "Said."},
             reasoning=thought,
             calls=(call,) if calls else (),
         )
-        return self.spoken(said)
+        return self.to_template_message(said)
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
+    def encode_opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> EncodedMessages:
         """The opening messages, the tools' description and the first cue.
 
         Raises TemplateError if the template refuses the messages.
         """
         handed = self.template.opening(messages, tools)
-        return self.whole(handed, tools)
+        return self.encode_full(handed, tools)
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Piece:
+    def encode_full(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> EncodedMessages:
         """A conversation that was handed to the template before, in one pass, with the next cue: a new segment's beginning."""
         piece = self._piece(
             self.template.render(self._hidden(messages), tools=tools, cue=True), self._hidden(messages), None
@@ -226,7 +226,7 @@ class Renderer:
     def _hidden(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self.vision is None else self.vision.said.hide(messages)
 
-    def bridge(self, last_token: int, messages: Sequence[Message], before: Before = NOTHING) -> Piece:
+    def encode_bridge(self, last_token: int, messages: Sequence[Message], before: Before = NOTHING) -> EncodedMessages:
         """What comes between the model's turn, which ended with `last_token`, and its next cue.
 
         `before` is what stands in the segment: some templates write the first answer of a tool differently, or number them.
@@ -239,11 +239,11 @@ class Renderer:
         base, cut = self._end.cut(roles, plan.bases, behind, last_token)
         return self._piece(self.template.after_turn(handed, base, behind)[cut:], handed, last_token)
 
-    def resumed(self, last_token: int | None, text: str) -> Sequence[int]:
+    def encode_continuation(self, last_token: int | None, text: str) -> Sequence[int]:
         """Token ids of words that are put into the model's mouth behind `last_token`."""
         return self._encode(text, last_token)
 
-    def parse(
+    def parse_turn(
         self,
         token_ids: Sequence[int],
         *,
@@ -251,7 +251,7 @@ class Renderer:
         first_call: int = 0,
         thinking: str = "",
         before: str = "",
-    ) -> Said:
+    ) -> ParsedTurn:
         """Read a sampled turn. `thinking` is what its cue has opened a thought with.
 
         `before` is what of the same turn stands already, where it was resumed; the turn is read with it.
@@ -273,9 +273,9 @@ class Renderer:
         good = [call for call in calls if call.error is None]
         if good:
             message["tool_calls"] = [_written(call) for call in good]
-        return Said(text=text, message=message, reasoning=reasoning, calls=calls, opened=thinking)
+        return ParsedTurn(text=text, message=message, reasoning=reasoning, calls=calls, thought_opening=thinking)
 
-    def spoken(self, said: Said) -> Message:
+    def to_template_message(self, said: ParsedTurn) -> Message:
         """A turn as the template is given it when the whole conversation is rendered.
 
         Its calls are given as calls, as a server does that has parsed them: what a template writes behind a turn may depend
@@ -284,9 +284,9 @@ class Renderer:
         takes, calls = self.template.takes, self._given_calls(said)
         text = self._before_calls(said) if calls and takes != "fields" else said.text.removeprefix(self.template.lead)
         if takes == "text":
-            message: Message = {"role": "assistant", "content": said.opened + text}
+            message: Message = {"role": "assistant", "content": said.thought_opening + text}
         elif takes == "thoughts apart":
-            message = {"role": "assistant", "content": self.without_thoughts(text, bool(said.opened))}
+            message = {"role": "assistant", "content": self.without_thoughts(text, bool(said.thought_opening))}
         else:
             message = {"role": "assistant", "content": said.message["content"]}
         if takes != "text" and said.reasoning and self.template.reasoning_key is not None:
@@ -295,24 +295,24 @@ class Renderer:
             message["tool_calls"] = [_written(call) for call in calls]
         return message
 
-    def _given_calls(self, said: Said) -> Sequence[ToolCall]:
+    def _given_calls(self, said: ParsedTurn) -> Sequence[ToolCall]:
         """The calls of a turn that are given to the template as calls; none where the turn is given as text with its calls."""
         if self.template.takes == "fields":  # those that could not be read too: an answer without a call is refused
             return said.calls
         readable = all(call.error is None for call in said.calls)
         return said.calls if readable and self.template.takes_calls(len(said.calls)) else ()
 
-    def _before_calls(self, said: Said) -> str:
+    def _before_calls(self, said: ParsedTurn) -> str:
         """A turn's text without its calls: its thought as it was written, and its content."""
         text = said.text.removeprefix(self.template.lead)
-        thoughts = self.marks.thoughts(text, opened=bool(said.opened)) if self.thinks else []
+        thoughts = self.marks.thoughts(text, opened=bool(said.thought_opening)) if self.thinks else []
         content = str(said.message["content"] or "")
         if not thoughts or text[: thoughts[0].start].strip():
             return content
         rest = text[thoughts[0].end :]
         return text[: thoughts[0].end] + rest[: len(rest) - len(rest.lstrip())] + content
 
-    def prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
+    def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
         """How many of the tokens spell a beginning of `text`, and that beginning: whole tokens, as many as there are."""
         low, high = 0, len(token_ids)
         while low < high:
@@ -334,7 +334,7 @@ class Renderer:
         """The token ids of a plain text: of a scripted line, say."""
         return self._encode(text, None)
 
-    def one_pass(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, cue: bool) -> str:
+    def render_text(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, cue: bool) -> str:
         """A whole conversation as one text, images in their places, as it is encoded."""
         messages = self._hidden(messages)
         whole = self.template.render(messages, tools=tools, cue=cue)
@@ -343,26 +343,28 @@ class Renderer:
             whole = self.vision.said.show(whole)
         return whole
 
-    def encode_once(self, text: str) -> Sequence[int]:
+    def encode_uncached(self, text: str) -> Sequence[int]:
         """The token ids of a long text that will not be encoded again."""
         return self._encode_text(text)
 
-    def ends_turns(self, token: int) -> bool:
+    def is_special(self, token: int) -> bool:
         """Whether a token is one that no text is written with: a mark of the template's."""
         return token in self.special
 
     # tokens
 
-    def _piece(self, text: str, messages: Sequence[Message], last_token: int | None) -> Piece:
+    def _piece(self, text: str, messages: Sequence[Message], last_token: int | None) -> EncodedMessages:
         thinking = self.marks.open_thought(text)
         if self.vision is None:
             refuse_media(messages, self.where)
-            return Piece(token_ids=self._encode(text, last_token), messages=messages, thinking=thinking, text=text)
+            return EncodedMessages(
+                token_ids=self._encode(text, last_token), messages=messages, open_thought=thinking, text=text
+            )
         text, found = self.vision.expand(text, self.vision.parts(messages))
         words, text = self.vision.said.count(text), self.vision.said.show(text)
         ids = self._encode(text, last_token)
         media = self.vision.place(ids, found, words=words)
-        return Piece(token_ids=ids, media=media, messages=messages, thinking=thinking, text=text)
+        return EncodedMessages(token_ids=ids, media=media, messages=messages, open_thought=thinking, text=text)
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
         if behind is not None and behind in self.special:

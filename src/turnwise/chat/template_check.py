@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from turnwise.chat.base_conversations import Before
 from turnwise.chat.probes import probe_call
-from turnwise.chat.renderer import Piece, Renderer
+from turnwise.chat.renderer import EncodedMessages, Renderer
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
@@ -110,7 +110,7 @@ def examine(renderer: Renderer, scenario: Scenario) -> Finding:
 def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
     template = renderer.template
     tools = (scenario.tools if template.call_shape is not None else []) or template.probe_tools
-    opening = renderer.opening(scenario.opening, tools)
+    opening = renderer.encode_opening(scenario.opening, tools)
     messages, handed = list(opening.messages), _shapes(scenario.opening, opening.messages)
     stands: list[Before] = []
     for said, answers in scenario.rounds:
@@ -159,7 +159,7 @@ class _Held:
 
     def __init__(self, renderer: Renderer, whole: str) -> None:
         self._renderer = renderer
-        self.whole_ids = list(renderer.encode_once(whole))
+        self.whole_ids = list(renderer.encode_uncached(whole))
         # as the tokens read: some tokenizers write a blank before every stretch of text
         self.whole = renderer.decode(self.whole_ids)
         self.ids: list[int] = []
@@ -168,7 +168,7 @@ class _Held:
         self.encoded = 0
         self._at = 0
 
-    def append(self, piece: Piece) -> None:
+    def append(self, piece: EncodedMessages) -> None:
         """The opening."""
         text = self._renderer.decode(piece.token_ids)
         bare = self._renderer.marks.without_open_thought(text)
@@ -181,9 +181,9 @@ class _Held:
         if self._turn_by_ids(answers, before):
             return
         decode = self._renderer.decode
-        found: list[tuple[bool, int, int, Piece, str]] = []
+        found: list[tuple[bool, int, int, EncodedMessages, str]] = []
         for order, stop in enumerate(self._renderer.stop_token_ids):
-            piece = self._renderer.bridge(stop, answers, before)
+            piece = self._renderer.encode_bridge(stop, answers, before)
             text = decode(piece.token_ids)
             for written in dict.fromkeys([text, self._renderer.marks.without_open_thought(text)]):
                 end = self.whole.find(written, self._at)
@@ -192,7 +192,7 @@ class _Held:
                     found.append((not ends, order, end, piece, written))
                     break
         if not found:
-            piece = self._renderer.bridge(self._renderer.stop_token_ids[0], answers, before)
+            piece = self._renderer.encode_bridge(self._renderer.stop_token_ids[0], answers, before)
             text = decode(piece.token_ids)
             raise TemplateError(
                 f"writes other words around the answers when the conversation goes on: {self._instead(text, answers)}"
@@ -213,9 +213,9 @@ class _Held:
         """The same where the tokens are those of the one pass so far and go on so; False where texts must tell why not."""
         if self.ids != self.whole_ids[: len(self.ids)]:
             return False
-        found: list[tuple[int, Piece]] = []
+        found: list[tuple[int, EncodedMessages]] = []
         for stop in self._renderer.stop_token_ids:
-            piece = self._renderer.bridge(stop, answers, before)
+            piece = self._renderer.encode_bridge(stop, answers, before)
             place = _find(self.whole_ids, [stop, *piece.token_ids], len(self.ids)) if piece.token_ids else -1
             if place >= 0:
                 found.append((place + 1, piece))
@@ -252,7 +252,7 @@ class _Held:
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         self.ids += self._renderer.encode(text[: min(ends)] if ends else text)
 
-    def _take(self, piece: Piece, written: str) -> None:
+    def _take(self, piece: EncodedMessages, written: str) -> None:
         self.ids += piece.token_ids
         self.encoded += len(piece.token_ids)
         self._at += len(written)
@@ -260,7 +260,7 @@ class _Held:
     def _ended_otherwise(self, said: str, stop: int) -> str:
         """The turn as the model would have ended it."""
         token = list(self._renderer.encode(said))[-1]
-        written = self._renderer.decode([token]) if self._renderer.ends_turns(token) else ""
+        written = self._renderer.decode([token]) if self._renderer.is_special(token) else ""
         own = self._renderer.decode([stop])
         self._note(f"ends a turn that is not the last with {written!r}, and the last one with {own!r}", harmless=True)
         return said.removesuffix(written) + own

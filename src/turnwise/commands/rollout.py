@@ -23,7 +23,7 @@ from turnwise.errors import DataError, RolloutError
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
-from turnwise.runs.metrics import conversation_metrics, drift, failures
+from turnwise.runs.metrics import conversation_metrics, failures, template_mismatches
 from turnwise.terminal.activity import Activity, Heartbeat
 from turnwise.types import Group, Trajectory
 
@@ -66,7 +66,7 @@ async def _collect(
     started = time.perf_counter()
     writer = _Writer(out, [one for group in groups for one in group.trajectories])
     activity = Activity(what="conversations", total=writer.total)
-    score = scorer.as_they_end(groups)
+    score = scorer.score_when_finished(groups)
     with (
         Heartbeat(activity, console),
         Progress(
@@ -88,7 +88,7 @@ async def _collect(
 
         await rollout_groups(groups, table, done=done)
     await engine.close()
-    if (told := drift([one for group in groups for one in group.trajectories])) is not None:
+    if (told := template_mismatches([one for group in groups for one in group.trajectories])) is not None:
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)
     for problem in failures(groups)[:5]:
         console.print(problem, style="red", highlight=False, markup=False, soft_wrap=True)

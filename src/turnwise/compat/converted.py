@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Converted", "Left"]
+__all__ = ["Converted", "UnsupportedKey"]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class UnsupportedKey:
     """A key that has no place in the recipe."""
 
     key: str
@@ -31,12 +31,12 @@ class Converted:
     """The tree of a recipe, as its YAML would be read."""
     carried: dict[str, str] = field(default_factory=dict)
     """Of each key that was carried over: the option of the recipe that it became, or what it became in a few words."""
-    left: list[Left] = field(default_factory=list)
+    left: list[UnsupportedKey] = field(default_factory=list)
     """The keys that were not carried over; with `carried`, every key that was given."""
 
-    guessed: list[Left] = field(default_factory=list)
+    guessed: list[UnsupportedKey] = field(default_factory=list)
     """What the configuration does not say and was guessed, or means something else here than there: to be looked at."""
 
-    def refused(self) -> list[Left]:
+    def refused(self) -> list[UnsupportedKey]:
         """Those without which the training would be another one."""
         return [left for left in self.left if left.matters]

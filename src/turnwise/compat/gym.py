@@ -26,7 +26,7 @@ from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.threaded_object import Foreign, columns_for
+from turnwise.user_code.threaded_object import ThreadedObject, columns_for
 
 __all__ = ["GymEnvironments", "ToolEnvironments"]
 
@@ -140,7 +140,7 @@ class _Game:
     def __init__(self, rules: GymEnvironments) -> None:
         self._rules = rules
         self._name = rules.maker.name
-        self._foreign = Foreign(rules.maker.make, end, name=self._name)
+        self._foreign = ThreadedObject(rules.maker.make, end, name=self._name)
         self._refused = 0
 
     async def begin(self, row: Row) -> Opening:
@@ -254,7 +254,7 @@ class _Steps:
     """One conversation with an object that has `reset` and `step`."""
 
     def __init__(self, maker: Maker, role: str) -> None:
-        self._foreign = Foreign(maker.make, end, name=maker.name)
+        self._foreign = ThreadedObject(maker.make, end, name=maker.name)
         self._name = maker.name
         self._role = role
 

@@ -26,8 +26,8 @@ from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, boundary, nearest
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
-from turnwise.user_code.run_in_thread import aside
-from turnwise.user_code.threaded_object import Foreign, columns_for
+from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.threaded_object import ThreadedObject, columns_for
 
 __all__ = ["TrlEnvironments"]
 
@@ -90,7 +90,7 @@ class TrlEnvironments:
         for kind in self._kinds.values():
             for made in kind.pool.drain():
                 with boundary("environment"):
-                    result = await aside(lambda made=made: end(made), name=kind.maker.name, kind="environment")
+                    result = await run_in_thread(lambda made=made: end(made), name=kind.maker.name, kind="environment")
                     if inspect.isawaitable(result):
                         await result
 
@@ -128,8 +128,8 @@ class _Chosen:
         assert self._outer is not None, "step before begin"
         return await self._outer.step(turn)
 
-    async def settle(self) -> float:
-        return 0.0 if self._inner is None else await self._inner.settle()
+    async def final_reward(self) -> float:
+        return 0.0 if self._inner is None else await self._inner.final_reward()
 
     def exposed(self) -> EnvironmentHandle | None:
         return None if self._inner is None else self._inner.exposed()
@@ -146,7 +146,7 @@ class _Played:
         self._kind = kind
         self._name = kind.maker.name
         self._pool = kind.pool
-        self._foreign: Foreign[Any] = Foreign(self._make, self._end, name=self._name)
+        self._foreign: ThreadedObject[Any] = ThreadedObject(self._make, self._end, name=self._name)
         self._lease: Lease | None = None
         self._exposed = False
         self._running: list[str] = []  # the tools that have been called and have not answered
@@ -164,9 +164,9 @@ class _Played:
         return Opening(messages=opened(row.messages, shown, between=""))
 
     async def step(self, turn: Turn) -> Reply:
-        return Reply(done=True, reward=await self.settle())
+        return Reply(done=True, reward=await self.final_reward())
 
-    async def settle(self) -> float:
+    async def final_reward(self) -> float:
         if not self._kind.scores:
             return 0.0
         reward = await self._foreign.ask(self._made.get_reward)

@@ -249,7 +249,7 @@ class Config(Part):
 
     model: Model
     data: Data
-    environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:Once")
+    environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
     """Who answers the model: a reference."""
     tools: list[ToolUse] = []
     """Typed functions and classes in front of the environment: references (docs/tools.md)."""

@@ -10,7 +10,7 @@ from turnwise.errors import ConfigError
 __all__ = ["file_problems", "refuse_without_effect", "refuse_without_reward"]
 
 WITHOUT_REWARD = (
-    "turnwise.environments.environment:Once",
+    "turnwise.environments.environment:SingleTurn",
     "turnwise.environments.users:ScriptedUser",
     "turnwise.environments.modelled_user:ModelledUser",
 )

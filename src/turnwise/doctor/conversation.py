@@ -14,7 +14,7 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, say
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import TemplateError
-from turnwise.rewards.turn_weights import Rule
+from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
 from turnwise.types import Message, Opening, Reply, Row, Sampling, Trajectory, Turn
@@ -30,7 +30,7 @@ _MOST_GROWTH = 1.5
 """Times as many tokens as an early turn that a late one may need; its numbers have a digit more."""
 
 
-def masked(renderer: Renderer, thinking: Thinking, rule: Rule | None = None) -> Check:
+def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = None) -> Check:
     """A short conversation, token run by token run; and whether exactly what the model sampled is trained on.
 
     `rule` is the recipe's loss mask: what it leaves out is shown so, and is no finding.
@@ -56,10 +56,12 @@ def masked(renderer: Renderer, thinking: Thinking, rule: Rule | None = None) -> 
     found = [_tokens_of(trajectory, number) for number in range(len(sampled))]
     if found != sampled or len(sampled) != 2:
         return answer("fail", f"the trained tokens {found} are not the sampled ones {sampled}: please report it")
-    if trajectory.drift is not None:
+    if trajectory.template_mismatch is not None:
         # what the model says is its own affair: the template would write it otherwise, and what was sampled is trained on
-        own = trajectory.drift.startswith("what the model said")
-        return answer("note" if own else "fail", f"the tokens are not those of the template: {trajectory.drift}")
+        own = trajectory.template_mismatch.startswith("what the model said")
+        return answer(
+            "note" if own else "fail", f"the tokens are not those of the template: {trajectory.template_mismatch}"
+        )
     trained, all_tokens = sum(map(len, found)), sum(len(segment) for segment in trajectory.segments)
     text = f"{trained} of {all_tokens} tokens were sampled, each once, and no other is trained on"
     left_out = [str(turn.index) for turn in trajectory.turns if turn.weight == 0]
@@ -202,5 +204,5 @@ def said(renderer: Renderer, message: Message) -> str:
     text = renderer.template.said(message)
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]
     text = text[: min(ends, default=len(text))].rstrip()
-    inside = renderer.opening([QUESTION]).thinking and "</think>" not in text  # the cue has opened a thought
+    inside = renderer.encode_opening([QUESTION]).open_thought and "</think>" not in text  # the cue has opened a thought
     return f"It is a tree.\n</think>\n\n{text}" if inside else text

@@ -19,7 +19,7 @@ from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, openings, rewards
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
-from turnwise.rewards.turn_weights import Rule
+from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Sampling
 
 __all__ = ["Weights", "examine"]
@@ -104,7 +104,7 @@ def _tried(name: str, ask: Callable[[], Check]) -> Check:
         return wrong(name, error)
 
 
-def _rule(config: Config | None) -> Rule | None:
+def _rule(config: Config | None) -> TurnWeighting | None:
     return None if config is None else build.loss_mask(config)
 
 

@@ -115,8 +115,8 @@ def _trajectory(name: str) -> Trajectory:
         completion = Completion(
             token_ids=[index], logprobs=[0.0], versions=[0], finish_reason="stop", logprob_kind=LogprobKind.NONE
         )
-        segment.context([9])
-        segment.sampled(index, completion)
+        segment.append_context([9])
+        segment.append_completion(index, completion)
         one.turns.append(Turn(index=index, message=message, text=str(index), completion=completion))
     one.segments.append(segment)
     return one
@@ -156,9 +156,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system", "limit")},
     "data.shuffle": Shown(_streams),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
-    "data.return_multi_modal_inputs": Proven(
-        "rollout/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"
-    ),
+    "data.return_multi_modal_inputs": Proven("chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"),
     "environment.use": Named("who answers the model"),
     "environment.arguments": Proven(
         "test_build.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments"

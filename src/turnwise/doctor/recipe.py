@@ -38,7 +38,7 @@ def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
     ready_media(seeing[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
         try:
-            renderer.opening(row.messages)
+            renderer.encode_opening(row.messages)
         except TurnwiseError as error:
             return wrong("rows", DataError(f"row {row.id!r}: {error}"))
     return Check("rows", "ok", f"the template takes the messages of {min(len(rows), _OPENED)} of {len(rows)} rows")
@@ -101,7 +101,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
             thinking=config.thinking,
             concurrent=config.concurrent,
         )
-        score = scorer.as_they_end(groups)
+        score = scorer.score_when_finished(groups)
 
         async def done(trajectory: Trajectory) -> None:
             await score(trajectory)

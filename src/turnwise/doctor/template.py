@@ -252,7 +252,7 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
     if renderer.template.call_shape is None:
         return Check("tool calls", "note", f"{format.name}, as the recipe says: the template itself writes no calls")
     said = renderer.template.said(probe_call(_ARGUMENTS), tools=[TOOL])
-    read = renderer.parse(renderer.encode(said), tools=[TOOL])
+    read = renderer.parse_turn(renderer.encode(said), tools=[TOOL])
     found = [(call.name, dict(call.arguments), call.error) for call in read.calls]
     if found != [("probe_tool", _ARGUMENTS, None)]:
         return Check(

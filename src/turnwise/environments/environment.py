@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 from turnwise.user_code import calls as user_code
-from turnwise.user_code.threaded_object import Foreign
+from turnwise.user_code.threaded_object import ThreadedObject
 
-__all__ = ["Environment", "EnvironmentFactory", "Exposes", "Once", "Settles", "environment", "say"]
+__all__ = ["Environment", "EnvironmentFactory", "Exposes", "FinalReward", "SingleTurn", "environment", "say"]
 
 P = ParamSpec("P")
 
@@ -49,10 +49,10 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 @runtime_checkable
-class Settles(Protocol):
+class FinalReward(Protocol):
     """An environment that has something to say about the whole conversation, however it ended."""
 
-    async def settle(self) -> float:
+    async def final_reward(self) -> float:
         """What is added to the last turn's reward. Asked once, if a limit ended the conversation and nothing broke: an
         environment that ends it itself says so in its last Reply."""
         ...
@@ -73,7 +73,7 @@ def say(text: str, *, reward: float = 0.0, done: bool = False) -> Reply:
     return Reply(messages=({"role": "user", "content": text},), reward=reward, done=done)
 
 
-class Once:
+class SingleTurn:
     """Nobody answers: the model speaks once and the conversation is over."""
 
     async def begin(self, row: Row) -> Opening:
@@ -171,7 +171,7 @@ class _Sync:
         self._generator = generator
         self._begun = False
         self._turns: list[Turn] = []
-        self._foreign = Foreign(lambda: None, lambda _: self._generator.close(), name=name)
+        self._foreign = ThreadedObject(lambda: None, lambda _: self._generator.close(), name=name)
 
     async def first(self) -> Any:
         await self._foreign.make()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from turnwise.environments.environment import Environment, Settles
+from turnwise.environments.environment import Environment, FinalReward
 from turnwise.errors import boundary
 from turnwise.types import Opening, Reply, Row, Turn
 
@@ -100,10 +100,10 @@ class InThread:
         assert self._thread is not None, "step before begin"
         return await self._thread.run(lambda: self._made.step(turn), kind="environment")
 
-    async def settle(self) -> float:
-        if self._thread is None or not isinstance(self._environment, Settles):
+    async def final_reward(self) -> float:
+        if self._thread is None or not isinstance(self._environment, FinalReward):
             return 0.0
-        return await self._thread.run(self._environment.settle, kind="environment")
+        return await self._thread.run(self._environment.final_reward, kind="environment")
 
     async def close(self) -> None:
         if self._thread is None:

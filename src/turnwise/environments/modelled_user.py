@@ -19,7 +19,7 @@ from turnwise.environments.service import ServiceError, service
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Opening, Reply, Row, Turn
 from turnwise.user_code.object_references import resolve
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Endpoint", "ModelledUser", "Speaker"]
 
@@ -208,7 +208,7 @@ def _text(content: Any) -> str:
 async def _ask(speaker: Speaker, messages: list[Message]) -> Any:
     if inspect.iscoroutinefunction(speaker) or inspect.iscoroutinefunction(type(speaker).__call__):
         return await speaker(messages)  # type: ignore[misc]
-    answer = await aside(lambda: speaker(messages), name="user", kind="environment")
+    answer = await run_in_thread(lambda: speaker(messages), name="user", kind="environment")
     return await answer if inspect.isawaitable(answer) else answer
 
 

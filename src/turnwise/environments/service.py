@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from turnwise.errors import ConfigError, Failed, TurnwiseError
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Service", "ServiceError", "service"]
 
@@ -116,7 +116,9 @@ class Service:
         connection = self._connect()
         try:
             async with asyncio.timeout(self._timeout):
-                status, answer = await aside(lambda: self._exchange(connection, body), name=self.url, kind="service")
+                status, answer = await run_in_thread(
+                    lambda: self._exchange(connection, body), name=self.url, kind="service"
+                )
         except TimeoutError:
             raise _Again(f"no answer within {self._timeout:g} s") from None
         except Failed as failed:

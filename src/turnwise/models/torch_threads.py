@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Threads"]
+__all__ = ["TorchThreads"]
 
 TRIAL = 3
 """Steps in a row with the other number of threads, and how many before it are compared with them."""
@@ -34,7 +34,7 @@ class _Trial:
     quickest_other: float = float("inf")
 
 
-class Threads:
+class TorchThreads:
     """Sets torch's number of threads for a piece of work. A fixed `number` is never changed; 0 starts with one, and now
     and then tries all."""
 

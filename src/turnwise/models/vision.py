@@ -19,7 +19,7 @@ import torch
 from turnwise.errors import TurnwiseError
 from turnwise.types import Media
 
-__all__ = ["Eyes"]
+__all__ = ["VisionAdapter"]
 
 _TYPES = {"image": 1, "video": 2}
 """What transformers calls `mm_token_type_ids`; 0 is text."""
@@ -27,7 +27,7 @@ _TYPES = {"image": 1, "video": 2}
 _meant: ContextVar[torch.Tensor | None] = ContextVar("meant", default=None)
 
 
-class Eyes:
+class VisionAdapter:
     """What one model is told of the images in its tokens. `of` makes it."""
 
     def __init__(self, model: Any, pads: Mapping[str, int]) -> None:
@@ -45,7 +45,7 @@ class Eyes:
             embedding.register_forward_hook(_embed_what_was_meant)
 
     @classmethod
-    def of(cls, model: Any) -> Eyes | None:
+    def of(cls, model: Any) -> VisionAdapter | None:
         """How this model sees, or None for one that only reads."""
         pads: dict[str, int] = {}
         for kind in _TYPES:

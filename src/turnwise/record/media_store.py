@@ -14,12 +14,12 @@ from turnwise.data.images import digest, is_image, load_image, media_kind, media
 from turnwise.errors import DataError, text_of
 from turnwise.types import Media
 
-__all__ = ["Gallery"]
+__all__ = ["MediaStore"]
 
 _DEEPEST, _LONGEST = 60, 1000  # containers inside each other, and characters of what is inside the last one
 
 
-class Gallery:
+class MediaStore:
     """A folder of `<sha256>.png`, made when the first image comes; with None, images are named and not written."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,14 +38,14 @@ class Gallery:
         inside = (*inside, id(value))
         if isinstance(value, Mapping):
             kind = media_kind(value)
-            if kind == "image" and (shown := self._hang(media_value(value))) is not None:
+            if kind == "image" and (shown := self._store(media_value(value))) is not None:
                 return {"type": "image", "image": f"sha256:{digest(shown)}", "size": list(shown.size)}
-            if isinstance(value.get("bytes"), bytes) and (shown := self._hang(value)) is not None:
+            if isinstance(value.get("bytes"), bytes) and (shown := self._store(value)) is not None:
                 return f"sha256:{digest(shown)}"
             return {key: self.plain(item, inside=inside) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.plain(item, inside=inside) for item in value]
-        if (shown := self._hang(value)) is not None:
+        if (shown := self._store(value)) is not None:
             return f"sha256:{digest(shown)}"
         return value
 
@@ -65,7 +65,7 @@ class Gallery:
             "size": sizes[0] if one else sizes,
         }
 
-    def _hang(self, value: Any) -> Any:
+    def _store(self, value: Any) -> Any:
         """The image as it was shown, written down; None where the value is none, is a file's name, or cannot be read."""
         inside = value.get("bytes") if isinstance(value, Mapping) else value
         uri = isinstance(inside, str) and inside.startswith("data:image/")

@@ -23,16 +23,16 @@ import yaml
 
 from turnwise.config.schema import Config
 from turnwise.errors import Failed, RunError, boundary, text_of
-from turnwise.record.media_store import Gallery
+from turnwise.record.media_store import MediaStore
 from turnwise.record.run_lock import RunLock
 from turnwise.types import Trajectory, Turn
 
 __all__ = ["RunDirectory", "refuse_run_directory", "trajectory_record", "write_config", "write_trajectories"]
 
 
-def trajectory_record(trajectory: Trajectory, *, gallery: Gallery | None = None, **extra: Any) -> dict[str, Any]:
+def trajectory_record(trajectory: Trajectory, *, gallery: MediaStore | None = None, **extra: Any) -> dict[str, Any]:
     """A trajectory as plain data: what one line of `trajectories.jsonl` holds. Its images are hung in the `gallery`."""
-    shown = gallery or Gallery(None)
+    shown = gallery or MediaStore(None)
     fields = {name: value for name, value in trajectory.row.fields.items() if name != "multi_modal_inputs"}  # tensors
     return {
         **extra,
@@ -58,12 +58,12 @@ def trajectory_record(trajectory: Trajectory, *, gallery: Gallery | None = None,
             for segment in trajectory.segments
         ],
         "logprob_kind": trajectory.logprob_kind,
-        "drift": trajectory.drift,
+        "drift": trajectory.template_mismatch,
         "seconds": round(trajectory.seconds, 4),
     }
 
 
-def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
+def _turn(turn: Turn, trajectory: Trajectory, shown: MediaStore) -> dict[str, Any]:
     outcomes = {outcome.id: outcome for outcome in turn.outcomes}
     calls: list[dict[str, Any]] = []
     for call in turn.calls:
@@ -95,7 +95,7 @@ def _turn(turn: Turn, trajectory: Trajectory, shown: Gallery) -> dict[str, Any]:
     }
 
 
-def _written(shown: Gallery, value: Any) -> Any:
+def _written(shown: MediaStore, value: Any) -> Any:
     """Something of a user's as plain data; what cannot be read is named instead."""
     try:
         with boundary("record"):
@@ -133,7 +133,7 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: 
 
 
 def _trajectory_lines(path: Path, trajectories: Iterable[Trajectory], extra: Mapping[str, Any]) -> Iterator[str]:
-    gallery = Gallery(path.parent / "media")
+    gallery = MediaStore(path.parent / "media")
     return (_line(trajectory_record(one, gallery=gallery, **extra)) for one in trajectories)
 
 

@@ -96,7 +96,7 @@ class Scorer:
         """Score every trajectory that did not break and is not scored yet."""
         await asyncio.gather(*(self.score_group(group.trajectories) for group in groups))
 
-    def as_they_end(self, groups: Sequence[Group]) -> Callable[[Trajectory], Awaitable[Sequence[Trajectory]]]:
+    def score_when_finished(self, groups: Sequence[Group]) -> Callable[[Trajectory], Awaitable[Sequence[Trajectory]]]:
         """A function to be awaited with each trajectory of `groups` as its conversation ends. It scores the trajectories
         that can be scored then, which frees their environments, and returns them.
 

@@ -14,9 +14,9 @@ from typing import Any
 from turnwise.errors import Failed, boundary
 from turnwise.types import Failure, Trajectory, Turn
 
-__all__ = ["RULES", "Rule", "custom", "takes_trajectory"]
+__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory"]
 
-Rule = Callable[[Trajectory], None]
+TurnWeighting = Callable[[Trajectory], None]
 """Sets the weight of each turn of a trajectory. What breaks in it breaks that trajectory; it raises nothing."""
 
 
@@ -48,7 +48,7 @@ def last_round(trajectory: Trajectory) -> None:
     _keep_round(trajectory, ("user", "tool"))
 
 
-RULES: Mapping[str, Rule] = {
+TURN_WEIGHTINGS: Mapping[str, TurnWeighting] = {
     "all": all_turns,
     "last_turn": last_turn,
     "after_last_user": after_last_user,
@@ -57,7 +57,7 @@ RULES: Mapping[str, Rule] = {
 """The rules that a recipe can name."""
 
 
-def custom(function: Callable[..., Any], *, name: str) -> Rule:
+def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:
     """A rule from a user's function, called for each turn as `function(turn)`, or as `function(turn, trajectory)`.
 
     It gives the turn's weight, a finite number of 0 or more. If it raises or gives anything else, the trajectory breaks
@@ -128,7 +128,7 @@ def _answers(trajectory: Trajectory) -> list[list[Turn]]:
             answers[-1].append(turn)
         else:
             answers.append([turn])
-        going_on = turn.cut is not None
+        going_on = turn.kept_tokens is not None
     return answers
 
 

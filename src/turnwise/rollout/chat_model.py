@@ -9,10 +9,10 @@ from turnwise.chat.renderer import Renderer
 from turnwise.engines.engine import Engine
 from turnwise.types import Message, Request, Sampling
 
-__all__ = ["EngineSpeaker"]
+__all__ = ["EngineChatModel"]
 
 
-class EngineSpeaker:
+class EngineChatModel:
     """Answers messages with what an engine samples, its thoughts left out.
 
     Each answer is a request of its own, rendered whole: nothing of it is learnt from. `seed` makes the draws repeatable as long
@@ -29,7 +29,7 @@ class EngineSpeaker:
     async def __call__(self, messages: list[Message]) -> str:
         """What the engine answers. Raises EngineError, or TemplateError where the template refuses the messages."""
         number = next(self._numbers)
-        piece = self._renderer.opening(messages, ())
+        piece = self._renderer.encode_opening(messages, ())
         request = Request(
             conversation=f"user/{number}",
             token_ids=piece.token_ids,
@@ -41,5 +41,5 @@ class EngineSpeaker:
             completion = await self._engine.generate(request)
         finally:
             self._engine.release(request.conversation)
-        said = self._renderer.parse(completion.token_ids, tools=(), first_call=0, thinking=piece.thinking)
+        said = self._renderer.parse_turn(completion.token_ids, tools=(), first_call=0, thinking=piece.open_thought)
         return str(said.message.get("content") or "").strip()

@@ -28,7 +28,7 @@ class Limits:
     seconds: float | None = 600.0
     """For the whole conversation."""
 
-    def reached(self, trajectory: Trajectory, length: int, response: int = 0) -> Stop | None:
+    def stop_reason(self, trajectory: Trajectory, length: int, response: int = 0) -> Stop | None:
         """Why there is no further turn, or None.
 
         `length` is that of the prompt of the next turn, `response` how much of it follows the first prompt; both in tokens.
@@ -43,7 +43,7 @@ class Limits:
             return Stop.CONTEXT
         return None
 
-    def room(
+    def completion_budget(
         self, trajectory: Trajectory, length: int, response: int = 0, *, most: int | None = None
     ) -> tuple[int, Stop]:
         """How many tokens the next turn may have, and why it ends if it takes them all; the arguments are those of `reached`.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.batched import Batched
 from turnwise.engines.engine import Engine
-from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, Settles
+from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, FinalReward
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.session import Session
@@ -66,11 +66,11 @@ class _UserEnvironment:
     async def step(self, turn: Turn) -> Reply:
         return await self._call(lambda: self._environment.step(turn), "step")
 
-    async def settle(self) -> float:
+    async def final_reward(self) -> float:
         """What it adds to the last turn's reward, when a limit has ended the conversation; 0 where it does not say."""
-        if not isinstance(self._environment, Settles):
+        if not isinstance(self._environment, FinalReward):
             return 0.0
-        return await self._call(self._environment.settle, "settle")
+        return await self._call(self._environment.final_reward, "final_reward")
 
     async def close(self) -> None:
         await self._call(self._environment.close, "close")
@@ -85,15 +85,15 @@ async def converse(session: Session, environment: _UserEnvironment, table: Rollo
     async with deadline(seconds):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
-    while (stop := session.reached()) is None:
+    while (stop := session.stop_reason()) is None:
         async with deadline(seconds):
             turn = await session.generate()
             if turn.finish_reason == "length":
-                return session.cut
+                return session.truncation_reason
             started = time.perf_counter()
             reply = await environment.step(turn)
             turn.seconds_environment = time.perf_counter() - started
-        session.hear(turn, reply)
+        session.apply_reply(turn, reply)
         if reply.done:
             return Stop.DONE
     return stop
@@ -140,12 +140,12 @@ async def _converse_in_time(session: Session, environment: _UserEnvironment, tab
             stop = await converse(session, environment, table)
             if stop is not Stop.DONE and trajectory.turns:
                 async with deadline(limits.seconds_per_turn):
-                    settled = await environment.settle()
+                    final = await environment.final_reward()
                 with boundary("environment"):
-                    trajectory.turns[-1].reward += reward_number(settled, "settle()")
+                    trajectory.turns[-1].reward += reward_number(final, "final_reward()")
             session.finish(stop)
     except TimeoutError:
-        turn = session.answered
+        turn = session.turns_answered
         if whole.expired:
             message = f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
         else:

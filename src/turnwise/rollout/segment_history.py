@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from turnwise.chat.base_conversations import Before, system_role
 from turnwise.chat.one_pass import Held, OnePass
-from turnwise.chat.renderer import Piece, Renderer, Said, Thinking
+from turnwise.chat.renderer import EncodedMessages, ParsedTurn, Renderer, Thinking
 from turnwise.types import Message, Segment, ToolSchema
 
-__all__ = ["Script"]
+__all__ = ["SegmentHistory"]
 
 
-class Script:
+class SegmentHistory:
     """The messages of one segment, all sides."""
 
     def __init__(self, renderer: Renderer, thinking: Thinking) -> None:
@@ -30,7 +30,7 @@ class Script:
         self.tools: Sequence[ToolSchema] = ()
         self._tools_answered = False
         self._messages: list[Message] = []
-        self._said: dict[int, Said] = {}
+        self._said: dict[int, ParsedTurn] = {}
         """The model's turns, by their place in `_messages`."""
         self._thoughts: set[int] = set()
         """Places of the turns whose thoughts stand in the segment, empty ones too."""
@@ -43,7 +43,7 @@ class Script:
         self._resumed: set[int] = set()
         """Places in the segment of words that an environment has put into the model's mouth."""
 
-    def hear(self, piece: Piece, place: int) -> None:
+    def append_messages(self, piece: EncodedMessages, place: int) -> None:
         """Messages became tokens, at `place` of the segment."""
         self._messages.extend(piece.messages)
         self._tools_answered = self._tools_answered or any(message["role"] == "tool" for message in piece.messages)
@@ -56,35 +56,35 @@ class Script:
         """What stands in the segment, the model's last turn included."""
         return Before(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
 
-    def say(self, said: Said) -> None:
+    def append_turn(self, said: ParsedTurn) -> None:
         """The model has spoken, in its own words."""
         place = len(self._messages)
-        self._messages.append(self._renderer.spoken(said))
+        self._messages.append(self._renderer.to_template_message(said))
         self._said[place] = said
         if self._renderer.thinks and (said.reasoning or self._cue_thinks or self._renderer.marks.thoughts(said.text)):
             self._thoughts.add(place)
 
-    def take_back(self) -> str:
+    def pop_turn(self) -> str:
         """Forget the last turn, for it goes on; returns what was said in it."""
         self._messages.pop()
         self._thoughts.discard(len(self._messages))
         return self._said.pop(len(self._messages)).text
 
-    def put_words(self, place: int) -> None:
+    def mark_injected(self, place: int) -> None:
         """What begins at `place` of the segment is an environment's, and stands in a turn of the model."""
         self._resumed.add(place)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A new segment begins."""
         self._messages, self._said, self._thoughts, self._resumed = [], {}, set(), set()
         self._texts, self._first = {}, 0
         self._tools_answered = False
 
-    def drift(self, segment: Segment) -> str | None:
+    def template_mismatch(self, segment: Segment) -> str | None:
         """What the sanity check finds in the segment, or None."""
         return self._one_pass.drift(self._held(segment), served=self._thinking == "branch")
 
-    def restarts(self, segment: Segment, heard: Sequence[Message], bridge: Piece) -> bool:
+    def needs_new_segment(self, segment: Segment, heard: Sequence[Message], bridge: EncodedMessages) -> bool:
         """Whether the policy begins a new segment before the model answers `heard`, to which `bridge` would lead on."""
         if self._thinking == "keep" or not self._renderer.thinks:
             return False
@@ -92,12 +92,12 @@ class Script:
             return bool(self._thoughts) and any(message["role"] == "user" for message in heard)
         return self._one_pass.serves_otherwise(self._held(segment), bridge.messages, bridge)
 
-    def restarted(self, heard: Sequence[Message]) -> Piece:
+    def encode_restart(self, heard: Sequence[Message]) -> EncodedMessages:
         """The first tokens of a new segment: everything so far, without the thoughts that are left out."""
         if self._thinking == "strip_at_user":
             self._messages = [self._stripped(place, message) for place, message in enumerate(self._messages)]
         handed = self._renderer.template.plan(heard, self.before).apply(heard)
-        piece = self._renderer.whole([*self._messages, *handed], self.tools)
+        piece = self._renderer.encode_full([*self._messages, *handed], self.tools)
         self._first, self._thoughts, self._resumed, self._texts = len(self._messages), set(), set(), {}
         return replace(piece, messages=handed)
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from turnwise.chat.media import for_readers
-from turnwise.chat.renderer import Piece, Renderer, Thinking
+from turnwise.chat.renderer import EncodedMessages, Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.segment_history import Script
+from turnwise.rollout.segment_history import SegmentHistory
 from turnwise.types import (
     Completion,
     Failure,
@@ -58,10 +58,10 @@ class Session:
         self._sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *renderer.stop_token_ids))
         self._limits = limits
         self._change = SamplingChange()
-        self._heard: list[Message] = []
-        self._next: Piece | None = None
+        self._new_messages: list[Message] = []
+        self._encoded_next: EncodedMessages | None = None
         self._segment: Segment | None = None
-        self._script = Script(renderer, thinking)
+        self._history = SegmentHistory(renderer, thinking)
         self._opened = ""  # what the cue of the turn has opened a thought with
         self._before = ""  # what of the turn that is going on stands already, where it is resumed
         self._prefill = ""  # what the next turn begins with
@@ -69,9 +69,9 @@ class Session:
         self._masked: dict[int, set[int]] = {}
         self._calls = 0
         self._prompt_tokens: int | None = None  # of the opening, known when it has been encoded
-        self.answered = 0
+        self.turns_answered = 0
         """Turns that the environment has answered: the index of the turn that is going on."""
-        self.cut = Stop.LENGTH
+        self.truncation_reason = Stop.LENGTH
         """Why the last turn had no more room, if it was cut."""
 
     def begin(self, opening: Opening) -> None:
@@ -82,17 +82,17 @@ class Session:
             _refuse_no_messages(opening.messages)
             self._change_sampling(opening.sampling, "Opening")
         self.trajectory.messages.extend(opening.messages)
-        self.trajectory.tools = self._script.tools = tuple(opening.tools)
-        self._heard = list(opening.messages)
+        self.trajectory.tools = self._history.tools = tuple(opening.tools)
+        self._new_messages = list(opening.messages)
 
-    def reached(self) -> Stop | None:
+    def stop_reason(self) -> Stop | None:
         """Why the model is not to speak again, or None."""
         limits, trajectory = self._limits, self.trajectory
-        if (stop := limits.reached(trajectory, 0)) is not None:
+        if (stop := limits.stop_reason(trajectory, 0)) is not None:
             return stop  # before anything is encoded that nobody would read
         piece = self._encoded()
         length = len(self._segment or ()) + len(piece.token_ids)
-        stop = limits.reached(trajectory, length, self._response_tokens(length))
+        stop = limits.stop_reason(trajectory, length, self._response_tokens(length))
         if stop is Stop.CONTEXT and not trajectory.turns:
             raise Failed(
                 Failure(
@@ -111,14 +111,14 @@ class Session:
             self.trajectory.segments.append(self._segment)
         segment, trajectory = self._segment, self.trajectory
         place = len(segment)
-        segment.context(piece.token_ids, piece.media)
-        self._script.hear(piece, place)
-        self._heard, self._next = [], None
+        segment.append_context(piece.token_ids, piece.media)
+        self._history.append_messages(piece, place)
+        self._new_messages, self._encoded_next = [], None
         if not self._goes_on:
-            self._opened = piece.thinking
+            self._opened = piece.open_thought
             self._before, self._prefill = self._prefill, ""
 
-        room, self.cut = self._limits.room(
+        room, self.truncation_reason = self._limits.completion_budget(
             trajectory, len(segment), self._response_tokens(len(segment)), most=self._change.max_tokens
         )
         index = len(trajectory.turns)
@@ -133,7 +133,7 @@ class Session:
         started = time.perf_counter()
         with boundary("engine"):
             completion = await self._engine.generate(request)
-            segment.sampled(index, completion)
+            segment.append_completion(index, completion)
         turn = self._read(completion, index)
         turn.seconds_engine = time.perf_counter() - started
         same = index == 0 or trajectory.logprob_kind == completion.logprob_kind
@@ -150,7 +150,7 @@ class Session:
         """Take in what the model has said."""
         trajectory, before, self._before = self.trajectory, self._before, ""
         with boundary("tokens"):
-            said = self._renderer.parse(
+            said = self._renderer.parse_turn(
                 completion.token_ids,
                 tools=trajectory.tools,
                 first_call=self._calls,
@@ -162,7 +162,7 @@ class Session:
             index=index,
             message=said.message,
             text=said.text[len(before) :],
-            opened="" if self._goes_on else self._opened,
+            thought_opening="" if self._goes_on else self._opened,
             reasoning=said.reasoning,
             calls=said.calls,
             finish_reason=completion.finish_reason,
@@ -171,14 +171,14 @@ class Session:
         trajectory.turns.append(turn)
         if self._goes_on:  # the message that stands there is a part of this one
             del trajectory.messages[-1]
-            self._script.take_back()
+            self._history.pop_turn()
             self._goes_on = False
         trajectory.messages.append(said.message)
         with boundary("tokens"):
-            self._script.say(said)
+            self._history.append_turn(said)
         return turn
 
-    def hear(self, turn: Turn, reply: Reply) -> None:
+    def apply_reply(self, turn: Turn, reply: Reply) -> None:
         """Take in the environment's answer to a turn."""
         trajectory = self.trajectory
         with boundary("environment"):
@@ -193,20 +193,20 @@ class Session:
             turn.info.update(reply.info)
             turn.outcomes = tuple(reply.outcomes)
             self._change_sampling(reply.sampling, "Reply")
-        self.answered += 1
+        self.turns_answered += 1
         if reply.resume is not None:
             with boundary("tokens"):
                 self._resume(turn, reply.resume)
         if reply.rewrite is not None:
             self._check()  # the segment ends here, so this is its last chance
-            trajectory.former.append(list(trajectory.messages))
+            trajectory.previous_histories.append(list(trajectory.messages))
             trajectory.messages[:] = reply.rewrite
-            self._segment, self._heard = None, list(reply.rewrite)
-            self._script.forget()
+            self._segment, self._new_messages = None, list(reply.rewrite)
+            self._history.clear()
         messages = self._shown(turn, reply.messages)
         trajectory.messages.extend(messages)
         if not reply.done:
-            self._heard.extend(messages)
+            self._new_messages.extend(messages)
             self._prefill = reply.prefill
 
     def _change_sampling(self, change: SamplingChange | None, where: str) -> None:
@@ -236,7 +236,7 @@ class Session:
         self._check()
         for index, places in self._masked.items():  # not before: until now it is told apart who said what
             for segment in self.trajectory.segments:
-                segment.leave_out(index, places)
+                segment.mask_tokens(index, places)
 
     def _resume(self, turn: Turn, resume: Resume) -> None:
         """Take back what the environment has cut off, and put its words behind what stays."""
@@ -244,49 +244,51 @@ class Session:
         assert turn.completion is not None
         segment, ids, text = self._segment, turn.completion.token_ids, turn.text
         keep = len(text) if resume.keep is None else resume.keep
-        kept, words = self._renderer.prefix(ids, text[:keep])
-        turn.cut = kept
-        segment.cut(len(segment) - len(ids) + kept)
+        kept, words = self._renderer.token_prefix(ids, text[:keep])
+        turn.kept_tokens = kept
+        segment.truncate(len(segment) - len(ids) + kept)
         added = text[len(words) : keep] + resume.add
-        whole = self._script.take_back()
+        whole = self._history.pop_turn()
         before = whole[: len(whole) - len(text)]  # it may have been resumed before, or begun by somebody else
         self._before = before + text[:keep] + resume.add
-        self._next = Piece(token_ids=self._renderer.resumed(segment.token_ids[-1], added))
-        self._script.put_words(len(segment))
+        self._encoded_next = EncodedMessages(token_ids=self._renderer.encode_continuation(segment.token_ids[-1], added))
+        self._history.mark_injected(len(segment))
         self._calls -= len(turn.calls)
         # until the model goes on, and for ever where there is no room for that, its message is what stands of it
-        stands = self._renderer.parse(
+        stands = self._renderer.parse_turn(
             (), tools=self.trajectory.tools, first_call=self._calls, thinking=self._opened, before=before + words
         )
         self.trajectory.messages[-1] = stands.message
-        self._script.say(stands)
+        self._history.append_turn(stands)
         self._goes_on = True
 
     def _check(self) -> None:
-        if self._segment is not None and self.trajectory.drift is None:
+        if self._segment is not None and self.trajectory.template_mismatch is None:
             with boundary("tokens"):
-                self.trajectory.drift = self._script.drift(self._segment)
+                self.trajectory.template_mismatch = self._history.template_mismatch(self._segment)
 
-    def _encoded(self) -> Piece:
+    def _encoded(self) -> EncodedMessages:
         """The tokens of what was heard, and the cue. Encoded once, appended when the model speaks."""
-        if self._next is None:
+        if self._encoded_next is None:
             with boundary("tokens"):
                 if self._segment is None:
                     if self.trajectory.tools:
                         _ = self._renderer.tool_format  # refuse before a token is spent
-                    self._next = self._renderer.opening(self._heard, self.trajectory.tools)
+                    self._encoded_next = self._renderer.encode_opening(self._new_messages, self.trajectory.tools)
                 else:
-                    self._next = self._renderer.bridge(self._segment.token_ids[-1], self._heard, self._script.before)
-                    if self._script.restarts(self._segment, self._heard, self._next):
+                    self._encoded_next = self._renderer.encode_bridge(
+                        self._segment.token_ids[-1], self._new_messages, self._history.before
+                    )
+                    if self._history.needs_new_segment(self._segment, self._new_messages, self._encoded_next):
                         self._check()
-                        self._next = self._script.restarted(self._heard)
+                        self._encoded_next = self._history.encode_restart(self._new_messages)
                         self._segment = None
                 if self._prefill:
-                    ids = self._next.token_ids
-                    self._script.put_words(len(self._segment or ()) + len(ids))
-                    words = self._renderer.resumed(ids[-1], self._prefill)
-                    self._next = replace(self._next, token_ids=(*ids, *words))
-        return self._next
+                    ids = self._encoded_next.token_ids
+                    self._history.mark_injected(len(self._segment or ()) + len(ids))
+                    words = self._renderer.encode_continuation(ids[-1], self._prefill)
+                    self._encoded_next = replace(self._encoded_next, token_ids=(*ids, *words))
+        return self._encoded_next
 
 
 def _check_reply(reply: Reply, turn: Turn) -> None:

@@ -29,7 +29,7 @@ async def evaluate(
     """
     started = time.perf_counter()
     groups = [new_group(row, size=samples, seed=seed) for row in rows]
-    score = scorer.as_they_end(groups)
+    score = scorer.score_when_finished(groups)
 
     async def done(trajectory: Trajectory) -> None:
         await score(trajectory)

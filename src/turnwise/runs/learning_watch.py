@@ -78,7 +78,9 @@ class LearningWatch:
         sampling, reward = self.config.sampling, self.config.reward
         rewards = {one.reward for one in whole}
         names = [use.use for use in (*reward.trajectory, *reward.turns, *reward.group)]
-        if all(len({tuple(one.said) for one in group.trajectories if not one.failed}) <= 1 for group in groups):
+        if all(
+            len({tuple(one.assistant_texts) for one in group.trajectories if not one.failed}) <= 1 for group in groups
+        ):
             return (
                 f"The answers of a row are the same, word for word: raise sampling.temperature ({sampling.temperature:g}), or "
                 f"loosen top_k, top_p and min_p"

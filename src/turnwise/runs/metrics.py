@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["conversation_metrics", "drift", "failures"]
+__all__ = ["conversation_metrics", "failures", "template_mismatches"]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
@@ -34,7 +34,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "tokens/all": sum(len(segment) for one in every for segment in one.segments),
         "entropy": _entropy(whole),
         "groups/all_equal": _share(_all_equal(group) for group in groups),
-        "drift": _share(one.drift is not None for one in every),
+        "drift": _share(one.template_mismatch is not None for one in every),
         "failed": _share(one.failed for one in every),
     }
     metrics["version"] = min(versions, default=None)
@@ -49,9 +49,9 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     return metrics
 
 
-def drift(every: Sequence[Trajectory]) -> str | None:
+def template_mismatches(every: Sequence[Trajectory]) -> str | None:
     """What the sanity check has found in these conversations, told once, or None."""
-    found = [one.drift for one in every if one.drift is not None]
+    found = [one.template_mismatch for one in every if one.template_mismatch is not None]
     if not found:
         return None
     return (

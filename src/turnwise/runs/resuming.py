@@ -14,25 +14,25 @@ from turnwise.errors import RunError, TemplateError
 from turnwise.models.loading import load_model
 from turnwise.record.writer import RunDirectory
 from turnwise.training import fingerprint
-from turnwise.training.checkpoint import Checkpoints, Saved
+from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.policy import Policy
 from turnwise.types import Row
 
-__all__ = ["Opened", "open_run"]
+__all__ = ["OpenedRun", "open_run"]
 
 _FORMAT = 1
 
 
 @dataclass(slots=True, kw_only=True)
-class Opened:
+class OpenedRun:
     """A run directory, and the checkpoint that the run is resumed from, if it is."""
 
     config: Config
     kind: Literal["train", "sft"]
     directory: RunDirectory
     checkpoints: Checkpoints
-    saved: Saved | None = None
+    saved: SavedCheckpoint | None = None
     notes: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of what the run was begun with: `rows`, `tokenizer` and `model`."""
@@ -138,7 +138,7 @@ class Opened:
         }
 
 
-def open_run(config: Config, kind: Literal["train", "sft"]) -> Opened:
+def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     """Look at what is in `output`: nothing, or a run to resume. Locks the directory if there is one.
 
     Raises RunError if what is there cannot be resumed as the recipe says, ConfigError for a wrong `resume_changes`.
@@ -146,7 +146,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> Opened:
     refuse_unknown_names(config)
     directory = RunDirectory(config.output)
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
-    opened = Opened(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
+    opened = OpenedRun(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
     directory.lock()
     if config.resume != "auto":
         return opened

@@ -12,14 +12,14 @@ from typing import Any
 from turnwise.chat.renderer import Renderer
 from turnwise.errors import RunError
 from turnwise.record.writer import RunDirectory
-from turnwise.runs.metrics import drift
-from turnwise.runs.resuming import Opened
+from turnwise.runs.metrics import template_mismatches
+from turnwise.runs.resuming import OpenedRun
 from turnwise.terminal.activity import Activity
-from turnwise.training.checkpoint import Checkpoints, Unfinished
+from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.policy import Policy
 from turnwise.types import Trajectory
 
-__all__ = ["Underway", "checkpoint_due"]
+__all__ = ["RunState", "checkpoint_due"]
 
 _SHARE = 0.03
 """Of a run's time that checkpoints may take where the recipe does not say how often they are written."""
@@ -39,10 +39,10 @@ def checkpoint_due(step: int, *, every: int | None, since: float, cost: float | 
 
 
 @dataclass(slots=True, kw_only=True)
-class Underway:
+class RunState:
     """What training and fine-tuning have in common."""
 
-    opened: Opened
+    opened: OpenedRun
     renderer: Renderer
     policy: Policy
     step: int = 0
@@ -51,9 +51,9 @@ class Underway:
     """Steps that the newest checkpoint holds."""
     evaluated: int = -1
     """Steps after which the last evaluation was; it is not repeated when the run is resumed there."""
-    whole: bool = True
+    consistent: bool = True
     """Whether the weights and the record are those after `step` steps, and not on the way to the next."""
-    drift_told: bool = False
+    mismatch_reported: bool = False
     """Whether the sanity check has been reported: once is enough, the metrics go on counting."""
     notes: list[str] = field(default_factory=list)
     activity: Activity = field(default_factory=Activity)
@@ -75,13 +75,13 @@ class Underway:
         """Those of the run."""
         return self.opened.checkpoints
 
-    def place(self) -> dict[str, int]:
+    def data_position(self) -> dict[str, int]:
         """How far in the data it is: what a checkpoint remembers beside the step."""
         return {"evaluated": self.evaluated}
 
-    def weights_change(self) -> None:
+    def begin_update(self) -> None:
         """The first optimizer step of a step follows: from here on until the step's end, nothing can be saved."""
-        self.whole = False
+        self.consistent = False
 
     def finish_step(
         self, metrics: dict[str, Any], trajectories: Sequence[Trajectory], *, began: float, last: bool
@@ -91,7 +91,7 @@ class Underway:
         The step's line is written between the checkpoint's large files and its last one: so it tells what they took, and the
         checkpoint covers it. Raises RunError if something cannot be written; then the step is in no checkpoint.
         """
-        self.whole = False
+        self.consistent = False
         started = time.perf_counter()
         since = time.monotonic() - self._saved_at
         every = self.opened.config.checkpoint.every
@@ -102,12 +102,12 @@ class Underway:
         metrics["seconds/step"] = round(now - began, 4)
         self.directory.write_step(metrics, trajectories)
         self.step += 1
-        self.place_finished()
-        self.whole = True
+        self.advance_data()
+        self.consistent = True
         if unfinished is not None:
             self._finish(unfinished, now - started)
 
-    def place_finished(self) -> None:
+    def advance_data(self) -> None:
         """Count what the step that is finished has used of the data."""
 
     def save(self) -> None:
@@ -116,7 +116,7 @@ class Underway:
         unfinished = self._write(self.step)
         self._finish(unfinished, time.perf_counter() - started)
 
-    def _write(self, step: int) -> Unfinished:
+    def _write(self, step: int) -> PendingCheckpoint:
         self.activity.part(step, "writing a checkpoint")
         return self.checkpoints.write(
             step,
@@ -126,8 +126,8 @@ class Underway:
             processor=self.renderer.vision,
         )
 
-    def _finish(self, unfinished: Unfinished, seconds: float) -> None:
-        self.checkpoints.finish(unfinished, self.opened.about(self.place(), seconds))
+    def _finish(self, unfinished: PendingCheckpoint, seconds: float) -> None:
+        self.checkpoints.finish(unfinished, self.opened.about(self.data_position(), seconds))
         self.directory.note_checkpoint(unfinished.step)
         self.saved, self._cost, self._saved_at = unfinished.step, seconds, time.monotonic()
 
@@ -143,14 +143,14 @@ class Underway:
             there = "there is no checkpoint yet"
         return f"stopped after step {self.step}; {there}\ngo on with: {again}"
 
-    def tell_drift(self, trajectories: Sequence[Trajectory]) -> None:
+    def warn_template_mismatch(self, trajectories: Sequence[Trajectory]) -> None:
         """Say once in a run that the tokens are not what the template writes."""
-        if not self.drift_told and (told := drift(trajectories)) is not None:
-            self.drift_told = True
+        if not self.mismatch_reported and (told := template_mismatches(trajectories)) is not None:
+            self.mismatch_reported = True
             _log.warning("step %d: %s", self.step + 1, told)
 
     @contextlib.asynccontextmanager
-    async def going_on_later(self) -> AsyncIterator[None]:
+    async def checkpoint_on_exit(self) -> AsyncIterator[None]:
         """However the run ends, leave a checkpoint of the last finished step behind, and the directory to others.
 
         Only KeyboardInterrupt, which is to end it at once, leaves none.
@@ -160,7 +160,7 @@ class Underway:
         except KeyboardInterrupt:
             raise
         except BaseException:  # somebody stops it, or something is wrong that a person can put right
-            if self.whole and self.step > self.saved:
+            if self.consistent and self.step > self.saved:
                 try:
                     self.save()
                 except RunError as error:

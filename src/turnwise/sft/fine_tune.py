@@ -27,13 +27,13 @@ from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
 from turnwise.models.loading import load_model
-from turnwise.rewards.turn_weights import Rule
-from turnwise.runs.resuming import Opened, open_run
-from turnwise.runs.run_state import Underway
+from turnwise.rewards.turn_weights import TurnWeighting
+from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.runs.run_state import RunState
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.terminal.sft_report import SftReport
 from turnwise.training.batch import Batch, pack
-from turnwise.training.policy import Optimization, Policy, Update, rate
+from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats, lr_at
 from turnwise.types import Row, Sampling, ToolSchema, Trajectory
 
 __all__ = ["SftRun", "assemble", "fine_tune"]
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class SftRun(Underway):
+class SftRun(RunState):
     """A fine-tuning run, ready to go on after `step` steps."""
 
     config: Config
@@ -52,7 +52,7 @@ class SftRun(Underway):
     tools: Sequence[ToolSchema]
     context: int | None
     """The most tokens of a conversation."""
-    mask: Rule
+    mask: TurnWeighting
     steps: int
     """How many there are to be."""
     recorded: int = 0
@@ -62,8 +62,8 @@ class SftRun(Underway):
     evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
     """The held-out conversations: they are the same each time."""
 
-    def place(self) -> dict[str, int]:
-        return {**Underway.place(self), "recorded": self.recorded}
+    def data_position(self) -> dict[str, int]:
+        return {**RunState.data_position(self), "recorded": self.recorded}
 
 
 async def fine_tune(run: SftRun, show: SftReport) -> None:
@@ -73,7 +73,7 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
     """
     options = run.config.sft
     show.begin(run.config, rows=len(run.rows), steps=run.steps, done=run.step, notes=run.notes)
-    async with run.going_on_later():
+    async with run.checkpoint_on_exit():
         while run.step < run.steps:
             if run.step == 0 or (options.eval_every and run.step % options.eval_every == 0):
                 await _evaluate(run, show)
@@ -85,9 +85,9 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
             batch = _pack(run, every)
             _refuse_nothing(run, every)
             advance = run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
-            update = Update()
+            update = UpdateStats()
             if batch.micro_batches:  # without anything to learn from, momentum would move the weights all the same
-                update = await run.policy.learn([batch], lr=_rate(run), done=advance, changing=run.weights_change)
+                update = await run.policy.update([batch], lr=_rate(run), done=advance, changing=run.begin_update)
             seconds = {"replay": started - began, "train": time.perf_counter() - started}
             _finish_step(run, show, every, batch, update, seconds, began=began)
         await _evaluate(run, show)
@@ -129,7 +129,7 @@ def _refuse_nothing(run: SftRun, every: Sequence[Trajectory]) -> None:
 
 def _rate(run: SftRun) -> float:
     options = run.config.sft
-    return rate(run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=run.steps)
+    return lr_at(run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=run.steps)
 
 
 def _finish_step(
@@ -137,7 +137,7 @@ def _finish_step(
     show: SftReport,
     every: Sequence[Trajectory],
     batch: Batch,
-    update: Update,
+    update: UpdateStats,
     seconds: dict[str, float],
     *,
     began: float,
@@ -157,13 +157,13 @@ def _finish_step(
         "tokens/all": sum(len(segment) for one in learnt for segment in one.segments),
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
         "failed": sum(one.failed for one in every) / len(every),
-        "drift": sum(one.drift is not None for one in every) / len(every),
+        "drift": sum(one.template_mismatch is not None for one in every) / len(every),
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
     }
     if learnt and not batch.tokens:
         rule = run.config.loss_mask.use
         _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", step, rule)
-    run.tell_drift(every)
+    run.warn_template_mismatch(every)
     shown = every[: max(run.config.sft.record_rows - run.recorded, 0)]
     run.recorded += len(shown)
     run.finish_step(metrics, shown, began=began, last=step == run.steps)
@@ -186,7 +186,7 @@ async def _evaluate(run: SftRun, show: SftReport) -> None:
         raise RolloutError(f"no held-out conversation (data.eval) can be measured:\n  {why[0]}")
     summary = {
         "step": run.step,
-        "loss": await run.policy.measure(batch),
+        "loss": await run.policy.evaluate_loss(batch),
         "tokens/trained": batch.tokens,
         "conversations": sum(bool(one.advantages) for one in every),
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
@@ -243,7 +243,7 @@ def assemble(config: Config) -> SftRun:
     )
 
 
-def _policy(config: Config, opened: Opened) -> Policy:
+def _policy(config: Config, opened: OpenedRun) -> Policy:
     if config.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.set_num_threads(1)
@@ -277,7 +277,9 @@ async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSche
     """What the recipe's tools look like to the model, for rows that name none: as in training on the same recipe."""
     if not config.tools and config.mcp.servers is None:
         return ()
-    alone = config.model_copy(update={"environment": EnvironmentUse(use="turnwise.environments.environment:Once")})
+    alone = config.model_copy(
+        update={"environment": EnvironmentUse(use="turnwise.environments.environment:SingleTurn")}
+    )
     async with contextlib.aclosing(build.environment_factory(alone, encode=renderer.encode)) as environments:
         environment = environments()
         try:
@@ -290,9 +292,9 @@ async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSche
             await environment.close()
 
 
-def _optimization(config: Config) -> Optimization:
+def _optimization(config: Config) -> OptimizerConfig:
     options = config.sft
-    return Optimization(
+    return OptimizerConfig(
         lr=options.lr,
         loss="likelihood",
         betas=options.betas,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.errors import Failed, boundary
-from turnwise.rewards.turn_weights import Rule
+from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.sft.replay_environment import Replay, rounds
@@ -50,7 +50,9 @@ async def replay(
             one.fail(failed.failure)
     stop = renderer.stop_token_ids[0]
     table = RolloutContext(
-        engine=ScriptedEngine(scripts, encode=renderer.encode, stop_token_id=stop, encode_behind=renderer.resumed),
+        engine=ScriptedEngine(
+            scripts, encode=renderer.encode, stop_token_id=stop, encode_behind=renderer.encode_continuation
+        ),
         renderer=renderer,
         make_environment=functools.partial(Replay, tools),
         sampling=Sampling(),
@@ -65,7 +67,7 @@ async def replay(
     return [group.trajectories[0] for group in groups]
 
 
-def weigh(trajectory: Trajectory, mask: Rule | None = None, *, cut: bool = False) -> bool:
+def weigh(trajectory: Trajectory, mask: TurnWeighting | None = None, *, cut: bool = False) -> bool:
     """Make a replayed conversation one to learn from: its turns weigh what `mask` and the row's `weights` say, multiplied.
 
     Returns whether it is one: one that broke is not, nor one that did not fit, unless it may be `cut`.

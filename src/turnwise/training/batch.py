@@ -1,7 +1,7 @@
 """From trajectories to what a forward pass takes, exactly: every sampled token once, every weight from the whole batch.
 
 A group is packed as a *tree*: the tokens that its trajectories have in common, then one branch for each. A token sees the
-trunk and its own branch, at the positions that it had in its own sequence, so a group's prompt is computed once and the
+prefix and its own branch, at the positions that it had in its own sequence, so a group's prompt is computed once and the
 result is that of separate rows. What is trained on is a flat list of targets: which token, predicted from where, with which
 advantage and which weight. The weights add up to one over the batch, so micro-batches change memory and never the result.
 """
@@ -22,7 +22,7 @@ from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Tur
 __all__ = ["Batch", "MicroBatch", "pack", "stale_without_logprobs"]
 
 _PADDED_GLADLY = 32
-"""Tokens of padding in a branch that are not worth a second copy of the trunk."""
+"""Tokens of padding in a branch that are not worth a second copy of the prefix."""
 _LONGEST_SHARED = 4096
 """Tokens. Sharing needs a mask of branches by sequences; beyond this it costs more than the prompt."""
 
@@ -118,7 +118,7 @@ def pack(
             if branch is not None:
                 # what a group has in common is its opening; after it everybody goes their own way
                 together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
-                common = branch.token_ids[: branch.trunk].tobytes() if together else branch.identity
+                common = branch.token_ids[: branch.prefix].tobytes() if together else branch.identity
                 bundle = branches.setdefault((one.group, common), [])
                 # a group often says the same thing several times: it is computed once, at the weight of all of them
                 place = places.setdefault((one.group, branch.identity), len(bundle))
@@ -185,7 +185,7 @@ class _Branch:
     """Whether the log-probability of each token can be used."""
     share: float
     """What a token of weight 1 counts in the batch's average."""
-    trunk: int
+    prefix: int
     """Length of the opening: what comes before the first sampled token."""
     identity: bytes
     """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, the
@@ -223,20 +223,20 @@ class _Branch:
             known=usable,
             share=share,
             # also where the first turns have no weight: the opening is what a group has in common
-            trunk=int(np.flatnonzero(turn >= 0)[0]),
+            prefix=int(np.flatnonzero(turn >= 0)[0]),
             identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version, usable, seen)),
             media=media,
         )
 
 
 def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Branch]]:
-    """Share a trunk among as many branches as a forward pass has room for."""
+    """Share a prefix among as many branches as a forward pass has room for."""
     part: list[_Branch] = []
     length = 0
     for branch in sorted(bundle, key=lambda branch: -len(branch.token_ids)):
-        own = len(branch.token_ids) - branch.trunk
-        # attention pads branches to the longest: a much shorter one is better off with a trunk of its own kind
-        short = bool(part) and 2 * own + _PADDED_GLADLY < len(part[0].token_ids) - branch.trunk
+        own = len(branch.token_ids) - branch.prefix
+        # attention pads branches to the longest: a much shorter one is better off with a prefix of its own kind
+        short = bool(part) and 2 * own + _PADDED_GLADLY < len(part[0].token_ids) - branch.prefix
         if part and (short or length + own > micro_batch_tokens):
             yield part
             part, length = [], 0
@@ -247,7 +247,7 @@ def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Bra
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """A trunk and its branches, one after the other, and the targets in them."""
+    """A prefix and its branches, one after the other, and the targets in them."""
 
     shape: TreeShape
     """With `start` 0: where it comes to stand is not known yet."""
@@ -265,26 +265,26 @@ class _Tree:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence in it."""
-        return self.shape.trunk + max(self.shape.branches)
+        return self.shape.prefix + max(self.shape.branches)
 
     @classmethod
     def of(cls, branches: list[_Branch]) -> _Tree:
-        trunk = branches[0].trunk
-        ids, positions = [branches[0].token_ids[:trunk]], [np.arange(trunk)]
+        prefix = branches[0].prefix
+        ids, positions = [branches[0].token_ids[:prefix]], [np.arange(prefix)]
         columns: list[np.ndarray] = []
-        start = trunk
+        start = prefix
         for branch in branches:
             length = len(branch.token_ids)
-            ids.append(branch.token_ids[trunk:])
-            positions.append(np.arange(trunk, length))
-            # the predecessor of a branch's first token is the trunk's last one, wherever the branch stands
-            before = np.arange(start - 1, start + length - trunk - 1)
-            before[0] = trunk - 1
-            columns.append(before[branch.weights[trunk:] > 0])
-            start += length - trunk
+            ids.append(branch.token_ids[prefix:])
+            positions.append(np.arange(prefix, length))
+            # the predecessor of a branch's first token is the prefix's last one, wherever the branch stands
+            before = np.arange(start - 1, start + length - prefix - 1)
+            before[0] = prefix - 1
+            columns.append(before[branch.weights[prefix:] > 0])
+            start += length - prefix
         pairs = [(branch, branch.weights > 0) for branch in branches]
         return cls(
-            shape=TreeShape(0, trunk, [len(branch.token_ids) - trunk for branch in branches]),
+            shape=TreeShape(0, prefix, [len(branch.token_ids) - prefix for branch in branches]),
             token_ids=np.concatenate(ids),
             position=np.concatenate(positions),
             column=np.concatenate(columns),

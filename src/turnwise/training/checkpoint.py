@@ -29,7 +29,7 @@ import torch
 from turnwise.errors import RunError
 from turnwise.training.fingerprint import of_file
 
-__all__ = ["Checkpoints", "Saved", "Unfinished"]
+__all__ = ["Checkpoints", "PendingCheckpoint", "SavedCheckpoint"]
 
 _MODEL, _STATE, _ABOUT, _SUMS = "model", "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -45,7 +45,7 @@ class Processor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A whole checkpoint on disk."""
 
     folder: Path
@@ -72,7 +72,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class PendingCheckpoint:
     """A checkpoint whose large files are written, and that nothing points at yet."""
 
     step: int
@@ -103,7 +103,7 @@ class Checkpoints:
 
     def write(
         self, step: int, *, model: Any, tokenizer: Any, state: Mapping[str, Any], processor: Processor | None = None
-    ) -> Unfinished:
+    ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint; `processor` is that of images, where the model sees.
 
         Raises RunError if they cannot be written; the checkpoint before stays what it is.
@@ -124,9 +124,9 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch and safetensors tell of a full disk as a RuntimeError
             raise self._failed(step, temporary, error) from error
         names = [path.relative_to(temporary).as_posix() for path in files]
-        return Unfinished(step, temporary, dict(zip(names, sums, strict=True)))
+        return PendingCheckpoint(step, temporary, dict(zip(names, sums, strict=True)))
 
-    def finish(self, unfinished: Unfinished, about: Mapping[str, Any]) -> None:
+    def finish(self, unfinished: PendingCheckpoint, about: Mapping[str, Any]) -> None:
         """Make it the newest, with what is to be known `about` it, and remove those beyond `keep`.
 
         Raises RunError if it cannot be written.
@@ -153,7 +153,7 @@ class Checkpoints:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 
-    def find(self) -> Saved | None:
+    def find(self) -> SavedCheckpoint | None:
         """The newest whole checkpoint, or None if there is none and nothing says that there ever was.
 
         That is the one which the link names. Where the link is gone, or names what is gone, it is the newest that is whole.
@@ -171,7 +171,9 @@ class Checkpoints:
             except RunError as error:
                 problem = problem or error
                 continue
-            return Saved(found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest whole one")
+            return SavedCheckpoint(
+                found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest whole one"
+            )
         if problem is not None:
             raise problem
         if self.newest.is_symlink():
@@ -180,7 +182,7 @@ class Checkpoints:
             )
         return None
 
-    def _whole(self, folder: Path) -> Saved:
+    def _whole(self, folder: Path) -> SavedCheckpoint:
         """The checkpoint in `folder`, every file of it compared with its checksum.
 
         Raises RunError.
@@ -199,7 +201,7 @@ class Checkpoints:
                 f"the checkpoint {folder} is damaged: {problem or f'{_ABOUT} says that it is of another step'}. Restore it "
                 f"from a copy{instead}; or begin anew with replace=true"
             )
-        return Saved(folder, about["step"], about)
+        return SavedCheckpoint(folder, about["step"], about)
 
     def _numbered(self) -> list[Path]:
         """Directories that are named like checkpoints, by their steps."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from turnwise.errors import TurnwiseError
 from turnwise.models.attention import set_text_attention
 from turnwise.models.distribution import sampling_logits
-from turnwise.models.vision import Eyes
+from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
-from turnwise.training.tree import Tree, TreeShape, growing, use_tree_attention
+from turnwise.training.tree import Tree, TreeShape, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
 __all__ = ["Forward", "try_tree_attention"]
@@ -27,7 +27,7 @@ class Forward:
         self._model = model
         self._sampling = sampling
         self._body, self._head = _body_and_head(model)
-        self._eyes = Eyes.of(model)
+        self._eyes = VisionAdapter.of(model)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -57,7 +57,7 @@ class Forward:
         inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
         if micro.tree is None:
             return self._predictions(micro, inputs)
-        with growing(micro.tree):
+        with tree_attention(micro.tree):
             return self._predictions(micro, {**inputs, "position_ids": micro.position_BL})
 
     def _sighted(self, micro: MicroBatch) -> torch.Tensor:
@@ -115,11 +115,11 @@ def try_tree_attention(model: Any) -> bool:
 
 
 _TRUNK, _OTHER, _BRANCH = (11, 7), (5, 3, 2), (13, 17)
-"""Token ids of the tree that is tried out: a trunk and two branches."""
+"""Token ids of the tree that is tried out: a prefix and two branches."""
 
 
 def _probe_sequence(model: Any) -> torch.Tensor:
-    """The trunk and its second branch as a sequence of their own [1, L]."""
+    """The prefix and its second branch as a sequence of their own [1, L]."""
     return torch.tensor([_TRUNK + _BRANCH], device=model.device) % model.get_input_embeddings().num_embeddings
 
 
@@ -130,7 +130,7 @@ def _tree_gives(model: Any, expected_LV: torch.Tensor) -> bool:
     position = torch.tensor([[0, 1, 2, 3, 4, 2, 3]], device=model.device)
     tree = Tree.of([TreeShape(0, len(_TRUNK), [len(_OTHER), len(_BRANCH)])]).to(model.device)
     with torch.no_grad():
-        with growing(tree):
+        with tree_attention(tree):
             shared_TV = model(ids, position_ids=position, use_cache=False).logits[0]
         alone_LV = model(_probe_sequence(model), use_cache=False).logits[0]
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1

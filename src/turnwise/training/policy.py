@@ -18,14 +18,14 @@ from typing import Any, Literal
 import torch
 
 from turnwise.errors import ConfigError
-from turnwise.models.torch_threads import Threads
+from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.loss import kl_k3, nll, ppo_clip
 from turnwise.types import LogprobKind, Sampling
 
-__all__ = ["Optimization", "Policy", "Update", "rate"]
+__all__ = ["OptimizerConfig", "Policy", "UpdateStats", "lr_at"]
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimization:
+class OptimizerConfig:
     """How the weights are changed."""
 
     lr: float
@@ -52,7 +52,7 @@ class Optimization:
 
 
 @dataclass(slots=True)
-class Update:
+class UpdateStats:
     """What one or several optimizer steps did."""
 
     loss: float = 0.0
@@ -93,7 +93,7 @@ class Policy:
         model: Any,
         *,
         sampling: Sampling,
-        options: Optimization,
+        options: OptimizerConfig,
         reference: Any | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
@@ -108,7 +108,7 @@ class Policy:
         self.model = model
         self._options = options
         self._sampling = sampling
-        self._threads = Threads(threads)
+        self._threads = TorchThreads(threads)
         self._forward = Forward(model, sampling)
         self._reference = None
         if options.kl_coef > 0:
@@ -124,16 +124,16 @@ class Policy:
         )
 
     @property
-    def kinds(self) -> frozenset[LogprobKind]:
+    def usable_logprob_kinds(self) -> frozenset[LogprobKind]:
         """The kinds of log-probability that it can use as the engine reports them."""
         return self._sampling.exact_kinds
 
     @property
-    def keeps_zero(self) -> bool:
+    def needs_zero_advantages(self) -> bool:
         """Whether tokens without advantage matter to the loss."""
         return self._reference is not None or self._options.entropy_coef != 0.0
 
-    async def learn(
+    async def update(
         self,
         batches: Sequence[Batch],
         *,
@@ -141,7 +141,7 @@ class Policy:
         epochs: int = 1,
         done: Callable[[], None] = lambda: None,
         changing: Callable[[], None] = lambda: None,
-    ) -> Update:
+    ) -> UpdateStats:
         """One optimizer step for each batch, `epochs` times over.
 
         `done` is called after each micro-batch, in a thread; `changing` once, before the first optimizer step.
@@ -154,7 +154,7 @@ class Policy:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        update = Update()
+        update = UpdateStats()
         # before the first step: afterwards the weights are no longer those that sampled
         batches = await halted_if_cancelled(lambda halt: [self._completed(batch, halt) for batch in batches])
         for _ in range(epochs):
@@ -184,7 +184,9 @@ class Policy:
             logprob_N = self._forward.logprobs(micro.to(self.model.device))[0].to(micro.old_logprob_N.device)
         return replace(micro, old_logprob_N=torch.where(micro.known_N, micro.old_logprob_N, logprob_N))
 
-    def _accumulate(self, batch: Batch, update: Update, done: Callable[[], None], halt: Halt) -> tuple[float, float]:
+    def _accumulate(
+        self, batch: Batch, update: UpdateStats, done: Callable[[], None], halt: Halt
+    ) -> tuple[float, float]:
         """Gradients of a batch, from its micro-batches. Returns its loss and its divergence."""
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
@@ -259,7 +261,7 @@ class Policy:
                 clipped=float(outside_N.sum()),
             )
 
-    async def measure(self, batch: Batch) -> float:
+    async def evaluate_loss(self, batch: Batch) -> float:
         """The batch's negative log-likelihood, averaged by its weights; nothing is changed. Computed in a thread."""
         return await halted_if_cancelled(lambda halt: self._measure(batch, halt))
 
@@ -316,7 +318,7 @@ class Policy:
                     master.copy_(saved)
 
 
-def rate(step: int, *, lr: float, schedule: Schedule, warmup_steps: int, steps: int) -> float:
+def lr_at(step: int, *, lr: float, schedule: Schedule, warmup_steps: int, steps: int) -> float:
     """The learning rate of a step, counted from 0: linear warm-up, then constant, or to zero linearly or as a cosine."""
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -1,7 +1,7 @@
-"""Attention over trees: trunks that are computed once, and the branches that grow out of them.
+"""Attention over trees: prefixes that are computed once, and the branches that grow out of them.
 
 All tokens of a micro-batch stand in one flat row, so that nothing but attention ever sees padding. Attention gathers them:
-trunks attend to themselves, branches to their trunk and to themselves. It is registered with transformers as an attention
+prefixes attend to themselves, branches to their prefix and to themselves. It is registered with transformers as an attention
 implementation and is an ordinary one (`sdpa`) whenever no tree is being computed.
 """
 
@@ -22,61 +22,61 @@ from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.attention import set_text_attention, unsupported
 
-__all__ = ["Tree", "TreeShape", "growing", "use_tree_attention"]
+__all__ = ["Tree", "TreeShape", "tree_attention", "use_tree_attention"]
 
 _NAME = "turnwise_tree"
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Where a trunk and its branches stand in the flat row: `start` and lengths, the branches following the trunk."""
+    """Where a prefix and its branches stand in the flat row: `start` and lengths, the branches following the prefix."""
 
     start: int
-    trunk: int
+    prefix: int
     branches: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Index tensors of a flat row of T tokens: G trunks of at most P tokens, N branches of at most R."""
+    """Index tensors of a flat row of T tokens: G prefixes of at most P tokens, N branches of at most R."""
 
-    trunk_GP: torch.Tensor
-    """Flat places of the trunks' tokens; padding names the first token."""
+    prefix_GP: torch.Tensor
+    """Flat places of the prefixes' tokens; padding names the first token."""
     branch_NR: torch.Tensor
     """Flat places of the branches' tokens, likewise."""
-    trunk_of_N: torch.Tensor
+    prefix_of_N: torch.Tensor
     seen_N1RK: torch.Tensor
-    """Which of its trunk's P and its own R tokens a branch's token sees: K = P + R."""
+    """Which of its prefix's P and its own R tokens a branch's token sees: K = P + R."""
     place_T: torch.Tensor
     """Where a token's result is among the G * P + N * R gathered ones."""
 
     @classmethod
     def of(cls, shapes: Sequence[TreeShape]) -> Tree:
-        trunks = [shape.trunk for shape in shapes]
+        prefixes = [shape.prefix for shape in shapes]
         owners = [number for number, shape in enumerate(shapes) for _ in shape.branches]
         lengths = [length for shape in shapes for length in shape.branches]
-        longest_trunk, longest_branch = max(trunks), max(lengths)
-        trunk_GP = np.zeros((len(shapes), longest_trunk), dtype=np.int64)
+        longest_prefix, longest_branch = max(prefixes), max(lengths)
+        prefix_GP = np.zeros((len(shapes), longest_prefix), dtype=np.int64)
         branch_NR = np.zeros((len(lengths), longest_branch), dtype=np.int64)
-        place_T = np.empty(sum(trunks) + sum(lengths), dtype=np.int64)
+        place_T = np.empty(sum(prefixes) + sum(lengths), dtype=np.int64)
         number = 0
         for row, shape in enumerate(shapes):
-            flat = np.arange(shape.start, shape.start + shape.trunk)
-            trunk_GP[row, : shape.trunk] = flat
-            place_T[flat] = row * longest_trunk + np.arange(shape.trunk)
-            start = shape.start + shape.trunk
+            flat = np.arange(shape.start, shape.start + shape.prefix)
+            prefix_GP[row, : shape.prefix] = flat
+            place_T[flat] = row * longest_prefix + np.arange(shape.prefix)
+            start = shape.start + shape.prefix
             for length in shape.branches:
                 flat = np.arange(start, start + length)
                 branch_NR[number, :length] = flat
-                place_T[flat] = trunk_GP.size + number * longest_branch + np.arange(length)
+                place_T[flat] = prefix_GP.size + number * longest_branch + np.arange(length)
                 start, number = start + length, number + 1
-        of_trunk_NP = np.arange(longest_trunk)[None] < np.array(trunks)[owners][:, None]
-        seen_NRP = np.broadcast_to(of_trunk_NP[:, None], (len(lengths), longest_branch, longest_trunk))
+        of_prefix_NP = np.arange(longest_prefix)[None] < np.array(prefixes)[owners][:, None]
+        seen_NRP = np.broadcast_to(of_prefix_NP[:, None], (len(lengths), longest_branch, longest_prefix))
         own_NRR = np.broadcast_to(np.tri(longest_branch, dtype=bool), (len(lengths), longest_branch, longest_branch))
         return cls(
-            trunk_GP=torch.from_numpy(trunk_GP),
+            prefix_GP=torch.from_numpy(prefix_GP),
             branch_NR=torch.from_numpy(branch_NR),
-            trunk_of_N=torch.tensor(owners),
+            prefix_of_N=torch.tensor(owners),
             seen_N1RK=torch.from_numpy(np.concatenate([seen_NRP, own_NRR], axis=-1)).unsqueeze(1),
             place_T=torch.from_numpy(place_T),
         )
@@ -95,18 +95,18 @@ class Tree:
             rows = heads_HTD.transpose(0, 1)[places]  # [rows, length, heads, D]
             return rows.transpose(1, 2).repeat_interleave(repeat, dim=1)
 
-        trunk_key, trunk_value = (gathered(x, self.trunk_GP, repeat) for x in (key_HTD, value_HTD))
-        trunk_out = F.scaled_dot_product_attention(
-            gathered(query_HTD, self.trunk_GP), trunk_key, trunk_value, is_causal=True, scale=scaling
+        prefix_key, prefix_value = (gathered(x, self.prefix_GP, repeat) for x in (key_HTD, value_HTD))
+        prefix_out = F.scaled_dot_product_attention(
+            gathered(query_HTD, self.prefix_GP), prefix_key, prefix_value, is_causal=True, scale=scaling
         )
         branch_out = F.scaled_dot_product_attention(
             gathered(query_HTD, self.branch_NR),
-            torch.cat([trunk_key[self.trunk_of_N], gathered(key_HTD, self.branch_NR, repeat)], dim=2),
-            torch.cat([trunk_value[self.trunk_of_N], gathered(value_HTD, self.branch_NR, repeat)], dim=2),
+            torch.cat([prefix_key[self.prefix_of_N], gathered(key_HTD, self.branch_NR, repeat)], dim=2),
+            torch.cat([prefix_value[self.prefix_of_N], gathered(value_HTD, self.branch_NR, repeat)], dim=2),
             attn_mask=self.seen_N1RK,
             scale=scaling,
         )
-        results = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in (trunk_out, branch_out)])
+        results = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in (prefix_out, branch_out)])
         return results[self.place_T]
 
 
@@ -114,7 +114,7 @@ _growing: ContextVar[Tree | None] = ContextVar("tree", default=None)
 
 
 @contextmanager
-def growing(tree: Tree) -> Iterator[None]:
+def tree_attention(tree: Tree) -> Iterator[None]:
     """Inside, the attention of models that use tree attention is that of `tree`."""
     token = _growing.set(tree)
     try:

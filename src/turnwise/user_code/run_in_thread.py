@@ -13,12 +13,12 @@ from turnwise.errors import Failed, boundary, failed_by
 from turnwise.user_code import main_thread
 from turnwise.user_code.main_thread import MainThreadNeeded
 
-__all__ = ["aside"]
+__all__ = ["run_in_thread"]
 
 T = TypeVar("T")
 
 
-async def aside(function: Callable[[], T], *, name: str, kind: str) -> T:
+async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
     """Run a sync function in a daemon thread of its own, so that it may block, hang or raise whatever it likes.
 
     Not an executor: a call that hangs would take one of its workers for good, and hold up the interpreter's exit. The function

@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 from turnwise.errors import Failed, boundary
 from turnwise.types import Row
 from turnwise.user_code.calls import spawn
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["Foreign", "columns_for"]
+__all__ = ["ThreadedObject", "columns_for"]
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _GRACE = 1.0  # seconds for what is still going on when the conversation is over
 _log = logging.getLogger(__name__)
 
 
-class Foreign(Generic[T]):
+class ThreadedObject(Generic[T]):
     """Holds the object that `make` gives. `end` closes it; the object itself may have no way to be closed.
 
     A conversation may end while its object is still being made: it is then closed by the thread that has made it. One that is
@@ -71,12 +71,14 @@ class Foreign(Generic[T]):
             made, self._made, self._over = self._made, [], True
         for one in made:
             if self._end is not None:
-                result = await aside(lambda one=one, end=self._end: end(one), name=self._name, kind="environment")
+                result = await run_in_thread(
+                    lambda one=one, end=self._end: end(one), name=self._name, kind="environment"
+                )
                 if inspect.isawaitable(result):
                     await result
 
     async def _aside(self, function: Callable[[], Any]) -> Any:
-        self._busy = spawn(aside(function, name=self._name, kind="environment"))
+        self._busy = spawn(run_in_thread(function, name=self._name, kind="environment"))
         return await asyncio.shield(self._busy)  # the conversation may be over before it is
 
     def _make_or_end(self) -> T:

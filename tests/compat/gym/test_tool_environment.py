@@ -86,7 +86,7 @@ def test_the_documents_class_is_played_as_it_is(role: Any) -> None:
         "Error: Unknown tool 'sub'",
         "Error: add() missing 1 required positional argument: 'b'",
     ]
-    assert (trajectory.stop, trajectory.drift, len(MADE), MADE[0].resets) == ("done", None, 1, 1)
+    assert (trajectory.stop, trajectory.template_mismatch, len(MADE), MADE[0].resets) == ("done", None, 1, 1)
 
 
 class Counter:

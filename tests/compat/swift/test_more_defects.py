@@ -23,7 +23,7 @@ from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.rewards.credit import grpo
-from turnwise.rewards.turn_weights import RULES
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 from turnwise.training.batch import pack
 from turnwise.types import Group, Request, Stop, Trajectory
 
@@ -166,7 +166,7 @@ def test_records_belong_to_their_own_conversation_whatever_their_number() -> Non
     assert none.error.message == (
         "TypeError: ReturnsAsTold.run must return a RolloutOutput or a list of them; it returned []"
     )
-    assert whole(two).said == ["first", "last"]
+    assert whole(two).assistant_texts == ["first", "last"]
     assert [message["content"] for message in two.messages] == ["Hi", "first", "More.", "last"]
 
 
@@ -209,7 +209,7 @@ def test_a_given_accuracy_function_is_the_one_that_is_asked() -> None:
 
     row = a_row("Hi", solution="4")
     trajectory = whole(play("math_tip_trick", "3", row=row, arguments={"acc_function": always_right}))
-    assert (trajectory.said, asked) == (["3"], [(["3"], ["4"])])
+    assert (trajectory.assistant_texts, asked) == (["3"], [(["3"], ["4"])])
     # without one, wrong answers go on with a doubt, once
     trajectory = whole(play("math_tip_trick", "so <answer>3</answer>", " 4", row=row))
     assert trajectory.messages[-1]["content"] == "so " + MathTipsScheduler.tips_prompt + " 4"
@@ -227,7 +227,7 @@ def test_the_loss_is_the_same_whichever_command_names_the_scheduler(tmp_path: Pa
     assert explicit.recipe["loss_mask"] == "last_round"
     # and a run of one's own without masks has all of its turns trained
     trajectory = whole(play(ReturnsAsTold, "first", "last"))
-    RULES["all"](trajectory)
+    TURN_WEIGHTINGS["all"](trajectory)
     assert [turn.weight for turn in trajectory.turns] == [1.0, 1.0]
     assert [len(learnt(trajectory.segments[0], n)) for n in range(2)] == [6, 5]
 

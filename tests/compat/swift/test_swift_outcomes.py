@@ -97,7 +97,7 @@ def thoughtful(*said: str) -> Trajectory:
 
 def test_a_thought_that_the_generation_prompt_opens_belongs_to_the_completion() -> None:
     trajectory = thoughtful("Hm.</think><answer>4</answer>")
-    assert trajectory.turns[0].opened == "<think>\n"
+    assert trajectory.turns[0].thought_opening == "<think>\n"
     completions, columns = arguments_of(trajectory)
     assert completions == ["<think>\nHm.</think><answer>4</answer>"]
     assert columns["messages"][0][-1]["content"] == completions[0]
@@ -184,10 +184,12 @@ def test_arrays_and_tensors_are_rewards_and_nan_is_none(make: Any) -> None:
     orms["odd"] = rewards
     one = group("a", "bb")
     rewards_of = scored(one, {"arguments": {"use": "odd"}})
-    by_text = {trajectory.said[0]: value for trajectory, value in zip(one.trajectories, rewards_of, strict=True)}
+    by_text = {
+        trajectory.assistant_texts[0]: value for trajectory, value in zip(one.trajectories, rewards_of, strict=True)
+    }
     assert by_text == {"a": 0.5, "bb": 0.0}
     assert ["odd" in trajectory.rewards for trajectory in one.trajectories] == [
-        trajectory.said == ["a"] for trajectory in one.trajectories
+        trajectory.assistant_texts == ["a"] for trajectory in one.trajectories
     ]
 
 

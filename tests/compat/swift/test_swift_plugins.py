@@ -249,7 +249,7 @@ def test_a_scheduler_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         ConfigError, match=r"environment\.arguments: .*Picky cannot be made: .*missing 1 required .*'size'"
     ):
         scheduler(name)
-    assert whole(play(name, "a", arguments={"size": 2})).said == ["a"]
+    assert whole(play(name, "a", arguments={"size": 2})).assistant_texts == ["a"]
     error = play(name, "a", arguments={"size": 3}).error
     assert error is not None
     assert (

@@ -87,9 +87,9 @@ def test_the_run_that_is_overridden_may_be_called_and_takes_the_same_turns() -> 
 
 def test_a_scheduler_without_turns_speaks_once() -> None:
     trajectory = whole(play(RolloutScheduler, "one"))
-    assert (trajectory.said, trajectory.stop) == (["one"], Stop.DONE)
+    assert (trajectory.assistant_texts, trajectory.stop) == (["one"], Stop.DONE)
     trajectory = whole(play("base_scheduler", "one"))
-    assert trajectory.said == ["one"]
+    assert trajectory.assistant_texts == ["one"]
 
 
 def refused(run: Any, *said: str) -> str:
@@ -158,7 +158,7 @@ def test_conversations_with_runs_of_their_own_do_not_hear_each_other() -> None:
         four = hold_all(scripted(*[[str(n), "yes"] for n in range(4)]), make, size=4)
     assert sorted(one.turns[1].info["first"] for one in four) == ["0", "1", "2", "3"]
     for one in four:
-        assert whole(one).messages[0]["content"] == f"You said {one.said[0]}. Sure?"
+        assert whole(one).messages[0]["content"] == f"You said {one.assistant_texts[0]}. Sure?"
 
 
 # games

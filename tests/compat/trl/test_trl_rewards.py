@@ -93,9 +93,9 @@ def test_none_and_nan_do_not_apply_and_async_functions_are_awaited() -> None:
         await asyncio.sleep(0)
         return [None, float("nan"), 0.5]
 
-    from turnwise.environments.environment import Once
+    from turnwise.environments.environment import SingleTurn
 
-    trajectories = hold_all(Says("<think>Hm.</think>Yes."), Once, size=3, row=a_row(answer=1), limits=ROOM)
+    trajectories = hold_all(Says("<think>Hm.</think>Yes."), SingleTurn, size=3, row=a_row(answer=1), limits=ROOM)
     assert score(judge, trajectories) == [{"turns": 0.0}, {"turns": 0.0}, {"turns": 0.0, "f": 0.5}]
 
 

@@ -380,7 +380,7 @@ def test_rewards_may_be_recorded_only_as_in_verl_s_trainer(user: ModuleType, tmp
     with pytest.raises(ConfigError, match="rewards='nothing'; there are add and record"):
         set_up(tmp_path, tools=[a_tool()], rewards="nothing")
     with pytest.raises(ConfigError, match="rewards=record leaves out what verl's classes give"):
-        set_up(tmp_path, tools=[a_tool()], rewards="record", then="turnwise.environments.environment:Once")
+        set_up(tmp_path, tools=[a_tool()], rewards="record", then="turnwise.environments.environment:SingleTurn")
 
 
 VENDORED = '''

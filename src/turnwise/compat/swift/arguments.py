@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.converted import Converted, Left
+from turnwise.compat.converted import Converted, UnsupportedKey
 from turnwise.compat.swift.args import REWARD_DEFAULTS
 from turnwise.compat.swift.command import Given, read
 from turnwise.compat.swift.flags import CHOICES, DEFAULTS, FIXED, MACHINERY, OPTIONS, REWARDS
@@ -64,8 +64,8 @@ class _Conversion:
         self._given = given
         self._recipe: dict[str, Any] = {}
         self._carried: dict[str, str] = {}
-        self._left: list[Left] = []
-        self._guessed: list[Left] = []
+        self._left: list[UnsupportedKey] = []
+        self._guessed: list[UnsupportedKey] = []
         self._minibatches = 1
 
     def result(self) -> Converted:
@@ -103,7 +103,7 @@ class _Conversion:
 
     def _leave(self, key: str, reason: str, *, matters: bool = False, value: Any = None) -> None:
         self._carried.pop(key, None)
-        self._left.append(Left(key, self._given.values.get(key, value), reason, matters))
+        self._left.append(UnsupportedKey(key, self._given.values.get(key, value), reason, matters))
 
     # what becomes of them
 
@@ -169,7 +169,7 @@ class _Conversion:
             columns["prompt"] = known or "messages"
             if known is None and given.get("dataset"):
                 why = "the data could not be looked into here, so the column of the prompts is a guess: data.columns.prompt"
-                self._guessed.append(Left("columns", "messages", why))
+                self._guessed.append(UnsupportedKey("columns", "messages", why))
         if columns != {"prompt": "prompt"}:
             self._set("data.columns", columns)
         if "split_dataset_ratio" in given:
@@ -211,7 +211,7 @@ class _Conversion:
                 )
                 if key != "model":
                     why += "; its columns are not prepared as ms-swift does for the data sets it knows (data.columns)"
-                self._guessed.append(Left(key, name, why))
+                self._guessed.append(UnsupportedKey(key, name, why))
 
     def _conversation(self) -> None:
         given, arguments = self._given.values, dict[str, Any]()
@@ -245,7 +245,7 @@ class _Conversion:
             self._leave("vllm_mode", why, matters=True)
         if self._given.rollout == "comment":
             why = "it stands in a comment of the script, and was read from there: see that it is what you run"
-            self._guessed.append(Left("swift rollout", name, why))
+            self._guessed.append(UnsupportedKey("swift rollout", name, why))
         turns = (given.get("max_turns") or _MANY_TURNS) if name is not None else 1
         self._set("limits.turns", turns, *(["max_turns"] if name is not None else []))
         self._set("environment", {"use": f"{_PLACE}:scheduler", "arguments": arguments})
@@ -277,7 +277,7 @@ class _Conversion:
         for number, name in enumerate(names):
             if name not in orms and (not plugins or (name in REWARDS and not _registered(name, plugins))):
                 why = f"there is no reward function {name!r} here; there are {', '.join(sorted(orms))}, and those of a plugin"
-                self._left.append(Left("reward_funcs", name, why, matters=True))
+                self._left.append(UnsupportedKey("reward_funcs", name, why, matters=True))
                 continue
             arguments: dict[str, Any] = {"use": name, **({"external_plugins": plugins} if plugins else {})}
             if args := self._reward_args(name, plugins):
@@ -340,7 +340,9 @@ class _Conversion:
         if self._minibatches > 1:
             self._set("train.minibatches", self._minibatches)
         if whole % group:
-            self._left.append(Left("num_generations", group, f"does not divide the {whole} conversations of a step"))
+            self._left.append(
+                UnsupportedKey("num_generations", group, f"does not divide the {whole} conversations of a step")
+            )
 
     def _clipping(self) -> None:
         given = self._given.values
@@ -415,9 +417,11 @@ class _Conversion:
                 hint = nearest(key, known)
                 self._leave(key, f"not known here as an argument of ms-swift{hint}", matters=True)
         for key, value in self._given.twice.items():
-            self._left.append(Left(key, value, f"the commands give it twice; {given[key]!r} was taken"))
+            self._left.append(UnsupportedKey(key, value, f"the commands give it twice; {given[key]!r} was taken"))
         for key, value in self._given.environment.items():
-            self._left.append(Left(key, value, "a variable of the shell: set it yourself if your code asks for it"))
+            self._left.append(
+                UnsupportedKey(key, value, "a variable of the shell: set it yourself if your code asks for it")
+            )
 
 
 def _gym(recipe: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from turnwise.compat.swift.args import trainer_state
 from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
 from turnwise.types import Message, Trajectory
 from turnwise.user_code.reward_number import reward_number
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["ORM", "AsyncORM", "arguments_of", "ask", "ask_all", "histories", "infos_of", "orms"]
 
@@ -59,7 +59,7 @@ async def ask_all(
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         values = await function(completions, **columns)
     else:
-        values = await aside(lambda: function(completions, **columns), name=name, kind="reward")
+        values = await run_in_thread(lambda: function(completions, **columns), name=name, kind="reward")
         values = await values if inspect.isawaitable(values) else values
     if not isinstance(values, str | list | tuple) and callable(as_list := getattr(values, "tolist", None)):
         values = as_list()  # an array or a tensor
@@ -109,13 +109,13 @@ def histories(trajectory: Trajectory) -> list[list[Message]]:
     goes_on, opened = False, ""
     for turn in trajectory.turns:
         opened = (
-            opened if goes_on else turn.opened
+            opened if goes_on else turn.thought_opening
         )  # what the generation prompt began belongs to the answer, as in ms-swift
         # an answer that went on and was cut by a limit: nobody was asked about it, so it is as the renderer has read it
         whole = turn.info.get(WHOLE, turn.message.get("content") if goes_on else turn.text)
         words[id(turn.message)] = whole if str(whole).startswith(opened) else f"{opened}{whole}"
-        goes_on = turn.cut is not None
-    every = [*trajectory.former, trajectory.messages]
+        goes_on = turn.kept_tokens is not None
+    every = [*trajectory.previous_histories, trajectory.messages]
     ends = trajectory.turns[-1].info.get(RECORDS) if trajectory.turns else None
     if ends:
         parts = [_until(every, trajectory.turns[end].message) for end in ends[:-1]]

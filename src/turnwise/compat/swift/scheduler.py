@@ -20,7 +20,7 @@ from turnwise.compat.swift.protocol import (
     RolloutInferRequest,
     RolloutOutput,
 )
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Answer", "MultiTurnScheduler", "RolloutScheduler", "answer", "call", "multi_turns"]
 
@@ -211,7 +211,7 @@ async def call(function: Callable[..., Any], *arguments: Any, lock: asyncio.Lock
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     async with lock or contextlib.nullcontext():
-        result = await aside(
+        result = await run_in_thread(
             lambda: function(*arguments), name=getattr(function, "__name__", "hook"), kind="environment"
         )
     return await result if inspect.isawaitable(result) else result

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.chat.media import has_media
 from turnwise.chat.tool_calls import FORMATS
-from turnwise.compat.converted import Converted, Left
+from turnwise.compat.converted import Converted, UnsupportedKey
 from turnwise.compat.verl import optimization
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
 from turnwise.compat.verl.ledger import Ledger
@@ -65,7 +65,7 @@ def from_verl_arguments(
     tree, unresolved = resolved(tree, lambda key: DEFAULTS.get(key, MISSING))
     found = _Conversion(tree, unresolved).result()
     reason = "only a shell knows what this is: set the key, or the variable"
-    found.guessed.extend(Left(*_parted(word), reason) for word in unknown)
+    found.guessed.extend(UnsupportedKey(*_parted(word), reason) for word in unknown)
     return found
 
 
@@ -97,7 +97,7 @@ class _Conversion:
         self._given = dict(leaves(tree))
         self._book = Ledger(tree, DEFAULTS)
         self._unresolved = unresolved
-        self._guessed: list[Left] = []
+        self._guessed: list[UnsupportedKey] = []
         self._rows: Sequence[Mapping[str, Any]] | None = None
         """Those of data.train_files, or None where they cannot be read."""
 
@@ -326,7 +326,7 @@ class _Conversion:
                 "what the interaction and its tools give is the reward here; verl's trainer only records it, and grades the "
                 "whole response by data_source: environment.arguments.rewards=record and a function in reward.trajectory do that"
             )
-            self._guessed.append(Left(path, None, reason))
+            self._guessed.append(UnsupportedKey(path, None, reason))
             return
         self._book.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
         column = self._book.value("data.reward_fn_key")

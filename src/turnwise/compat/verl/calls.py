@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.compat.verl.names import verl_names
 from turnwise.errors import Failed, boundary
 from turnwise.user_code.calls import spawn
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Lease", "call", "defines", "takes"]
 
@@ -36,7 +36,7 @@ async def call(
         with verl_names():
             if inspect.iscoroutinefunction(method):
                 return await bound()
-            result = await aside(bound, name=name, kind=kind)
+            result = await run_in_thread(bound, name=name, kind=kind)
             return await result if inspect.isawaitable(result) else result
 
 

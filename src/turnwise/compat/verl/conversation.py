@@ -20,7 +20,7 @@ from turnwise.compat.verl.interaction import Interaction, choose, interaction_ke
 from turnwise.compat.verl.rows import wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
-from turnwise.environments.environment import Environment, EnvironmentFactory, Once, Settles
+from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReward, SingleTurn
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
@@ -112,7 +112,7 @@ class Conversations:
             return tools, Interaction(
                 interaction, id=id, keywords=keywords, agent_data=data, most_answers=self._most_answers
             )
-        return tools, self._then() if self._then is not None else Once()
+        return tools, self._then() if self._then is not None else SingleTurn()
 
 
 class Conversation:
@@ -155,11 +155,11 @@ class Conversation:
         counts = 0.0 if self._setup.records_rewards else sum(rewards.values())
         return replace(reply, reward=reply.reward + counts, info={**reply.info, **_told(rewards)})
 
-    async def settle(self) -> float:
+    async def final_reward(self) -> float:
         rewards = await self._rewards()
         if self._last is not None:
             self._last.info.update(_told(rewards))
-        behind = await self._behind.settle() if isinstance(self._behind, Settles) else 0.0
+        behind = await self._behind.final_reward() if isinstance(self._behind, FinalReward) else 0.0
         return behind + (0.0 if self._setup.records_rewards else sum(rewards.values()))
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.compat.converted import Left
+from turnwise.compat.converted import UnsupportedKey
 from turnwise.compat.yaml_files import MISSING, at
 from turnwise.errors import ConfigError
 
@@ -20,7 +20,7 @@ class Ledger:
         self.tree = tree
         self.recipe: dict[str, Any] = {}
         self.carried: dict[str, str] = {}
-        self.left: list[Left] = []
+        self.left: list[UnsupportedKey] = []
         self._defaults = defaults
 
     def value(self, key: str) -> Any:
@@ -52,7 +52,7 @@ class Ledger:
         given = at(self.tree, key)
         if (given is not MISSING or default) and not any(left.key == key for left in self.left):
             self.carried.pop(key, None)
-            self.left.append(Left(key, self.value(key), reason, matters))
+            self.left.append(UnsupportedKey(key, self.value(key), reason, matters))
 
     def whole(self, key: str) -> int | None:
         """A number of things; None where there is none, which verl writes as null or -1. Raises ConfigError."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, TypeVar
 
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["ExecutionPool", "PoolMode", "Rate", "init_execution_pool"]
 
@@ -56,7 +56,7 @@ class ExecutionPool:
         async with slot:
             await self._rate.turn()
             name = getattr(function, "__name__", type(function).__name__)
-            return await aside(lambda: function(*arguments, **keywords), name=name, kind="tool")
+            return await run_in_thread(lambda: function(*arguments, **keywords), name=name, kind="tool")
 
 
 def init_execution_pool(

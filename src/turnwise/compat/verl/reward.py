@@ -34,7 +34,7 @@ def data_source_score(trajectory: Trajectory) -> float:
             f"row {row.id!r} has the data_source {source!r}, for which turnwise has no grader of verl's (it has: "
             f"{', '.join(GRADED)}): write one, and name it in custom_reward_function.path"
         )
-    return compute_score("\n".join(trajectory.said), _truth(trajectory))
+    return compute_score("\n".join(trajectory.assistant_texts), _truth(trajectory))
 
 
 class CustomScore:
@@ -66,7 +66,7 @@ class CustomScore:
             self._function,
             keywords={
                 "data_source": row.fields.get("data_source"),
-                "solution_str": "\n".join(trajectory.said),
+                "solution_str": "\n".join(trajectory.assistant_texts),
                 "ground_truth": _truth(trajectory),
                 "extra_info": {**(row.fields.get("extra_info") or {}), **_rollout_info(trajectory)},
                 **self._arguments,

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from turnwise.engines.local.sampler import Drawn, Options, stream, uniforms
-from turnwise.engines.local.vision import Sight
+from turnwise.engines.local.vision import VisionPrompt
 from turnwise.types import Completion, LogprobKind, Request
 
-__all__ = ["Batch", "Decode", "Said", "Ticket"]
+__all__ = ["Decode", "PartialCompletion", "PendingRequest", "RunningBatch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PartialCompletion:
     """What a request has sampled so far, as columns [N]."""
 
     token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -42,28 +42,28 @@ class Said:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Ticket:
+class PendingRequest:
     """A request on its way through the engine."""
 
     request: Request
     number: int
     """Order of arrival."""
     prompt_N: np.ndarray
-    """Token ids; the placeholders of images go by names of their own (`Sight`)."""
-    sight: Sight | None
+    """Token ids; the placeholders of images go by names of their own (`VisionPrompt`)."""
+    vision_prompt: VisionPrompt | None
     """The images in the prompt."""
     limit: int
     """Tokens that it may sample: `max_tokens`, or what the context leaves."""
     future: asyncio.Future[Completion]
-    said: Said = field(default_factory=Said)
+    partial: PartialCompletion = field(default_factory=PartialCompletion)
     """What it had sampled when it lost its row."""
 
     @property
     def so_far(self) -> np.ndarray:
         """Everything up to now: the prompt, and what had been sampled."""
-        if not len(self.said.token_ids):
+        if not len(self.partial.token_ids):
             return self.prompt_N
-        return np.concatenate([self.prompt_N, self.said.token_ids.astype(np.int32)])
+        return np.concatenate([self.prompt_N, self.partial.token_ids.astype(np.int32)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +85,32 @@ class Decode:
     """How far positions are from places; None where all places are positions."""
 
 
-class Batch:
+class RunningBatch:
     """Columns indexed by slot."""
 
     def __init__(self, slots: int, decode: Callable[[Sequence[int]], str] | None, device: torch.device) -> None:
         self._decode, self._device = decode, device
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, PendingRequest] = {}
         """Who runs in which slot."""
         self._feed_S = np.zeros(slots, dtype=np.int64)
         self._produced_S = np.zeros(slots, dtype=np.int64)
         self._columns = [np.zeros((slots, 64), dtype) for dtype in (np.int64, np.float32, np.float32, np.int64)]
-        """What was sampled: token ids, log-probabilities, raw ones, versions, as in `Said`."""
+        """What was sampled: token ids, log-probabilities, raw ones, versions, as in `ParsedTurn`."""
         self._numbers_SN = np.zeros((slots, 64), dtype=np.float32)
         self.step: Decode | None = None
         """The rows of the next step; None if others run now than in the step before."""
 
-    def join(self, slot: int, ticket: Ticket) -> None:
+    def join(self, slot: int, ticket: PendingRequest) -> None:
         """The request's cache holds all but its last token, which is fed next."""
         self.tickets[slot] = ticket
-        done = len(ticket.said.token_ids)
+        done = len(ticket.partial.token_ids)
         while ticket.limit > self._numbers_SN.shape[1]:
             self._columns = [np.concatenate([column, np.zeros_like(column)], axis=1) for column in self._columns]
             self._numbers_SN = np.concatenate([self._numbers_SN, self._numbers_SN], axis=1)
         self._numbers_SN[slot, : ticket.limit] = uniforms(
             np.array([stream(ticket.request.seed)]), np.arange(ticket.limit)
         )
-        said = ticket.said
+        said = ticket.partial
         for column, past in zip(
             self._columns, (said.token_ids, said.logprobs, said.raw_logprobs, said.versions), strict=True
         ):
@@ -119,17 +119,17 @@ class Batch:
         self._feed_S[slot] = said.token_ids[-1] if done else ticket.prompt_N[-1]
         self.step = None
 
-    def leave(self, slot: int) -> tuple[Ticket, Said]:
+    def leave(self, slot: int) -> tuple[PendingRequest, PartialCompletion]:
         """Take the request out, with what it has sampled."""
         self.step = None
         done = self._produced_S[slot]
-        return self.tickets.pop(slot), Said(*(column[slot, :done].copy() for column in self._columns))
+        return self.tickets.pop(slot), PartialCompletion(*(column[slot, :done].copy() for column in self._columns))
 
     def arrange(self, slots: Sequence[int], rows_B: np.ndarray, shared: int) -> Decode:
         """Make a step of these slots, which are all that run, in the order of their rows."""
         tickets = [self.tickets[slot] for slot in slots]
         samplings = [ticket.request.sampling for ticket in tickets]
-        shifts = [ticket.sight.shift if ticket.sight is not None else 0 for ticket in tickets]
+        shifts = [ticket.vision_prompt.shift if ticket.vision_prompt is not None else 0 for ticket in tickets]
         widest = max(len(sampling.stop_token_ids) for sampling in samplings)
         stops = [[*each.stop_token_ids, *[-1] * (widest - len(each.stop_token_ids))] for each in samplings]
         self.step = Decode(

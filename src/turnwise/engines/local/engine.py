@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from turnwise.engines.local.admission import Admission, Stats
-from turnwise.engines.local.batch import Batch, Decode, Ticket
+from turnwise.engines.local.batch import Decode, PendingRequest, RunningBatch
 from turnwise.engines.local.forward import choose_forward
-from turnwise.engines.local.rows import Rows
+from turnwise.engines.local.kv_cache import KVCache
 from turnwise.engines.local.sampler import draw
+from turnwise.engines.local.scheduler import Scheduler, Stats
 from turnwise.engines.local.slots import Slots
-from turnwise.engines.local.vision import Sight, VisionForward
+from turnwise.engines.local.vision import VisionForward, VisionPrompt
 from turnwise.errors import EngineError
-from turnwise.models.torch_threads import Threads
+from turnwise.models.torch_threads import TorchThreads
 from turnwise.types import Completion, Request
 
 __all__ = ["LocalEngine"]
@@ -55,15 +55,17 @@ class LocalEngine:
         self._forward = choose_forward(model)
         self._model, self._decode, self._version = model, decode, version
         self._context, self._vocabulary = _context(model, context), model.config.get_text_config().vocab_size
-        rows = Rows(self._forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=int(memory_gb * 2**30))
+        rows = KVCache(
+            self._forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=int(memory_gb * 2**30)
+        )
         self._slots = Slots(rows, count=slots, context=self._context)
         self._stats = Stats()
-        self._threads = Threads(threads)
-        self._admission = Admission(self._slots, self._forward, self._threads, self._stats)
-        self._batch = Batch(slots, decode, parameter.device)
+        self._threads = TorchThreads(threads)
+        self._admission = Scheduler(self._slots, self._forward, self._threads, self._stats)
+        self._batch = RunningBatch(slots, decode, parameter.device)
         self._numbers = count()
         self._layout = 0
-        self._open: set[Ticket] = set()
+        self._open: set[PendingRequest] = set()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self._finished_some = True
@@ -125,7 +127,7 @@ class LocalEngine:
             self._task.cancel()
         self._task = None
 
-    def _ticket(self, request: Request) -> Ticket:
+    def _ticket(self, request: Request) -> PendingRequest:
         """Check that the request can be served, and give it a number."""
         prompt_N = np.asarray(request.token_ids, dtype=np.int32)
         sampling, length = request.sampling, len(prompt_N)
@@ -162,16 +164,16 @@ class LocalEngine:
                 f"Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
             )
         sight = self._look(prompt_N, request)
-        return Ticket(
+        return PendingRequest(
             request=request,
             number=next(self._numbers),
             prompt_N=prompt_N if sight is None else sight.keys_N,
-            sight=sight,
+            vision_prompt=sight,
             limit=limit,
             future=asyncio.get_running_loop().create_future(),
         )
 
-    def _look(self, prompt_N: np.ndarray, request: Request) -> Sight | None:
+    def _look(self, prompt_N: np.ndarray, request: Request) -> VisionPrompt | None:
         if not request.media:
             return None
         if not isinstance(self._forward, VisionForward):
@@ -268,11 +270,11 @@ class LocalEngine:
         victims = self._slots.widen(int(self._slots.length_S[running].max()) + 1, expendable=running[:-1])
         assert victims is not None, "a single request always fits: generate() has seen to it"
         for slot in victims:
-            ticket, ticket.said = self._batch.leave(slot)
+            ticket, ticket.partial = self._batch.leave(slot)
             self._admission.waiting.appendleft(ticket)
             self._stats.preemptions += 1
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: PendingRequest) -> None:
         """The caller has its answer, or has gone away: free what the request holds."""
         self._open.discard(ticket)
         if ticket in self._admission.waiting:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.engines.local.kv_cache import KVCache, PlaneShape
 from turnwise.errors import EngineError, Failed, boundary
-from turnwise.models.vision import Eyes
+from turnwise.models.vision import VisionAdapter
 
 __all__ = ["Forward", "choose_forward", "disagreement"]
 
@@ -44,12 +44,12 @@ class Forward(Protocol):
         """Look up the model's parameters again: somebody may have replaced them."""
         ...
 
-    def prefill(self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(self, rows: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         """Compute what the cache keeps of `tokens_N[n]`, which stand at `starts_N[n]` and after in row `rows_N[n]`."""
         ...
 
     def decode(
-        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+        self, rows: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
     ) -> torch.Tensor:
         """Run one token a row, in ascending order of rows, and return float32 logits [B, V].
 
@@ -77,7 +77,7 @@ def choose_forward(model: PreTrainedModel) -> Forward:
         logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
     else:
         logger.info("the embedded engine runs %s through its own forward: %s", type(model).__name__, reason)
-    eyes = Eyes.of(model)
+    eyes = VisionAdapter.of(model)
     generic = GenericForward(model) if eyes is None else VisionForward(model, eyes)
     problem = "it does not take a mask of four dimensions as other decoders do"
     try:
@@ -107,7 +107,7 @@ def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float
     longest = 12 + _PROBE_WINDOW
     lengths = (longest, longest - 5)
     texts = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
-    rows = Rows(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)
+    rows = KVCache(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)
     rows.resize(3, longest)
     rows_N, cut = np.array([0, 2]), 2
     with _narrow_window(config), forward.guard():

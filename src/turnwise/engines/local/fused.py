@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.engines.local.kv_cache import KVCache, PlaneShape
 
 __all__ = ["FusedForward", "unfit"]
 
@@ -112,7 +112,7 @@ class FusedForward:
             for layer in inner.layers
         ]
 
-    def prefill(self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(self, rows: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         # linear layers run on all tokens M, one after the other
         sequence_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
@@ -134,7 +134,7 @@ class FusedForward:
             hidden_MD = self._feed_forward(layer, hidden_MD + F.linear(read_MD, *layer.o))
 
     def decode(
-        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+        self, rows: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
     ) -> torch.Tensor:
         if self._places is None or self._places[0] is not rows_B or self._places[1] != rows.planes[0].shape:
             self._places = (rows_B, tuple(rows.planes[0].shape), self._place(rows, rows_B, np.zeros_like(rows_B)))
@@ -173,7 +173,7 @@ class FusedForward:
         root = torch.hypot(torch.linalg.vector_norm(values, dim=-1, keepdim=True), self._floors[width])
         return torch.addcdiv(self._zero, values, root, value=width**0.5).mul_(weight)
 
-    def _place(self, rows: Rows, rows_M: np.ndarray, positions_M: np.ndarray) -> torch.Tensor:
+    def _place(self, rows: KVCache, rows_M: np.ndarray, positions_M: np.ndarray) -> torch.Tensor:
         """Where in a plane's flat vectors the keys and values [2K] of each token lie."""
         heads, capacity = self._kv_heads, rows.capacity
         groups_J = np.repeat(np.arange(2) * rows.count * heads, heads) + np.tile(np.arange(heads), 2)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from turnwise.engines.local.rows import PlaneShape, Rows
+from turnwise.engines.local.kv_cache import KVCache, PlaneShape
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
 
@@ -57,19 +57,19 @@ class GenericForward:
     def refresh(self) -> None:
         """Nothing is looked up in advance."""
 
-    def prefill(self, rows: Rows, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(self, rows: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         longest = max(len(tokens) for tokens in tokens_N)
         padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
         self._run(rows, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
 
     def decode(
-        self, rows: Rows, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+        self, rows: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
     ) -> torch.Tensor:
         return self._run(rows, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 
     def _run(
         self,
-        rows: Rows,
+        rows: KVCache,
         rows_N: np.ndarray,
         starts_N: np.ndarray,
         lengths_N: np.ndarray,
@@ -167,7 +167,7 @@ class _SlotCache(Cache):
 
     def __init__(
         self,
-        rows: Rows,
+        rows: KVCache,
         *,
         rows_N: torch.Tensor,
         range_end: int | None,

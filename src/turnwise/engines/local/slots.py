@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from turnwise.engines.local.rows import FIRST_CAPACITY, FIRST_ROWS, Rows
+from turnwise.engines.local.kv_cache import FIRST_CAPACITY, FIRST_ROWS, KVCache
 
 __all__ = ["BLOCK", "Match", "Slots"]
 
@@ -32,7 +32,7 @@ class Match:
 class Slots:
     """The resident sequences. Arrays are indexed by slot; `rows` by `row_S[slot]`."""
 
-    def __init__(self, rows: Rows, *, count: int, context: int) -> None:
+    def __init__(self, rows: KVCache, *, count: int, context: int) -> None:
         self.rows = rows
         self.count = count
         self.context = context

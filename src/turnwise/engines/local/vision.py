@@ -17,16 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.generic import GenericForward
-from turnwise.engines.local.rows import Rows
+from turnwise.engines.local.kv_cache import KVCache
 from turnwise.errors import EngineError
-from turnwise.models.vision import Eyes
+from turnwise.models.vision import VisionAdapter
 from turnwise.types import Media
 
-__all__ = ["Sight", "VisionForward"]
+__all__ = ["VisionForward", "VisionPrompt"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisionPrompt:
     """A prompt with images."""
 
     token_ids_N: np.ndarray
@@ -53,13 +53,13 @@ class Sight:
 class VisionForward(GenericForward):
     """The generic forward, for models whose prompts may hold images."""
 
-    def __init__(self, model: PreTrainedModel, eyes: Eyes) -> None:
+    def __init__(self, model: PreTrainedModel, eyes: VisionAdapter) -> None:
         super().__init__(model)
         self._eyes = eyes
         self._known = WeakTensorKeyDictionary()
         self._tried = False
 
-    def look(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> Sight:
+    def look(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> VisionPrompt:
         """Make a prompt's images known.
 
         Raises EngineError if the prompt ends in an image, or places and placeholders do not fit.
@@ -75,15 +75,17 @@ class VisionForward(GenericForward):
             own = span[kinds_N[span] > 0]
             keys_N[own] = self._names(one, len(own))
         position_3N = self._eyes.positions(token_ids_N, media)
-        return Sight(token_ids_N, keys_N, tuple(media), position_3N, int(position_3N.max()) + 1 - len(token_ids_N))
+        return VisionPrompt(
+            token_ids_N, keys_N, tuple(media), position_3N, int(position_3N.max()) + 1 - len(token_ids_N)
+        )
 
     def see(
         self,
-        rows: Rows,
+        rows: KVCache,
         rows_N: np.ndarray,
         starts_N: np.ndarray,
         tokens_N: Sequence[np.ndarray],
-        sights_N: Sequence[Sight | None],
+        sights_N: Sequence[VisionPrompt | None],
     ) -> None:
         """`prefill` for rows of which some have images; the tokens of those are keys.
 
@@ -114,7 +116,7 @@ class VisionForward(GenericForward):
             self._run(rows, rows_N, starts_N, lengths_N, token_NT, given=given, position_3NT=self._axes(position_3NT))
 
     def decode_shifted(
-        self, rows: Rows, rows_B: np.ndarray, places_B: np.ndarray, tokens_B: np.ndarray, shifts_B: np.ndarray
+        self, rows: KVCache, rows_B: np.ndarray, places_B: np.ndarray, tokens_B: np.ndarray, shifts_B: np.ndarray
     ) -> torch.Tensor:
         """`decode` where the positions are not the places, because there are images before."""
         position_3BT = np.tile((places_B + shifts_B)[:, None], (3, 1, 1))
@@ -140,11 +142,11 @@ class VisionForward(GenericForward):
             names = self._known[tensors[0]] = -2 - (words >> 2).astype(np.int32)
         return names
 
-    def _try(self, sight: Sight) -> None:
+    def _try(self, sight: VisionPrompt) -> None:
         """Compare the slots with the model's own pass on a prompt with images: masks of its own would show here."""
         token_1T, media = sight.token_ids_N[None].astype(np.int64), sight.media
         kinds_1T = self._eyes.kinds(sight.token_ids_N, media)[None]
-        rows = Rows(self.shapes, dtype=self._dtype, device=self._device, budget=1 << 40)
+        rows = KVCache(self.shapes, dtype=self._dtype, device=self._device, budget=1 << 40)
         rows.resize(1, token_1T.shape[1])
         zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
         # where an image begins: a token that saw what comes after it would say so there

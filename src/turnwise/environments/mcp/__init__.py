@@ -1,1 +1,5 @@
 """Tools of MCP servers."""
+
+from turnwise.environments.mcp.servers import McpServers
+
+__all__ = ["McpServers"]

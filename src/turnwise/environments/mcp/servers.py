@@ -24,7 +24,7 @@ from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 if TYPE_CHECKING:
     from mcp.types import ContentBlock
@@ -143,7 +143,7 @@ class McpServers:
 
     async def aclose(self) -> None:
         """The same without blocking the event loop."""
-        await aside(self.close, name="mcp", kind="environment")
+        await run_in_thread(self.close, name="mcp", kind="environment")
 
     def _listings(self) -> list[list[ServerTool]]:
         if not self._closing.alive:
@@ -172,7 +172,7 @@ class McpServers:
             if not result.content and result.structured_content is not None:
                 response = ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
             else:
-                response = await aside(lambda: self.parse_result(result.content), name="mcp", kind="tool")
+                response = await run_in_thread(lambda: self.parse_result(result.content), name="mcp", kind="tool")
             if result.is_error:
                 raise ValueError(response.text or f"{name} failed and does not say why")
             return response

@@ -23,9 +23,9 @@ from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
 from turnwise.user_code import calls as user_code
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["Tool", "Toolbox", "own_copy", "requires"]
+__all__ = ["Tool", "Toolbox", "copy_containers", "requires"]
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -171,12 +171,14 @@ class Tool:
             if self.arguments.quick:
                 arguments = self.arguments.check(given)
             else:  # beside the event loop: such a schema and what a model gives for it can take any time to be compared
-                arguments = await aside(lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool")
+                arguments = await run_in_thread(
+                    lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool"
+                )
             function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
             if inspect.iscoroutinefunction(self.function) and not self.thread:
                 return self._read(await function())
             # what is at hand is read in the thread too: ten megabytes take a while
-            result = await aside(lambda: self._at_hand(function()), name=self.name, kind="tool")
+            result = await run_in_thread(lambda: self._at_hand(function()), name=self.name, kind="tool")
             return result if isinstance(result, Result) else self._read(await result)
 
     def _at_hand(self, result: Any) -> Result | Awaitable[Any]:
@@ -248,18 +250,18 @@ class Toolbox:
             for method in methods.values()
         )
         return cls(
-            make=lambda: kind(**own_copy(arguments)),
+            make=lambda: kind(**copy_containers(arguments)),
             name=kind.__name__,
             tools=tools,
             closes=closes,
         )
 
 
-def own_copy(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """The same lists and dictionaries, of one's own: what an instance puts into its arguments is in no other's."""
     if type(value) is dict:
-        return {key: own_copy(item) for key, item in value.items()}
-    return [own_copy(item) for item in value] if type(value) is list else value
+        return {key: copy_containers(item) for key, item in value.items()}
+    return [copy_containers(item) for item in value] if type(value) is list else value
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:

@@ -15,14 +15,14 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from turnwise.environments.environment import Environment, Once, Settles
+from turnwise.environments.environment import Environment, FinalReward, SingleTurn
 from turnwise.environments.tools.result import Answer, ToolResponse, failed
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
 from turnwise.user_code.calls import call, deadline, own_context, spawn
-from turnwise.user_code.run_in_thread import aside
+from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 
@@ -59,7 +59,7 @@ class Tools:
             max_parallel_calls, then = min(bounds, default=None), then._then
         self._ready = ready
         self._most = max_parallel_calls
-        self._then = then if then is not None else Once()
+        self._then = then if then is not None else SingleTurn()
         every = [tool for one in ready for tool in (one.tools if isinstance(one, Toolbox) else (one,))]
         self._tools = {tool.name: tool for tool in every}
         if len(self._tools) < len(every):
@@ -98,8 +98,8 @@ class Tools:
         finally:
             answering.cancel()  # where the side behind broke; otherwise it is over
 
-    async def settle(self) -> float:
-        return await self._then.settle() if isinstance(self._then, Settles) else 0.0
+    async def final_reward(self) -> float:
+        return await self._then.final_reward() if isinstance(self._then, FinalReward) else 0.0
 
     async def close(self) -> None:
         """Close the tools, then the environment behind, each within its own time.
@@ -169,7 +169,7 @@ class _Instance:
     async def make(self) -> list[Tool]:
         """Make it, beside the event loop, and return its tools."""
         self._context = own_context()
-        self._making = self._spawn(aside(self._box.make, name=self._box.name, kind="environment"))
+        self._making = self._spawn(run_in_thread(self._box.make, name=self._box.name, kind="environment"))
         made = await asyncio.shield(self._making)  # a conversation may end meanwhile; what is made must still be closed
         return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
 
@@ -200,7 +200,7 @@ class _Instance:
             if inspect.iscoroutinefunction(made.close):
                 await made.close()
             else:
-                result = await aside(made.close, name=f"{self._box.name}.close", kind="environment")
+                result = await run_in_thread(made.close, name=f"{self._box.name}.close", kind="environment")
                 if inspect.isawaitable(result):
                     await result
 

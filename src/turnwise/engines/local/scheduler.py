@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from turnwise.engines.local.batch import Ticket
+from turnwise.engines.local.batch import PendingRequest
 from turnwise.engines.local.forward import Forward
 from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
 from turnwise.engines.local.vision import VisionForward
-from turnwise.models.torch_threads import Threads
+from turnwise.models.torch_threads import TorchThreads
 
-__all__ = ["Admission", "Stats"]
+__all__ = ["Scheduler", "Stats"]
 
 LEAST_COPY = 8
 """Fewer tokens than this are computed rather than copied."""
@@ -48,21 +48,21 @@ class Stats:
 
 @dataclass(slots=True)
 class _Round:
-    started: list[tuple[int, Ticket]] = field(default_factory=list)
+    started: list[tuple[int, PendingRequest]] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     """(from slot, to slot, tokens)"""
     tokens: int = 0
     """To be computed."""
 
 
-class Admission:
+class Scheduler:
     """The queue in front of the slots."""
 
-    def __init__(self, slots: Slots, forward: Forward, threads: Threads, stats: Stats) -> None:
+    def __init__(self, slots: Slots, forward: Forward, threads: TorchThreads, stats: Stats) -> None:
         self._slots, self._forward, self._threads, self._stats = slots, forward, threads, stats
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[PendingRequest] = deque()
 
-    def admit(self) -> Iterator[tuple[int, Ticket]]:
+    def admit(self) -> Iterator[tuple[int, PendingRequest]]:
         """Start whoever can be started; yields slot and ticket of each, its prompt computed but for the last token."""
         left = STEP_TOKENS
         while self.waiting and left > 0:
@@ -88,7 +88,7 @@ class Admission:
         self.waiting.extendleft(reversed(deferred))
         return chosen
 
-    def _place(self, ticket: Ticket, chosen: _Round) -> bool | None:
+    def _place(self, ticket: PendingRequest, chosen: _Round) -> bool | None:
         """Give the request a slot. False: it should wait for a request of this round. None: there is no room."""
         slots, tokens_N = self._slots, ticket.so_far
         # the last token is left for the first decode step, which gives the logits
@@ -109,8 +109,8 @@ class Admission:
         if slot is None:
             return None
         kept = max(own_kept, donor.tokens)
-        if ticket.sight is not None:
-            kept = ticket.sight.whole(kept)
+        if ticket.vision_prompt is not None:
+            kept = ticket.vision_prompt.whole(kept)
         self._stats.reused_tokens += min(own_kept, kept)
         self._stats.copied_tokens += max(kept - own_kept, 0)
         self._stats.prefilled_tokens += len(tokens_N) - kept
@@ -143,7 +143,7 @@ class Admission:
         """Compute what is missing, the short ones together and the long ones in pieces."""
         slots = self._slots
         ends = {slot: len(ticket.so_far) - 1 for slot, ticket in chosen.started}
-        sights = {slot: ticket.sight for slot, ticket in chosen.started}
+        sights = {slot: ticket.vision_prompt for slot, ticket in chosen.started}
         todo = sorted((slot for slot, end in ends.items() if end > slots.length_S[slot]), key=lambda slot: ends[slot])
         while todo:
             # of one length, so that little is padded; the longest sets how many fit

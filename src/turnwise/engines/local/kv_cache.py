@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["PlaneShape", "Rows"]
+__all__ = ["KVCache", "PlaneShape"]
 
 FIRST_ROWS, FIRST_CAPACITY = 8, 256
 
@@ -31,7 +31,7 @@ class PlaneShape:
         return self.groups * self.heads * self.dim
 
 
-class Rows:
+class KVCache:
     """One tensor [groups, rows, heads, capacity, dim] for each plane; all planes have the same rows and capacity."""
 
     def __init__(self, shapes: Sequence[PlaneShape], *, dtype: torch.dtype, device: torch.device, budget: int) -> None:
