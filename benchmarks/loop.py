@@ -128,7 +128,7 @@ class Bench:
             make_environment=make,
             sampling=Sampling(),
             limits=Limits(turns=turns, tokens=100_000, context=100_000),
-            concurrent=live,
+            max_concurrent=live,
         )
 
 

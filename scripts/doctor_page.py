@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "doctor.md"
 MODEL, RECIPE = ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
 END = "<!-- end of report -->"
-OVERRIDES = ["thinking=branch", "train.clip_high=0.3", "data.limit=64"]
+OVERRIDES = ["thinking=branch", "train.clip_high=0.3", "data.max_rows=64"]
 """What the bad model's recipe says beside what the demo's does."""
 
 

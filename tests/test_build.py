@@ -293,10 +293,10 @@ def test_rows_of_both_sets_and_the_smallest_of_the_limits(tmp_path: Path) -> Non
     config = a_config(data=data)
     assert [row.messages[0]["content"] for row in build.rows(config)][:2] == ["train 0", "train 1"]
     assert [row.messages[0]["content"] for row in build.rows(config, held_out=True, limit=1)] == ["held 0"]
-    limited = a_config(data={**data, "limit": 3, "system": "Be brief."})
+    limited = a_config(data={**data, "max_rows": 3, "system_prompt": "Be brief."})
     assert len(build.rows(limited)) == 3
     assert len(build.rows(limited, limit=2)) == 2
-    assert len(build.rows(limited, limit=5)) == 3  # data.limit is not forgotten
+    assert len(build.rows(limited, limit=5)) == 3  # data.max_rows is not forgotten
     assert build.rows(limited)[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 

@@ -230,7 +230,7 @@ def test_the_servers_of_a_run_end_with_it(mcp: str, tmp_path: Path) -> None:
     assert gone(tmp_path)
 
     (tmp_path / "pid").unlink()
-    trained = {**tree, "train": {"steps": 1, "rows": 2, "group": 2}, "output": str(tmp_path / "run")}
+    trained = {**tree, "train": {"steps": 1, "batch_size": 2, "group_size": 2}, "output": str(tmp_path / "run")}
     with open(os.devnull, "w") as nowhere:
         asyncio.run(train(assemble(Config.model_validate(trained)), Report(Console(file=nowhere))))
     assert gone(tmp_path)

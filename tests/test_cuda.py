@@ -24,7 +24,7 @@ def words(tmp_path: Path) -> Path:
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{test_train.PLACES}:low_bytes",
         "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 3, "rows": 3, "group": 4, "lr": 0.01},
+        "train": {"steps": 3, "batch_size": 3, "group_size": 4, "lr": 0.01},
         "output": str(tmp_path / "run"),
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
@@ -38,7 +38,7 @@ def words(tmp_path: Path) -> Path:
         (["train.share_prompts=never", "train.micro_batch_tokens=100"], 1e-3),
         (["train.overlap=true"], None),
         (["model.dtype=bfloat16"], 0.3),
-        (["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.epochs=2", "train.minibatches=2"], None),
+        (["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"], None),
     ],
 )
 def test_trainer_and_engine_agree_on_every_token(
@@ -54,7 +54,7 @@ def test_trainer_and_engine_agree_on_every_token(
 
 
 def test_random_weights_learn_what_is_rewarded(words: Path, tmp_path: Path) -> None:
-    test_train.run(words, "train.steps=12", "train.rows=6", "train.group=8", "train.lr=0.02")
+    test_train.run(words, "train.steps=12", "train.batch_size=6", "train.group_size=8", "train.lr=0.02")
     rewards = [one["reward/mean"] for one in test_train.lines(tmp_path / "run" / "metrics.jsonl")]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5
 
@@ -76,7 +76,7 @@ def test_images_are_learnt_from(tmp_path: Path) -> None:
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "environment": f"{test_vision.PLACES}:shows_another",
         "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 2, "rows": 2, "group": 3, "lr": 1e-3},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
         "output": str(tmp_path / "run"),
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))

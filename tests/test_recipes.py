@@ -39,11 +39,11 @@ def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=8"]
+    small = ["train.steps=2", "train.batch_size=4", "train.group_size=4", "eval.max_rows=8"]
     assert main(["train", "recipes/calculator.yaml", *small, f"output={out}"]) == 0
     metrics = lines(out / "metrics.jsonl")
     assert [one["step"] for one in metrics] == [1, 2]
-    assert all(one["failed"] == 0 and one["drift"] == 0 for one in metrics)
+    assert all(one["failed"] == 0 and one["template_mismatch"] == 0 for one in metrics)
     assert all(0 < one["ratio/max_deviation"] < 1e-3 for one in metrics)
     assert all(one["tool_calls/mean"] >= 0.8 for one in metrics)
     assert [one["step"] for one in lines(out / "evaluations.jsonl")] == [0, 2]
@@ -67,12 +67,18 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     real = SHARED / "gsm8k"
     monkeypatch.setenv("GSM8K", str(gsm8k(tmp_path, real if real.is_dir() else None)))
     out = tmp_path / "run"
-    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=4", "limits.tokens_per_turn=48"]
+    small = [
+        "train.steps=2",
+        "train.batch_size=4",
+        "train.group_size=4",
+        "eval.max_rows=4",
+        "limits.tokens_per_turn=48",
+    ]
     assert main(["train", "recipes/gsm8k.yaml", *small, f"output={out}"]) == 0
     metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert len(metrics) == 2
     assert len(conversations) == 32
-    assert all(one["failed"] == 0 and one["drift"] == 0 for one in metrics)
+    assert all(one["failed"] == 0 and one["template_mismatch"] == 0 for one in metrics)
     assert all(one["ratio/max_deviation"] < 1e-3 for one in metrics)
     for one in conversations:
         assert one["messages"][0]["role"] == "system"
@@ -87,9 +93,9 @@ def test_gsm8k_runs_in_a_clone_as_it_is_and_without_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("GSM8K", raising=False)
-    small = ["train.steps=1", "train.rows=2", "train.group=2", "limits.tokens_per_turn=32", "data.eval=null"]
+    small = ["train.steps=1", "train.batch_size=2", "train.group_size=2", "limits.tokens_per_turn=32", "data.eval=null"]
     assert main(["train", "recipes/gsm8k.yaml", *small, f"output={tmp_path / 'run'}"]) == 0
-    assert "data.eval=null leaves out the recipe's eval.rows, which need held-out rows" in " ".join(
+    assert "data.eval=null leaves out the recipe's eval.max_rows, which need held-out rows" in " ".join(
         capsys.readouterr().out.split()
     )
     conversations = lines(tmp_path / "run" / "trajectories.jsonl")
@@ -102,7 +108,13 @@ def published(folder: Path) -> Path:
     return gsm8k(folder, SHARED / "gsm8k" if (SHARED / "gsm8k").is_dir() else None)
 
 
-TWO_STEPS = ["train.steps=2", "train.rows=2", "train.group=2", "limits.tokens_per_turn=32", "checkpoint.keep=1"]
+TWO_STEPS = [
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.group_size=2",
+    "limits.tokens_per_turn=32",
+    "checkpoint.keep=1",
+]
 
 
 def two_steps(recipe: str, out: Path, *options: str) -> list[dict[str, Any]]:
@@ -110,7 +122,9 @@ def two_steps(recipe: str, out: Path, *options: str) -> list[dict[str, Any]]:
     assert main(["train", f"recipes/{recipe}.yaml", *TWO_STEPS, *options, f"output={out}"]) == 0
     metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert [one["step"] for one in metrics] == [1, 2]
-    assert [(one["failed"], one["drift"]) for one in metrics] == [(0, 0)] * 2, [one["error"] for one in conversations]
+    assert [(one["failed"], one["template_mismatch"]) for one in metrics] == [(0, 0)] * 2, [
+        one["error"] for one in conversations
+    ]
     return [one for one in conversations if one["error"] is None]
 
 
@@ -126,7 +140,7 @@ def test_gsm8k_with_an_interaction_runs_on_the_rows_of_its_command(
         assert preprocess(command) == 0
     monkeypatch.setenv("GSM8K_INTERACTION", str(data))
     files = [] if format == "parquet" else [f"data.train={data}/train.jsonl", f"data.eval={data}/test.jsonl"]
-    for one in two_steps("gsm8k_interaction", tmp_path / "run", "limits.turns=2", "eval.rows=2", *files):
+    for one in two_steps("gsm8k_interaction", tmp_path / "run", "limits.turns=2", "eval.max_rows=2", *files):
         assert one["row"]["extra_info"]["interaction_kwargs"]["name"] == "gsm8k"
         assert one["stop"] in ("done", "max_turns", "length")
 
@@ -138,13 +152,13 @@ def test_gsm8k_with_a_tool_runs_on_the_rows_of_its_command(tmp_path: Path, monke
         source = published(tmp_path) / f"{split}.jsonl"
         assert preprocess(["--source", str(source), "--kind", "tool", "--format", "parquet", "--out", str(data)]) == 0
     monkeypatch.setenv("GSM8K_TOOL", str(data))
-    for one in two_steps("gsm8k_tool", tmp_path / "run", "limits.turns=2", "eval.rows=2"):
+    for one in two_steps("gsm8k_tool", tmp_path / "run", "limits.turns=2", "eval.max_rows=2"):
         assert [tool["function"]["name"] for tool in one["tools"]] == ["calc_gsm8k_reward"]
 
 
 @pytest.mark.slow
 def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
-    conversations = two_steps("mcp", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2")
+    conversations = two_steps("mcp", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2")
     outcomes = [outcome for one in conversations for turn in one["turns"] for outcome in turn["tool_calls"]]
     assert {tool["function"]["name"] for one in conversations for tool in one["tools"]} == {"calculator"}
     assert any(outcome["error"] is None and (outcome["content"] or "").lstrip("-").isdigit() for outcome in outcomes)
@@ -160,7 +174,7 @@ def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_recipe_of_a_modelled_user_takes_two_steps(tmp_path: Path) -> None:
-    conversations = two_steps("modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2")
+    conversations = two_steps("modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2")
     assert any(sum(message["role"] == "user" for message in one["messages"]) == 2 for one in conversations)
 
 
@@ -173,7 +187,7 @@ def test_a_modelled_user_behind_an_endpoint_takes_two_steps(tmp_path: Path, monk
         endpoint = f'{{url: "{server.url}/v1", model: Qwen/Qwen3-8B, api_key_env: USER_MODEL_KEY}}'
         options = ["environment.arguments.speaker=null", f"environment.arguments.endpoint={endpoint}"]
         conversations = two_steps(
-            "modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.rows=2", *options
+            "modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2", *options
         )
     assert any(message["content"] == "And?" for one in conversations for message in one["messages"])
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer swordfish"}
@@ -205,7 +219,7 @@ def test_every_row_of_gsm8k_can_be_answered_right_and_wrong(tmp_path: Path) -> N
     assert [one["row"]["answer"] for one in done] == [row["answer"] for row in rows]
     assert [one["reward"] for one in done] == [0.5 if n % 2 == 0 else 0.0 for n in range(len(rows))]
     assert {one["error"] for one in done} == {None}
-    assert {one["drift"] for one in done} == {None}
+    assert {one["template_mismatch"] for one in done} == {None}
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 3, "rows": 3, "group": 4, "lr": 0.01},
+        "train": {"steps": 3, "batch_size": 3, "group_size": 4, "lr": 0.01},
         "output": str(tmp_path / "run"),
     }
     path = tmp_path / "recipe.yaml"
@@ -80,7 +80,11 @@ def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: P
     assert set(names.split()) <= set(metrics[0])
     assert len(trajectories) == 3 * 3 * 4
     assert {one["step"] for one in trajectories} == {1, 2, 3}
-    assert [one["drift"] for one in metrics] == [0.0, 0.0, 0.0]  # halves of characters among what was said are no drift
+    assert [one["template_mismatch"] for one in metrics] == [
+        0.0,
+        0.0,
+        0.0,
+    ]  # halves of characters among what was said are no drift
     assert metrics[0]["tokens/sampled"] == sum(
         sum(turn >= 0 for turn in segment["turn"])
         for one in trajectories
@@ -160,7 +164,7 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     (model / "chat_template.jinja").write_text(template.replace("{{ message.content }}", signed))
     run(recipe, f"model.path={model}", "limits.tokens_per_turn=64")
     # a turn that was cut in the middle says nothing of what the template would have put behind it
-    assert all(one["drift"] > 0.9 for one in lines(tmp_path / "run" / "metrics.jsonl"))
+    assert all(one["template_mismatch"] > 0.9 for one in lines(tmp_path / "run" / "metrics.jsonl"))
     told = [record.getMessage() for record in caplog.records if "the template says" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("step 1: ")
@@ -168,7 +172,7 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
 
 
 def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "train.steps=18", "train.rows=6", "train.group=8", "train.lr=0.02")
+    run(recipe, "train.steps=18", "train.batch_size=6", "train.group_size=8", "train.lr=0.02")
     rewards = [one["reward/mean"] for one in lines(tmp_path / "run" / "metrics.jsonl")]
     assert rewards[0] < 1.0
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5
@@ -177,10 +181,10 @@ def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        ["train.minibatches=3", "train.epochs=2", "train.clip_high=0.28"],
+        ["train.minibatches=3", "train.ppo_epochs=2", "train.clip_high=0.28"],
         ["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.loss_average=sequence"],
         ["train.overlap=true", "train.minibatches=2"],
-        ["model.dtype=bfloat16", "train.schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
+        ["model.dtype=bfloat16", "train.lr_schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
     ],
 )
 def test_options_of_the_optimization_run(recipe: Path, tmp_path: Path, options: list[str]) -> None:
@@ -262,7 +266,7 @@ def test_a_former_run_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_broken_conversations_are_left_out_and_told(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, f"environment={PLACES}:raises_now_and_then", "train.rows=8", "train.steps=1")
+    run(recipe, f"environment={PLACES}:raises_now_and_then", "train.batch_size=8", "train.steps=1")
     (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
     broken = [one for one in lines(tmp_path / "run" / "trajectories.jsonl") if one["error"]]
     # four of the eight rows, except for conversations whose only turn was cut and never reached the environment
@@ -276,7 +280,7 @@ def test_broken_conversations_are_left_out_and_told(recipe: Path, tmp_path: Path
 
 
 def test_a_reward_that_is_no_number_breaks_its_trajectory_only(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, f"reward.trajectory=['{PLACES}:not_a_number']", "train.rows=8", "train.steps=1")
+    run(recipe, f"reward.trajectory=['{PLACES}:not_a_number']", "train.batch_size=8", "train.steps=1")
     (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics["failed"] == 0.5
     kinds = {one["error"]["kind"] for one in lines(tmp_path / "run" / "trajectories.jsonl") if one["error"]}

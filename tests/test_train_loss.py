@@ -38,7 +38,7 @@ def assembled(model: Path, path: Path, environment: str, **options: Any) -> Run:
         "data": {"train": str(save_rows(path / "train.jsonl"))},
         "environment": f"{PLACES}:{environment}",
         "limits": {"turns": 2, "tokens_per_turn": 8},
-        "train": {"steps": 2, "rows": 3, "group": 4, "lr": 0.01, **options},
+        "train": {"steps": 2, "batch_size": 3, "group_size": 4, "lr": 0.01, **options},
         "output": str(path / "run"),
     }
     return assemble(Config.model_validate(recipe))
@@ -155,7 +155,7 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
     weights = []
     for name in ("known", "unknown"):
         (tmp_path / name).mkdir()
-        run = assembled(model, tmp_path / name, "low_bytes", epochs=2)
+        run = assembled(model, tmp_path / name, "low_bytes", ppo_epochs=2)
         if name == "unknown":
             run.table = replace(run.table, engine=Unknown(run.table.engine))
         learnt(run)

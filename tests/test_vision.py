@@ -39,7 +39,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "environment": f"{PLACES}:shows_another",
         "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 2, "rows": 2, "group": 3, "lr": 1e-3},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 1e-3},
         "output": str(tmp_path / "run"),
     }
     path = tmp_path / "recipe.yaml"

@@ -35,7 +35,7 @@ class Clock:
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
         seconds = time.perf_counter() - self.started
         # a loop that samples from something else than the model would be a fast one, too
-        if problems or metrics["drift"] or metrics["ratio/max_deviation"] > 0.01:
+        if problems or metrics["template_mismatch"] or metrics["ratio/max_deviation"] > 0.01:
             sys.exit(f"step {metrics['step']} went wrong: {problems} {dict(metrics)}")
         figures = {"reward": metrics["reward/mean"], "tokens": metrics["tokens/sampled"] / 128}
         self.tell({"step": metrics["step"], "seconds": seconds, **figures})

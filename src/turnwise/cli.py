@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "rollout",
         help="hold conversations without training",
         description="Hold and score conversations on a recipe's rows, write DIR/trajectories.jsonl, change no weights. "
-        "rollout.rows and rollout.samples say how many.",
+        "rollout.max_rows and rollout.samples_per_row say how many.",
     )
     rollout.add_argument("recipe", help="a YAML file, such as recipes/calculator.yaml")
     rollout.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)

@@ -64,7 +64,7 @@ class Run(RunState):
         return {**RunState.data_position(self), "position": self.position}
 
     def advance_data(self) -> None:
-        self.position += self.config.train.rows
+        self.position += self.config.train.batch_size
 
 
 async def train(run: Run, show: Report) -> None:
@@ -91,12 +91,12 @@ async def train(run: Run, show: Report) -> None:
                 run.credit(group)
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
-            pieces = options.epochs * sum(len(batch.micro_batches) for batch in batches)
+            pieces = options.ppo_epochs * sum(len(batch.micro_batches) for batch in batches)
             advance = run.activity.part(run.step + 1, "training, micro-batches", pieces)
             update = await run.policy.update(
                 batches,
                 lr=build.learning_rate(run.config, run.step),
-                epochs=options.epochs,
+                epochs=options.ppo_epochs,
                 done=advance,
                 changing=run.begin_update,
             )
@@ -118,9 +118,9 @@ async def _hold(run: Run, step: int) -> _Rollouts:
     """The conversations of one step, scored."""
     started = time.perf_counter()
     options = run.config.train
-    places = run.order.take(run.position + (step - run.step) * options.rows, options.rows)
+    places = run.order.take(run.position + (step - run.step) * options.batch_size, options.batch_size)
     groups = [
-        new_group(run.rows[index], size=options.group, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
+        new_group(run.rows[index], size=options.group_size, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
         for place, (_, index) in enumerate(places)
     ]
     advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
@@ -157,7 +157,7 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
     if idle and not run.policy.needs_zero_advantages:
         # some are computed all the same, with a gradient of zero, so that engine and trainer are still compared; with a
         # divergence or an entropy in the loss, all of them have a gradient
-        trajectories = trajectories[: options.group]
+        trajectories = trajectories[: options.group_size]
     size = -(-len(trajectories) // options.minibatches)
     return [
         pack(
@@ -185,7 +185,7 @@ def _finish_step(
         "kl": update.kl,
         "grad_norm": update.grad_norm,
         "ratio/max_deviation": update.max_deviation,
-        "ratio/clipped": update.clipped,
+        "ratio/clip_fraction": update.clipped,
         "tokens/trained": update.tokens,
         "lr": lr,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
@@ -214,7 +214,7 @@ async def _evaluate(run: Run, show: Report) -> None:
     run.activity.part(run.step, "evaluation")
     table = replace(run.table, sampling=build.evaluation_sampling(run.config))
     summary, groups = await evaluate(
-        run.held_out, table, run.scorer, samples=options.samples, seed=run.config.seed, step=run.step
+        run.held_out, table, run.scorer, samples=options.samples_per_row, seed=run.config.seed, step=run.step
     )
     run.directory.write_evaluation(summary, (one for group in groups for one in group.trajectories))
     run.evaluated = run.step
@@ -230,11 +230,13 @@ def assemble(config: Config) -> Run:
     refuse_without_reward(config)
     opened = open_run(config, "train")
     rows = build.rows(config)
-    held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
+    held_out = build.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
     opened.compare_rows(rows)
     scorer, credit = build.scorer(config), build.credit(config)
     mask = build.loss_mask(config)
-    renderer = Renderer.from_pretrained(opened.source, sanity=config.sanity, tool_format=config.tool_format)
+    renderer = Renderer.from_pretrained(
+        opened.source, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
+    )
     opened.compare_tokenizer(renderer)
     findings = preflight(config, renderer)
     rows, left_out = build.short_enough(config, rows, renderer)
@@ -252,7 +254,7 @@ def assemble(config: Config) -> Run:
         sampling=build.sampling(config),
         limits=limits,
         thinking=config.thinking,
-        concurrent=config.concurrent,
+        max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
     )
     opened.begin(policy)

@@ -113,7 +113,7 @@ def test_rollout_holds_scores_and_writes_conversations(place: Path, capsys: pyte
         sampled = sum(turn >= 0 for segment in record["segments"] for turn in segment["turn"])
         assert record["rewards"]["short"] == pytest.approx(-0.005 * sampled)
         assert record["reward"] == pytest.approx(sum(record["rewards"].values()))
-        assert (record["drift"], record["logprob_kind"]) == (None, "none")
+        assert (record["template_mismatch"], record["logprob_kind"]) == (None, "none")
         assert [turn["advantage"] for turn in record["turns"]] == [None, None]
     (called,) = records[0]["turns"][0]["tool_calls"]
     assert (called["name"], called["arguments"], called["content"]) == ("calculator", {"expression": "6*7"}, "42")
@@ -135,7 +135,7 @@ def test_a_function_of_the_group_sees_all_conversations_of_a_row(place: Path, de
         "    return [float(count == min(turns)) if len(turns) > 1 else None for count in turns]\n"
     )
     reward = f"reward.group=['{place / 'group.py'}:fewest']"
-    options = ("rollout.samples=2", "environment.arguments.tries=3", f"deterministic={deterministic}")
+    options = ("rollout.samples_per_row=2", "environment.arguments.tries=3", f"deterministic={deterministic}")
     assert roll(place, reward, *options) == 0
     records = read(place / "out" / "trajectories.jsonl")
     assert [record["id"] for record in records] == ["1/0", "1/1", "2/0", "2/1", "3/0"]
@@ -161,14 +161,14 @@ def test_the_script_says_how_many_conversations_there_are(place: Path) -> None:
     assert roll(place) == 0
     assert ids(place) == ["1/0", "2/0"]
     script(place, *[["#### 42"]] * 5)
-    assert roll(place, "rollout.samples=2", "environment.arguments.tries=1") == 0
+    assert roll(place, "rollout.samples_per_row=2", "environment.arguments.tries=1") == 0
     assert ids(place) == ["1/0", "1/1", "2/0", "2/1", "3/0"]
     assert [record["group"] for record in read(place / "out" / "trajectories.jsonl")] == ["1", "1", "2", "2", "3"]
 
 
 def test_only_the_first_rows_are_used_where_the_recipe_says_so(place: Path) -> None:
     script(place, ["#### 42"])
-    assert roll(place, "rollout.rows=1") == 0
+    assert roll(place, "rollout.max_rows=1") == 0
     assert ids(place) == ["1/0"]
 
 
@@ -238,8 +238,8 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
         (["engine.script=nowhere.jsonl"], "engine.script: there is no file "),
         (["environment=nowhere:x"], "environment: nowhere could not be imported: ModuleNotFoundError"),
         (
-            ["rollout.rows=1"],
-            "has 3 scripts, and 1 rows with rollout.samples=1 make 1 conversations; there must be a row",
+            ["rollout.max_rows=1"],
+            "has 3 scripts, and 1 rows with rollout.samples_per_row=1 make 1 conversations; there must be a row",
         ),
         (["model.path=/nowhere/at/all"], "there is no model directory /nowhere/at/all"),
     ],
@@ -286,7 +286,7 @@ def test_a_template_that_is_missing_is_told(place: Path, tmp_path: Path, capsys:
 
 def test_interrupting_is_no_error_and_what_was_written_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script(place, ["a"], ["b"], ["c"])
-    assert roll(place, f"environment={place / 'user.py'}:stopped", "tools=[]", "concurrent=1") == 130
+    assert roll(place, f"environment={place / 'user.py'}:stopped", "tools=[]", "max_concurrent=1") == 130
     assert "turnwise: stopped" in capsys.readouterr().err
     assert ids(place) == ["1/0"]
 
@@ -328,7 +328,7 @@ def test_show_prints_what_was_asked_for(place: Path, capsys: pytest.CaptureFixtu
             ["COMMAND", "train", "rollout", "show", "turnwise rollout recipes/calculator.yaml --out runs/look"],
         ),
         (["train", "--help"], ["recipe", "key=value", "train.lr=1e-4"]),
-        (["rollout", "--help"], ["--out DIR", "rollout.rows and rollout.samples say how many"]),
+        (["rollout", "--help"], ["--out DIR", "rollout.max_rows and rollout.samples_per_row say how many"]),
         (["show", "--help"], ["--id ID", "--step N", "--worst N", "--failed", "--tokens"]),
     ],
 )

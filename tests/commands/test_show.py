@@ -272,7 +272,7 @@ def test_brackets_are_text_wherever_they_stand() -> None:
 def test_drift_is_shown() -> None:
     one = hold(Says("a"))
     one.template_mismatch = "from character 3 on"
-    assert "drift: from character 3 on" in text(conversation(trajectory_record(one)))
+    assert "template mismatch: from character 3 on" in text(conversation(trajectory_record(one)))
 
 
 def test_evaluations_before_and_after() -> None:

@@ -50,7 +50,7 @@ def recipe(tmp_path: Path) -> Path:
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{tmp_path / 'user.py'}:with_child",
         "limits": {"turns": 1, "tokens_per_turn": 6},
-        "train": {"steps": 400, "rows": 2, "group": 2, "lr": 0.01},
+        "train": {"steps": 400, "batch_size": 2, "group_size": 2, "lr": 0.01},
         "checkpoint": {"every": 400},
         "output": str(tmp_path / "run"),
     }
@@ -158,7 +158,10 @@ def test_a_second_ctrl_c_stops_at_once_and_says_which_checkpoint_there_is(recipe
     waits, closed, slow = (recipe.with_name(name) for name in ("waits", "closed", "slow"))
     recipe.with_name("user.py").write_text(SLOW_TO_CLOSE.replace("WAIT", wait))
     started = start(
-        recipe, f"environment={recipe.with_name('user.py')}:SlowToClose", "train.rows=1", f"checkpoint.every={every}"
+        recipe,
+        f"environment={recipe.with_name('user.py')}:SlowToClose",
+        "train.batch_size=1",
+        f"checkpoint.every={every}",
     )
     wait_for_steps(started, recipe, 2)
     slow.touch()
@@ -262,7 +265,7 @@ torch.nn.modules.module.register_module_forward_pre_hook(slow)
 def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, overlap: bool) -> None:
     recipe.with_name("user.py").write_text(USER.replace("@environment", f"{SLOW_TRAINING}\n@environment"))
     # 300 micro-batches of a second each
-    small = ["train.group=150", "train.micro_batch_tokens=1", "train.share_prompts=never"]
+    small = ["train.group_size=150", "train.micro_batch_tokens=1", "train.share_prompts=never"]
     started = start(recipe, *small, f"train.overlap={str(overlap).lower()}")
     wait_for_steps(started, recipe, 1)
     recipe.with_name("slow").touch()

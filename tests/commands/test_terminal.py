@@ -49,7 +49,7 @@ def test_show_and_errors_tell_control_characters_as_text(tmp_path: Path, capsys:
         "step": 1, "id": "1/0", "group": "1", "row": {"id": "1"}, "stop": "error", "reward": None, "rewards": {},
         "error": {"kind": "environment", "message": f"ValueError: {OWNED}", "traceback": ""}, "tools": [],
         "messages": [{"role": "user", "content": OWNED}], "turns": [], "segments": [], "logprob_kind": "none",
-        "drift": None, "seconds": 0.0,
+        "template_mismatch": None, "seconds": 0.0,
     }  # fmt: skip
     (tmp_path / "trajectories.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     main(["show", str(tmp_path), "--failed"])

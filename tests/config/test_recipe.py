@@ -51,7 +51,7 @@ def test_the_least_recipe_has_defaults_for_everything_else(recipe: Path) -> None
     assert (config.model.path, config.data.train) == ("m", "rows.jsonl")
     assert config.environment.use == "turnwise.environments.environment:SingleTurn"
     assert isinstance(config.engine, LocalEngine)
-    assert (config.limits.turns, config.train.group, config.sampling.temperature) == (8, 8, 1.0)
+    assert (config.limits.turns, config.train.group_size, config.sampling.temperature) == (8, 8, 1.0)
     refuse_without_effect(config)
 
 
@@ -77,7 +77,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path) -> None:
         "environment": {"use": "a:b", "arguments": {"lines": ["x", "y"], "n": 3}},
         "tools": ["c:d"],
         "sampling": {"stop": ["###"], "top_p": 0.9},
-        "train": {"betas": [0.8, 0.95], "lr": "1e-4", "epochs": 2, "clip_low": 0.1},
+        "train": {"betas": [0.8, 0.95], "lr": "1e-4", "ppo_epochs": 2, "clip_low": 0.1},
         "engine": {"slots": 4},
     }
     config = loaded(write(tmp_path, tree))
@@ -116,12 +116,12 @@ def test_overrides_are_yaml_and_may_reach_into_what_is_not_there(recipe: Path) -
         "data.columns={prompt: question}",
         "data.columns.answer=solution",
         "output=runs/x=y",
-        "data.system=",
+        "data.system_prompt=",
     )
     assert (config.train.lr, config.limits.turns, config.limits.seconds) == (1e-4, 3, None)
     assert (config.sampling.stop, config.train.overlap) == (["###", "a=b"], True)
     assert config.data.columns == {"prompt": "question", "answer": "solution"}
-    assert (config.output, config.data.system) == ("runs/x=y", None)
+    assert (config.output, config.data.system_prompt) == ("runs/x=y", None)
 
 
 def test_an_override_may_reach_into_an_environment_in_short(tmp_path: Path) -> None:
@@ -162,12 +162,16 @@ def test_environment_variables_are_put_in_also_in_overrides_and_lists(
     monkeypatch.delenv("TW_NOWHERE", raising=False)
     tree = {
         "model": {"path": "${TW_MODEL}/v${TW_STEPS}"},
-        "data": {"train": "${TW_NOWHERE:-rows.jsonl}", "system": "${TW_NOWHERE:-}", "columns": {"a": "${TW_MODEL:-x}"}},
+        "data": {
+            "train": "${TW_NOWHERE:-rows.jsonl}",
+            "system_prompt": "${TW_NOWHERE:-}",
+            "columns": {"a": "${TW_MODEL:-x}"},
+        },
         "sampling": {"stop": ["$5", "${TW_STEPS}"]},
         "train": {"steps": "${TW_STEPS}"},
     }
     config = loaded(write(tmp_path, tree), "output=runs/${TW_STEPS}")
-    assert (config.model.path, config.data.train, config.data.system) == ("models/tiny/v7", "rows.jsonl", "")
+    assert (config.model.path, config.data.train, config.data.system_prompt) == ("models/tiny/v7", "rows.jsonl", "")
     assert config.data.columns == {"a": "models/tiny"}
     assert (config.sampling.stop, config.train.steps, config.output) == (["$5", "7"], 7, "runs/7")
 
@@ -205,7 +209,10 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
         ("train.lr=-1", "train.lr: input should be greater than or equal to 0; got -1"),
         ("sampling.top_p=0", "sampling.top_p: input should be greater than 0; got 0"),
         ("sampling.min_p=1", "sampling.min_p: input should be less than 1; got 1"),
-        ("sanity=loose", "sanity: input should be 'strict', 'ignore_strippable' or 'disable'; got 'loose'"),
+        (
+            "tokenization_sanity_check=loose",
+            "tokenization_sanity_check: input should be 'strict', 'ignore_strippable' or 'disable'; got 'loose'",
+        ),
         ("credit.name=gae", "credit.name: input should be 'grpo'; got 'gae'"),
         ("train.betas=[0.9]", "train.betas"),
         ("model.path=null", "model.path: input should be a valid string; got None"),
@@ -272,12 +279,15 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["train.clip_low=0.1"], "train.clip_low and train.clip_high have no effect with one optimizer step a batch"),
-        (["train.clip_high=0.3"], "remove them, or set train.minibatches, train.epochs or train.overlap"),
-        (["train.group=1"], "train.group=1: credit grpo compares trajectories of one row, so it needs at least 2"),
+        (["train.clip_high=0.3"], "remove them, or set train.minibatches, train.ppo_epochs or train.overlap"),
+        (
+            ["train.group_size=1"],
+            "train.group_size=1: credit grpo compares trajectories of one row, so it needs at least 2",
+        ),
         (["sampling.temperature=0"], "sampling.temperature=0 makes all trajectories of a row the same"),
         (["train.lr=0"], "train.lr=0 trains nothing; use `turnwise rollout`"),
         (
-            ["train.rows=2", "train.group=3", "train.minibatches=7"],
+            ["train.batch_size=2", "train.group_size=3", "train.minibatches=7"],
             "train.minibatches=7 is more than the 6 trajectories of a step",
         ),
         (
@@ -289,9 +299,9 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
             "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n",
         ),
         (["engine.name=scripted", "engine.script=x"], "engine.name=scripted cannot be trained"),
-        (["eval.samples=2"], "eval.samples has no effect without held-out rows: set data.eval"),
+        (["eval.samples_per_row=2"], "eval.samples_per_row has no effect without held-out rows: set data.eval"),
         (["eval.every=5"], "eval.every has no effect without held-out rows"),
-        (["eval.rows=5"], "eval.rows has no effect without held-out rows"),
+        (["eval.max_rows=5"], "eval.max_rows has no effect without held-out rows"),
         (["data.train=hub/id", "data.eval_split=dev"], "data.eval_split has no effect without data.eval"),
         (["resume=auto", "replace=true"], "resume=auto goes on with the former run and replace=true moves it away"),
         (["deterministic=true", "train.overlap=true"], "deterministic=true is synchronous; train.overlap=true is not"),
@@ -316,13 +326,13 @@ def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.clip_low=0.1", "train.epochs=2"],
+        ["train.clip_low=0.1", "train.ppo_epochs=2"],
         ["train.clip_high=0.3", "train.minibatches=2"],
         ["train.clip_low=0.1", "train.overlap=true"],
         ["train.clip_low=0.2", "train.clip_high=0.2"],  # the defaults, named
-        ["train.rows=2", "train.group=3", "train.minibatches=6"],
+        ["train.batch_size=2", "train.group_size=3", "train.minibatches=6"],
         ["train.steps=5", "train.warmup_steps=4"],
-        ["eval.samples=2", "data.eval=held.jsonl"],
+        ["eval.samples_per_row=2", "data.eval=held.jsonl"],
         ["data.train=hub/id", "data.split=dev", "data.subset=main"],
         ["data.train=hub/id", "data.eval=held.jsonl", "data.subset=main"],
         ["data.train=hub/id", "data.eval=hub/id", "data.eval_split=dev"],
@@ -362,8 +372,8 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("train.learning_rate=1e-5", "there is no option train.learning_rate; it is called train.lr here"),
         ("learning_rate=1e-5", "there is no option learning_rate; it is called train.lr here"),
         ("sft.learning_rate=1e-5", "there is no option sft.learning_rate; it is called sft.lr here"),
-        ("train.batch_size=8", "there is no option train.batch_size; it is called train.rows here"),
-        ("train.num_generations=8", "it is called train.group here"),
+        ("train.train_batch_size=8", "there is no option train.train_batch_size; it is called train.batch_size here"),
+        ("train.num_generations=8", "it is called train.group_size here"),
         ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
         ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
         ("train.report_to=wandb", "figures are written to metrics.jsonl in the run's directory"),
@@ -399,10 +409,10 @@ def _part(annotation: Any) -> type[Part] | None:
 def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -> None:
     tree = yaml.safe_load(recipe.read_text())
     tree.setdefault("data", {}).update(eval="held.jsonl")
-    tree["eval"] = {"rows": 4, "every": 2}
+    tree["eval"] = {"max_rows": 4, "every": 2}
     recipe.write_text(yaml.safe_dump(tree))
     config, notes = load(recipe, ["data.eval=null"])
-    assert (config.data.eval, config.eval.rows, config.eval.every) == (None, None, 0)
-    assert notes == ["data.eval=null leaves out the recipe's eval.every, eval.rows, which need held-out rows"]
-    with pytest.raises(ConfigError, match=r"eval\.rows has no effect without held-out rows"):
-        refuse_without_effect(load(recipe, ["data.eval=null", "eval.rows=4"])[0])  # this was asked for
+    assert (config.data.eval, config.eval.max_rows, config.eval.every) == (None, None, 0)
+    assert notes == ["data.eval=null leaves out the recipe's eval.every, eval.max_rows, which need held-out rows"]
+    with pytest.raises(ConfigError, match=r"eval\.max_rows has no effect without held-out rows"):
+        refuse_without_effect(load(recipe, ["data.eval=null", "eval.max_rows=4"])[0])  # this was asked for

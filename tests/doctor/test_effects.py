@@ -49,7 +49,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         },
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 2, "rows": 2, "group": 2, "lr": 0.01},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
         "checkpoint": {"every": 100},
         "output": str(tmp_path / "run"),
         "deterministic": True,
@@ -108,9 +108,9 @@ CHANGED = {
     "data.eval_split": "data.eval_split=other",
     "data.subset": "data.subset=small",
     "data.columns": "data.columns={prompt: answer}",
-    "data.system": "data.system=Be brief.",
+    "data.system_prompt": "data.system_prompt=Be brief.",
     "data.shuffle": "data.shuffle=false",
-    "data.limit": "data.limit=1",
+    "data.max_rows": "data.max_rows=1",
     "sampling.temperature": "sampling.temperature=0.5",
     "sampling.top_p": "sampling.top_p=0.5",
     "sampling.top_k": "sampling.top_k=5",
@@ -135,12 +135,12 @@ CHANGED = {
     "reward.group[].arguments": f"reward.group=[{{use: '{PLACES}:ranked', arguments: {{by: 2}}}}]",
     "reward.group[].weight": f"reward.group=[{{use: '{PLACES}:ranked', weight: 2}}]",
     "reward.group[].name": f"reward.group=[{{use: '{PLACES}:ranked', name: short}}]",
-    "reward.seconds": "reward.seconds=3",
+    "reward.timeout": "reward.timeout=3",
     "credit.scale": "credit.scale=none",
     "loss_mask": "loss_mask=last_turn",
     "train.steps": "train.steps=3",
     "train.lr": "train.lr=0.5",
-    "train.schedule": "train.schedule=cosine",
+    "train.lr_schedule": "train.lr_schedule=cosine",
     "train.warmup_steps": "train.warmup_steps=2",
     "train.weight_decay": "train.weight_decay=0.5",
     "train.betas": "train.betas=[0.5, 0.5]",
@@ -164,7 +164,7 @@ BASES = {
         ("reward.group[].arguments", "reward.group[].weight", "reward.group[].name"),
         f"reward.group=['{PLACES}:ranked']",
     ),
-    "data.split": "data.limit=null",
+    "data.split": "data.max_rows=null",
 }
 """What it is compared with, where that is not the recipe as it is."""
 
@@ -198,13 +198,13 @@ def splits(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        ["train.rows=1"],
-        ["train.group=3"],
+        ["train.batch_size=1"],
+        ["train.group_size=3"],
         ["train.minibatches=2"],
-        ["train.epochs=2"],
+        ["train.ppo_epochs=2"],
         ["train.loss_average=sequence"],
         ["train.lr=0.02"],
-        ["train.schedule=linear"],
+        ["train.lr_schedule=linear"],
         ["train.weight_decay=0.5"],
         ["train.betas=[0.5, 0.5]"],
         ["train.max_grad_norm=0.0001"],
@@ -217,7 +217,7 @@ def splits(tmp_path: Path) -> Path:
         ["limits.tokens_per_turn=3"],
         ["seed=1"],
         ["data.shuffle=false"],
-        ["data.system=Be brief."],
+        ["data.system_prompt=Be brief."],
         ["model.dtype=bfloat16"],
     ],
     ids=lambda options: options[0],
@@ -237,7 +237,7 @@ def test_an_option_of_training_changes_what_is_learnt(
 def test_the_bounds_of_the_ratio_change_what_is_learnt(
     option: str, recipe: Path, tmp_path: Path, base: Callable[..., str]
 ) -> None:
-    several = ["train.epochs=3", "train.lr=0.003"]
+    several = ["train.ppo_epochs=3", "train.lr=0.003"]
     assert learnt(recipe, [*several, f"{option}=0.001"], tmp_path / "run") != base(recipe, *several)
 
 
@@ -264,8 +264,8 @@ def test_the_same_recipe_learns_the_same(recipe: Path, tmp_path: Path, base: Cal
     ("options", "steps", "conversations"),
     [
         ([], [0, 2], 3),
-        (["eval.rows=1"], [0, 2], 1),
-        (["eval.samples=2"], [0, 2], 6),
+        (["eval.max_rows=1"], [0, 2], 1),
+        (["eval.samples_per_row=2"], [0, 2], 6),
         (["eval.every=1"], [0, 1, 2], 3),
     ],
     ids=str,
@@ -309,7 +309,7 @@ def test_rows_with_longer_prompts_are_left_out(model: Path, recipe: Path, tmp_pa
 def test_evaluations_draw_as_their_own_sampling_says(
     option: str, all_alike: bool, recipe: Path, tmp_path: Path
 ) -> None:
-    run(recipe, ["train.steps=1", "eval.samples=6", f"eval.sampling.{option}"], tmp_path / "run")
+    run(recipe, ["train.steps=1", "eval.samples_per_row=6", f"eval.sampling.{option}"], tmp_path / "run")
 
     def said(name: str) -> list[set[str]]:
         rows: dict[str, set[str]] = {}
@@ -357,7 +357,7 @@ def sft_recipe(model: Path, tmp_path: Path) -> Path:
         "model": {"path": str(model)},
         "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl")},
         "limits": {"context": 120},
-        "sft": {"batch_rows": 3, "lr": 0.001},
+        "sft": {"batch_size": 3, "lr": 0.001},
         "deterministic": True,
     }
     path = tmp_path / "sft.yaml"
@@ -420,9 +420,9 @@ def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
 @pytest.mark.parametrize(
     ("override", "read_off"),
     [
-        ("sanity=disable", lambda run: run.table.renderer.sanity == "disable"),
+        ("tokenization_sanity_check=disable", lambda run: run.table.renderer.sanity == "disable"),
         ("tool_format=llama3", lambda run: run.table.renderer.tool_format.name == "llama3"),
-        ("concurrent=3", lambda run: run.table.concurrent == 3),
+        ("max_concurrent=3", lambda run: run.table.max_concurrent == 3),
         ("train.share_prompts=never", lambda run: not run.policy.shares_prompts),
         ("limits.context=99", lambda run: run.table.limits.context == 99),
     ],

@@ -60,7 +60,7 @@ def write_recipe(path: Path, rows: Path | None = None, **more: Any) -> Path:
     options = {
         "data": {"train": str(rows or save_rows(path / "rows.jsonl", 3))},
         "environment": f"{PLACES}:low_bytes",
-        "train": {"rows": 2, "group": 2},
+        "train": {"batch_size": 2, "group_size": 2},
         **more,
     }
     (path / "recipe.yaml").write_text(yaml.safe_dump(options))
@@ -365,9 +365,9 @@ def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_p
 
 
 def test_an_option_that_makes_no_difference_is_told_and_is_no_failure(model: Path, tmp_path: Path) -> None:
-    found = take_effect(load(write_recipe(tmp_path), ["data.limit=1000", f"model.path={model}"])[0])
+    found = take_effect(load(write_recipe(tmp_path), ["data.max_rows=1000", f"model.path={model}"])[0])
     assert found.status == "note"
-    assert found.text.endswith("it makes no difference here to leave out data.limit")
+    assert found.text.endswith("it makes no difference here to leave out data.max_rows")
 
 
 @pytest.mark.slow

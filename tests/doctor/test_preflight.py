@@ -40,7 +40,7 @@ def recipe(path: Path, model: Path, *overrides: str) -> Config:
         "model": {"path": str(model)},
         "data": {"train": str(save_rows(path / "rows.jsonl", 2))},
         "reward": {"trajectory": [f"{PLACES}:length"]},
-        "train": {"rows": 1, "group": 2, "steps": 1},
+        "train": {"batch_size": 1, "group_size": 2, "steps": 1},
         "output": str(path / "run"),
     }
     (path / "recipe.yaml").write_text(yaml.safe_dump(options))

@@ -129,7 +129,7 @@ def test_tools_that_are_made_at_once_in_many_threads_share_one_service() -> None
 
     def make() -> None:
         together.wait()
-        made.append(Search("http://h:8000/shared", concurrent=2))
+        made.append(Search("http://h:8000/shared", max_concurrent=2))
 
     threads = [threading.Thread(target=make) for _ in range(16)]
     for thread in threads:

@@ -143,8 +143,8 @@ def test_aliases_that_expand_to_billions_of_values_are_refused(tmp_path: Path) -
 
 
 def test_options_of_turnwise_rollout_are_refused_in_training() -> None:
-    config, _ = load(ROOT / "recipes" / "calculator.yaml", ["rollout.rows=3"])
-    with pytest.raises(TurnwiseError, match=r"rollout\.rows has no effect in training"):
+    config, _ = load(ROOT / "recipes" / "calculator.yaml", ["rollout.max_rows=3"])
+    with pytest.raises(TurnwiseError, match=r"rollout\.max_rows has no effect in training"):
         refuse_without_effect(config)
 
 

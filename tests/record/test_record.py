@@ -42,12 +42,17 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
     (record,) = read(tmp_path / "t.jsonl")
     assert list(record) == [
         "step", "id", "group", "row", "stop", "error", "reward", "rewards", "tools", "messages", "turns", "segments",
-        "logprob_kind", "drift", "seconds",
+        "logprob_kind", "template_mismatch", "seconds",
     ]  # fmt: skip
     assert (record["step"], record["id"], record["group"]) == (4, "r1/0", "r1")
     assert [tool["function"]["name"] for tool in record["tools"]] == ["add"]
     assert record["row"] == {"id": "r1", "answer": 3, "level": "easy"}
-    assert (record["stop"], record["error"], record["drift"], record["logprob_kind"]) == ("done", None, None, "none")
+    assert (record["stop"], record["error"], record["template_mismatch"], record["logprob_kind"]) == (
+        "done",
+        None,
+        None,
+        "none",
+    )
     assert (record["reward"], record["rewards"]) == (1.5, {"turns": 0.0, "judge": 1.5})
     assert record["messages"] == one.messages
     assert [message["role"] for message in record["messages"]] == [

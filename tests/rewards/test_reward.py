@@ -165,7 +165,7 @@ def test_a_reward_that_takes_too_long_names_the_bound() -> None:
     assert one.error is not None
     assert (one.error.kind, one.error.message) == (
         "reward",
-        "the reward functions took longer than reward.seconds=0.05",
+        "the reward functions took longer than reward.timeout=0.05",
     )
 
 
@@ -295,7 +295,7 @@ def test_none_says_that_a_function_of_the_group_does_not_apply() -> None:
         ),
         (lambda several: "abc", "the reward function 'together' gave 'abc' for the 3 trajectories"),
         (lambda several: {"a": 1.0}, "the reward function 'together' gave {'a': 1.0} for the 3 trajectories"),
-        (lambda several: asyncio.sleep(1), "the reward function 'together' took longer than reward.seconds=0.05"),
+        (lambda several: asyncio.sleep(1), "the reward function 'together' took longer than reward.timeout=0.05"),
     ],
 )
 def test_a_function_of_the_group_that_breaks_breaks_those_that_it_was_asked_about(function: Any, message: str) -> None:

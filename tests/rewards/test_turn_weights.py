@@ -253,7 +253,7 @@ def options(model: Path, path: Path, **further: Any) -> Config:
         "data": {"train": str(save_rows(path / "train.jsonl"))},
         "environment": f"{SUPPORT / 'places.py'}:low_bytes",
         "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 1, "rows": 4, "group": 4, "lr": 0.01},
+        "train": {"steps": 1, "batch_size": 4, "group_size": 4, "lr": 0.01},
         "output": str(path / "run"),
     }
     return Config.model_validate({**tree, **further})
@@ -284,7 +284,10 @@ def test_a_run_trains_on_the_turns_of_the_mask_only_and_records_the_weights(mode
 
 def test_a_function_that_breaks_costs_its_conversations_and_not_the_run(model: Path, tmp_path: Path) -> None:
     config = options(
-        model, tmp_path, loss_mask=f"{tmp_path}/breaks.py:first_rows", train={"steps": 1, "rows": 8, "group": 2}
+        model,
+        tmp_path,
+        loss_mask=f"{tmp_path}/breaks.py:first_rows",
+        train={"steps": 1, "batch_size": 8, "group_size": 2},
     )
     metrics = learn(config)
     assert metrics["failed"] == 0.5

@@ -53,7 +53,7 @@ def recipe(tmp_path: Path) -> Path:
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{tmp_path / 'user.py'}:slow",
         "limits": {"turns": 1, "tokens_per_turn": 6},
-        "train": {"steps": 1, "rows": 2, "group": 3, "lr": 0.01},
+        "train": {"steps": 1, "batch_size": 2, "group_size": 3, "lr": 0.01},
         "output": str(tmp_path / "run"),
     }
     path = tmp_path / "recipe.yaml"

@@ -41,7 +41,7 @@ def warned(model: Path, path: Path, caplog: pytest.LogCaptureFixture, **options:
             "data": {"train": str(save_rows(path / "train.jsonl"))},
             "environment": f"{PLACES}:low_bytes",
             "limits": {"turns": 2, "tokens_per_turn": 64},
-            "train": {"steps": 5, "rows": 2, "group": 4, "lr": 0.01},
+            "train": {"steps": 5, "batch_size": 2, "group_size": 4, "lr": 0.01},
             "output": str(path / "run"),
             **options,
         }

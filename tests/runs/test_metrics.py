@@ -47,8 +47,8 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "tokens/sampled": sum(one.sampled_tokens for group in groups for one in group.trajectories),
         "tokens/all": sum(len(segment) for group in groups for one in group.trajectories for segment in one.segments),
         "entropy": None,  # nothing was sampled
-        "groups/all_equal": 0.5,  # in the second group only one is whole
-        "drift": 0.0,
+        "groups/zero_std": 0.5,  # in the second group only one is whole
+        "template_mismatch": 0.0,
         "failed": 0.25,
         "version": 0,
         "version/newest": 0,
@@ -75,7 +75,7 @@ def test_where_nothing_is_whole_there_are_no_means() -> None:
     groups = held(Says(RuntimeError("dead")), size=3)
     metrics = conversation_metrics(groups)
     assert [metrics[name] for name in ("reward/mean", "reward/std", "turns/mean", "entropy")] == [None] * 4
-    assert (metrics["failed"], metrics["stop/error"], metrics["groups/all_equal"]) == (1.0, 1.0, 1.0)
+    assert (metrics["failed"], metrics["stop/error"], metrics["groups/zero_std"]) == (1.0, 1.0, 1.0)
     assert conversation_metrics([])["reward/mean"] is None
 
 

@@ -46,7 +46,7 @@ def write_recipe(folder: Path, model: Path) -> Path:
         "data": {"train": str(save_rows(folder / "train.jsonl"))},
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 2, "rows": 2, "group": 3, "lr": 0.01},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 0.01},
         "checkpoint": {"every": 1},
         "output": str(folder / "run"),
     }
@@ -176,13 +176,13 @@ def test_a_change_that_makes_it_another_run_is_refused(copied: Path, change: str
 
 
 def test_what_changes_nothing_that_is_learned_may_change_and_is_reported(copied: Path) -> None:
-    made = resume(copied, "train.steps=3", "checkpoint.keep=1", "concurrent=2", "train.micro_batch_tokens=64")
+    made = resume(copied, "train.steps=3", "checkpoint.keep=1", "max_concurrent=2", "train.micro_batch_tokens=64")
     assert made.notes[0].startswith("resuming with data.eval=None (was /")
     assert [note for note in made.notes[1:] if note.startswith("resuming with")] == [
         "resuming with train.steps=3 (was 2)",
         "resuming with train.micro_batch_tokens=64 (was None)",
         "resuming with checkpoint.keep=1 (was 2)",
-        "resuming with concurrent=2 (was 256)",
+        "resuming with max_concurrent=2 (was 256)",
     ]
     assert made.notes[-1] == "going on after step 2"
     folder = copied.parent / "run"
@@ -237,7 +237,7 @@ def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(copied: Path
     resume(copied, f"data.train={moved}", "train.steps=3")
     assert len(lines(copied.parent / "run" / "metrics.jsonl")) == 3
     with pytest.raises(RunError, match=r"the rows of data\.train=.* are not those .* \(8 then, 4 now\)"):
-        resume(copied, "data.limit=4", "train.steps=4")
+        resume(copied, "data.max_rows=4", "train.steps=4")
     text = data.read_text()
     data.write_text(text.replace('"answer": "3"', '"answer": "4"'))
     with pytest.raises(RunError, match=r"are not those .* \(as many\).*resume_changes='\[data\.train\]'"):
@@ -275,7 +275,7 @@ def test_fine_tuning_is_resumed_by_the_same_rules(model: Path, tmp_path: Path) -
             {
                 "model": {"path": str(model)},
                 "data": {"train": str(tmp_path / "talks.jsonl")},
-                "sft": {"steps": 1, "batch_rows": 2},
+                "sft": {"steps": 1, "batch_size": 2},
                 "output": str(tmp_path / "tuned"),
             }
         )
@@ -288,10 +288,10 @@ def test_fine_tuning_is_resumed_by_the_same_rules(model: Path, tmp_path: Path) -
 
     with pytest.raises(RunError, match=r"sft\.weight_decay=0\.5 \(the run has 0\.0\)"):
         again("sft.weight_decay=0.5")
-    with pytest.raises(RunError, match=r"sft\.batch_rows cannot change"):
-        again("sft.batch_rows=1")
+    with pytest.raises(RunError, match=r"sft\.batch_size cannot change"):
+        again("sft.batch_size=1")
     with pytest.raises(RunError, match=r"the rows of data\.train"):
-        again("data.limit=1")
+        again("data.max_rows=1")
     assert again("sft.steps=2").step == 1
 
 
@@ -358,7 +358,7 @@ def test_a_run_that_was_ended_before_its_first_checkpoint_is_begun_anew(copied: 
 
 def test_conversations_of_a_rollout_are_not_overwritten_by_a_run(recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert main(["rollout", str(recipe), "--out", str(out), "rollout.rows=1"]) == 0
+    assert main(["rollout", str(recipe), "--out", str(out), "rollout.max_rows=1"]) == 0
     before = contents(out)
     assert len(lines(out / "trajectories.jsonl")) == 1
     with pytest.raises(RunError, match=r"holds files of a run and no checkpoint .*`turnwise rollout` makes none"):
@@ -369,7 +369,7 @@ def test_conversations_of_a_rollout_are_not_overwritten_by_a_run(recipe: Path, t
 def test_a_rollout_does_not_write_into_a_run(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = copied.parent / "run"
     before = contents(folder)
-    assert main(["rollout", str(copied), "--out", str(folder), "rollout.rows=1"]) == 1
+    assert main(["rollout", str(copied), "--out", str(folder), "rollout.max_rows=1"]) == 1
     assert "holds a run of `turnwise train` or `sft`: choose another directory" in capsys.readouterr().err
     assert contents(folder) == before
 
@@ -485,7 +485,7 @@ def test_what_a_checkpoint_knows_anyway_is_written_anew(copied: Path, name: str,
     if name == "run.json":
         assert (folder / name).read_bytes() == whole
     else:
-        assert Config.model_validate(yaml.safe_load((folder / name).read_text())).train.rows == 2
+        assert Config.model_validate(yaml.safe_load((folder / name).read_text())).train.batch_size == 2
 
 
 # one process at a time
@@ -533,14 +533,14 @@ def test_a_rollout_holds_the_lock_of_its_directory(
     assert holder.stdout is not None
     holder.stdout.readline()
     try:
-        assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.rows=1"]) == 1
+        assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.max_rows=1"]) == 1
         assert "is writing" in capsys.readouterr().err
         assert not (tmp_path / "out" / "trajectories.jsonl").exists()
     finally:
         holder.kill()
         holder.stdout.close()
         holder.wait()
-    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.rows=1"]) == 0
+    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.max_rows=1"]) == 0
 
 
 def test_the_lock_is_released_when_a_run_ends(recipe: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     options = {
         "model": {"path": str(model)},
         "data": {"train": write(tmp_path / "train.jsonl", [talk(n) for n in range(6)])},
-        "sft": {"steps": 3, "batch_rows": 4, "lr": 0.01},
+        "sft": {"steps": 3, "batch_size": 4, "lr": 0.01},
         "checkpoint": {"every": 100},
         "output": str(tmp_path / "run"),
     }
@@ -131,7 +131,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def test_the_loss_is_the_cross_entropy_of_the_answers_and_their_ends(recipe: Path, model: Path) -> None:
-    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_rows=6")
+    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_size=6")
     expected = [loss for n in range(6) for turn in losses(model, talk(n)) for loss in turn]
     assert (
         first["tokens/trained"] == len(expected) == sum(11 + 3 * n for n in range(6))
@@ -140,14 +140,14 @@ def test_the_loss_is_the_cross_entropy_of_the_answers_and_their_ends(recipe: Pat
 
 
 def test_a_conversation_weighs_as_much_as_another_if_the_average_says_so(recipe: Path, model: Path) -> None:
-    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_rows=6", "sft.loss_average=sequence")
+    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_size=6", "sft.loss_average=sequence")
     expected = mean([mean([loss for turn in losses(model, talk(n)) for loss in turn]) for n in range(6)])
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_messages_weigh_what_the_data_says(recipe: Path, model: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "weights.jsonl", [talk(0, weight=0.5), talk(1, weight=0)])
-    (first,) = metrics(recipe, f"data.train={source}", "sft.steps=1", "sft.batch_rows=2")
+    (first,) = metrics(recipe, f"data.train={source}", "sft.steps=1", "sft.batch_size=2")
     (one, half), (other, _) = losses(model, talk(0)), losses(model, talk(1))
     expected = (sum(one) + 0.5 * sum(half) + sum(other)) / (len(one) + 0.5 * len(half) + len(other))
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
@@ -156,7 +156,7 @@ def test_messages_weigh_what_the_data_says(recipe: Path, model: Path, tmp_path: 
 
 def test_the_mask_and_the_datas_weights_are_multiplied(recipe: Path, model: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "weights.jsonl", [talk(0), talk(1, weight=0)])
-    (first,) = metrics(recipe, f"data.train={source}", "loss_mask=last_turn", "sft.steps=1", "sft.batch_rows=2")
+    (first,) = metrics(recipe, f"data.train={source}", "loss_mask=last_turn", "sft.steps=1", "sft.batch_size=2")
     _, last = losses(model, talk(0))
     assert first["loss"] == pytest.approx(mean(last), rel=1e-5)
     assert first["tokens/trained"] == len(last)
@@ -164,7 +164,7 @@ def test_the_mask_and_the_datas_weights_are_multiplied(recipe: Path, model: Path
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
 def test_packed_conversations_do_not_see_each_other(recipe: Path, average: str) -> None:
-    options = ["sft.batch_rows=6", f"sft.loss_average={average}"]
+    options = ["sft.batch_size=6", f"sft.loss_average={average}"]
     packed = metrics(recipe, *options, "sft.micro_batch_tokens=100000")
     apart = metrics(recipe, *options, "sft.micro_batch_tokens=1")
     for one, other in zip(packed, apart, strict=True):
@@ -203,7 +203,7 @@ def test_tools_of_the_recipe_are_offered_where_a_row_names_none(recipe: Path, tm
     tool = {"type": "function", "function": {"name": "own", "description": "", "parameters": {"type": "object"}}}
     source = write(tmp_path / "tools.jsonl", [talk(0), {"messages": talk(1), "tools": [tool]}])
     tools = ["tools=[turnwise.environments.calculator:calculator]", "data.shuffle=false"]
-    out = run(recipe, f"data.train={source}", *tools, "sft.steps=1", "sft.batch_rows=2")
+    out = run(recipe, f"data.train={source}", *tools, "sft.steps=1", "sft.batch_size=2")
     tokenizer = AutoTokenizer.from_pretrained(load(recipe)[0].model.path)
     texts = [tokenizer.decode(one["segments"][0]["token_ids"]) for one in lines(out / "trajectories.jsonl")]
     assert ['"name": "calculator"' in text for text in texts] == [True, False]
@@ -224,7 +224,7 @@ def test_images_are_seen(tmp_path: Path) -> None:
     options = {
         "model": {"path": str(save_vision_model(tmp_path / "model"))},
         "data": {"train": write(tmp_path / "train.jsonl", [{"messages": told, "images": ["a.png"]}, talk(0)])},
-        "sft": {"steps": 2, "batch_rows": 2, "lr": 0.01},
+        "sft": {"steps": 2, "batch_size": 2, "lr": 0.01},
         "output": str(tmp_path / "run"),
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(options))
@@ -247,7 +247,7 @@ def test_what_is_too_long_is_left_out_and_told_with_its_row(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "long.jsonl", [talk(0), LONG, talk(1)])
-    options = [f"data.train={source}", "limits.context=120", "sft.batch_rows=3", "sft.steps=2"]
+    options = [f"data.train={source}", "limits.context=120", "sft.batch_size=3", "sft.steps=2"]
     assert main(["sft", str(recipe), *options]) == 0
     told = capsys.readouterr().out
     assert told.count("row 2: longer than limits.context=120, and left out; raise it") == 1
@@ -261,7 +261,7 @@ def test_what_is_too_long_is_left_out_and_told_with_its_row(
 def test_what_is_too_long_is_learnt_up_to_there_if_it_may_be_cut(recipe: Path, tmp_path: Path, model: Path) -> None:
     source = write(tmp_path / "long.jsonl", [LONG])
     (first,) = metrics(
-        recipe, f"data.train={source}", "limits.context=120", "sft.too_long=cut", "sft.batch_rows=1", "sft.steps=1"
+        recipe, f"data.train={source}", "limits.context=120", "sft.too_long=cut", "sft.batch_size=1", "sft.steps=1"
     )
     (whole,) = losses(model, LONG)
     prompt = len("<user\nCount.>\n<assistant\n")  # each mark is one token
@@ -273,14 +273,14 @@ def test_a_row_without_room_for_its_question_breaks_alone(recipe: Path, tmp_path
     asked = [{"role": "user", "content": "x" * 300}, LONG[1]]
     source = write(tmp_path / "long.jsonl", [talk(0), asked])
     for too_long in ("leave_out", "cut"):
-        options = ["limits.context=120", "sft.steps=1", "sft.batch_rows=2", f"sft.too_long={too_long}"]
+        options = ["limits.context=120", "sft.steps=1", "sft.batch_size=2", f"sft.too_long={too_long}"]
         (first,) = metrics(recipe, f"data.train={source}", *options)
         assert (first["failed"], first["left_out"], first["tokens/trained"]) == (0.5, 0.0, 11)
 
 
 def test_a_step_of_rows_that_are_left_out_is_one_without_learning(recipe: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "long.jsonl", [LONG, talk(0)])
-    found = metrics(recipe, f"data.train={source}", "limits.context=120", "sft.batch_rows=1", "sft.steps=4")
+    found = metrics(recipe, f"data.train={source}", "limits.context=120", "sft.batch_size=1", "sft.steps=4")
     assert sorted(one["tokens/trained"] for one in found) == [0, 0, 11, 11]
     assert {one["loss"] is None for one in found if not one["tokens/trained"]} == {True}
 
@@ -289,7 +289,7 @@ def test_data_of_which_nothing_can_be_learnt_ends_the_run_with_the_rows(recipe: 
     source = write(tmp_path / "long.jsonl", [LONG, LONG])
     nothing = r"no conversation of the data can be learnt from:\n  rows 1, 2: longer than limits.context=120"
     with pytest.raises(RolloutError, match=nothing):
-        run(recipe, f"data.train={source}", "limits.context=120", "sft.batch_rows=2", "data.shuffle=false")
+        run(recipe, f"data.train={source}", "limits.context=120", "sft.batch_size=2", "data.shuffle=false")
     with pytest.raises(RolloutError, match=r"no held-out conversation .* can be measured:\n  rows 1, 2: longer"):
         run(recipe, f"data.eval={source}", "limits.context=120")
 
@@ -347,7 +347,7 @@ def test_the_rate_goes_as_the_schedule_says(recipe: Path) -> None:
         return [one["lr"] for one in metrics(recipe, "sft.steps=4", "sft.lr=0.4", *options)]
 
     assert rates("sft.warmup_steps=2") == pytest.approx([0.2, 0.4, 0.4, 0.2])
-    assert rates("sft.schedule=cosine") == pytest.approx([0.2 * (1 + math.cos(math.pi * n / 4)) for n in range(4)])
+    assert rates("sft.lr_schedule=cosine") == pytest.approx([0.2 * (1 + math.cos(math.pi * n / 4)) for n in range(4)])
 
 
 def test_epochs_are_as_many_steps_as_they_need(recipe: Path) -> None:
@@ -357,24 +357,24 @@ def test_epochs_are_as_many_steps_as_they_need(recipe: Path) -> None:
 
 
 def test_all_rows_are_used_once_before_one_is_used_twice(recipe: Path, tmp_path: Path) -> None:
-    out = run(recipe, "sft.batch_rows=3", "sft.steps=4")
+    out = run(recipe, "sft.batch_size=3", "sft.steps=4")
     used = [one["row"]["id"] for one in lines(out / "trajectories.jsonl")]
     assert sorted(used[:6]) == sorted(used[6:]) == ["1", "2", "3", "4", "5", "6"]
     assert used[:6] != used[6:]
-    out = run(recipe, "sft.batch_rows=3", "sft.steps=2", "data.shuffle=false")
+    out = run(recipe, "sft.batch_size=3", "sft.steps=2", "data.shuffle=false")
     assert [one["row"]["id"] for one in lines(out / "trajectories.jsonl")] == list("123456")
 
 
 def test_the_record_holds_as_many_conversations_as_it_is_to(recipe: Path, tmp_path: Path) -> None:
-    out = run(recipe, "sft.record_rows=5", "sft.steps=2")
+    out = run(recipe, "sft.max_recorded_rows=5", "sft.steps=2")
     assert [one["step"] for one in lines(out / "trajectories.jsonl")] == [1, 1, 1, 1, 2]
-    out = run(recipe, "sft.record_rows=0", "sft.steps=1")
+    out = run(recipe, "sft.max_recorded_rows=0", "sft.steps=1")
     assert lines(out / "trajectories.jsonl") == []
 
 
 def test_the_held_out_loss_is_that_of_all_tokens_together(recipe: Path, model: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "eval.jsonl", [talk(n) for n in (7, 8, 9)])
-    out = run(recipe, f"data.eval={source}", "sft.eval_every=2", "sft.eval_rows=2", "sft.micro_batch_tokens=64")
+    out = run(recipe, f"data.eval={source}", "sft.eval_every=2", "sft.max_eval_rows=2", "sft.micro_batch_tokens=64")
     found = lines(out / "evaluations.jsonl")
     expected = [loss for n in (7, 8) for turn in losses(model, talk(n)) for loss in turn]
     assert [one["step"] for one in found] == [0, 2, 3]
@@ -387,7 +387,7 @@ def test_the_held_out_loss_is_that_of_all_tokens_together(recipe: Path, model: P
 
 
 def test_a_system_message_of_the_recipe_is_in_the_tokens(recipe: Path, model: Path) -> None:
-    (first,) = metrics(recipe, "data.system=Add.", "data.limit=2", "sft.steps=1", "sft.batch_rows=2")
+    (first,) = metrics(recipe, "data.system_prompt=Add.", "data.max_rows=2", "sft.steps=1", "sft.batch_size=2")
     expected = [loss for n in range(2) for turn in losses(model, [SYSTEM, *talk(n)]) for loss in turn]
     assert first["loss"] == pytest.approx(mean(expected), rel=1e-5)
 
@@ -396,20 +396,22 @@ REFUSED: Mapping[str, str] = {
     "sft.epochs=2": "sft.epochs=2 has no effect beside sft.steps=3: remove one of them",
     "sft.warmup_steps=3": "sft.warmup_steps=3 leaves none of sft.steps=3 at the full rate",
     "sft.eval_every=2": "sft.eval_every has no effect without held-out rows: set data.eval",
-    "sft.eval_rows=2": "sft.eval_rows has no effect without held-out rows: set data.eval",
+    "sft.max_eval_rows=2": "sft.max_eval_rows has no effect without held-out rows: set data.eval",
     "data.eval_split=dev": "data.eval_split has no effect without data.eval",
     "data.split=dev": "data.split has no effect on the single file",
     "data.subset=x": "data.subset has no effect on the single file",
     "environment=turnwise.environments.users:checked_answer": "has no effect in fine-tuning (the data says what comes after",
     "engine.slots=3": "engine.slots has no effect in fine-tuning (nothing is sampled)",
     "train.lr=0.1": "train.lr has no effect in fine-tuning (it is an option of `turnwise train`); use sft.lr",
-    "train.rows=3": "train.rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.batch_rows",
-    "train.group=3": "train.group has no effect in fine-tuning (it is an option of `turnwise train`); remove it",
-    "eval.rows=3": "eval.rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.eval_rows",
-    "rollout.rows=3": "rollout.rows has no effect in fine-tuning (it is an option of `turnwise rollout`); remove it",
+    "train.batch_size=3": (
+        "train.batch_size has no effect in fine-tuning (it is an option of `turnwise train`); use sft.batch_size"
+    ),
+    "train.group_size=3": "train.group_size has no effect in fine-tuning (it is an option of `turnwise train`); remove it",
+    "eval.max_rows=3": "eval.max_rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.max_eval_rows",
+    "rollout.max_rows=3": "rollout.max_rows has no effect in fine-tuning (it is an option of `turnwise rollout`); remove it",
     "sampling.top_k=3": "sampling.top_k has no effect in fine-tuning (nothing is sampled); remove it",
     "credit.scale=none": "credit.scale has no effect in fine-tuning (nothing is rewarded); remove it",
-    "reward.seconds=3": "reward.seconds has no effect in fine-tuning (nothing is rewarded); remove it",
+    "reward.timeout=3": "reward.timeout has no effect in fine-tuning (nothing is rewarded); remove it",
     "tool_calls.max_parallel_calls=3": "tool_calls.max_parallel_calls has no effect in fine-tuning (no tool is run",
     "tools=[{use: 'turnwise.environments.calculator:calculator', timeout: 3}]": "tools.0.timeout has no effect in",
     "mcp.retries=3": "mcp.retries has no effect in fine-tuning (no tool is run); remove it",
@@ -446,7 +448,7 @@ def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
     from turnwise.config.train_checks import refuse_without_effect
 
     with pytest.raises(
-        ConfigError, match=r"sft.batch_rows has no effect in training: it is an option of `turnwise sft`"
+        ConfigError, match=r"sft.batch_size has no effect in training: it is an option of `turnwise sft`"
     ):
         refuse_without_effect(load(recipe)[0])
 
@@ -456,7 +458,7 @@ def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
 
 def test_a_run_that_is_gone_on_with_is_bit_identical(recipe: Path, tmp_path: Path) -> None:
     held_out = write(tmp_path / "eval.jsonl", [talk(9)])
-    options = ["deterministic=true", f"data.eval={held_out}", "sft.eval_every=1", "sft.schedule=constant"]
+    options = ["deterministic=true", f"data.eval={held_out}", "sft.eval_every=1", "sft.lr_schedule=constant"]
     run(recipe, *options, "sft.steps=4", f"output={tmp_path / 'straight'}")
     run(recipe, *options, "sft.steps=2", f"output={tmp_path / 'parts'}")
     with (tmp_path / "parts/metrics.jsonl").open("a") as file:
@@ -523,13 +525,13 @@ def test_the_recipe_of_the_repository_takes_two_steps(tmp_path: Path, monkeypatc
         "sft.steps=2",
         "sft.epochs=1",
         "sft.warmup_steps=1",
-        "sft.batch_rows=8",
-        "sft.eval_rows=8",
+        "sft.batch_size=8",
+        "sft.max_eval_rows=8",
         "sft.eval_every=0",
     ]
     assert main(["sft", "recipes/sft.yaml", *small, f"output={tmp_path / 'run'}"]) == 0
     found = lines(tmp_path / "run/metrics.jsonl")
-    assert [(one["step"], one["failed"], one["drift"], one["left_out"]) for one in found] == [
+    assert [(one["step"], one["failed"], one["template_mismatch"], one["left_out"]) for one in found] == [
         (1, 0, 0, 0),
         (2, 0, 0, 0),
     ]

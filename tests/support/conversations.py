@@ -117,7 +117,7 @@ def a_table(
         make_environment=make_environment,
         sampling=sampling or Sampling(),
         limits=limits or Limits(turns=8, tokens_per_turn=400),
-        concurrent=concurrent,
+        max_concurrent=concurrent,
         lockstep=lockstep,
         thinking=thinking,
     )

@@ -71,7 +71,7 @@ def test_engine_and_trainer_agree_about_videos_of_rows(model: Path, tmp_path: Pa
         "data": {"train": str(tmp_path / "rows.jsonl")},
         "reward": {"trajectory": [f"{tmp_path / 'reward.py'}:long"]},
         "limits": {"turns": 1, "tokens_per_turn": 8},
-        "train": {"steps": 2, "rows": 2, "group": 4, "lr": 1e-3},
+        "train": {"steps": 2, "batch_size": 2, "group_size": 4, "lr": 1e-3},
         "output": str(tmp_path / "run"),
     }
     run = assemble(Config.model_validate(config))

@@ -266,7 +266,7 @@ def scorer(config: Config) -> Scorer:
         ],
         turns=[TurnReward(*named(use, f"turns.{n}", (None, None))) for n, use in enumerate(options.turns)],
         groups=[GroupReward(*named(use, f"group.{n}", ((),))) for n, use in enumerate(options.group)],
-        seconds=options.seconds,
+        seconds=options.timeout,
     )
 
 
@@ -379,20 +379,22 @@ def learning_rate(config: Config, step: int) -> float:
     from turnwise.training.policy import lr_at  # torch
 
     options = config.train
-    return lr_at(step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=options.steps)
+    return lr_at(
+        step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=options.steps
+    )
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
-    """The recipe's rows; `limit` is a further bound beside data.limit."""
+    """The recipe's rows; `limit` is a further bound beside data.max_rows."""
     data = config.data
-    bounds = [bound for bound in (limit, data.limit) if bound is not None]
+    bounds = [bound for bound in (limit, data.max_rows) if bound is not None]
     source = data.eval if held_out and data.eval is not None else data.train
     return read_rows(
         source,
         columns=data.columns,
         split=data.eval_split if held_out else data.split,
         subset=data.subset,
-        system=data.system,
+        system=data.system_prompt,
         limit=min(bounds, default=None),
     )
 

@@ -1,7 +1,8 @@
 """A segment held against one `apply_chat_template` pass over its messages: the sanity check, and the `branch` policy.
 
 Both ask the same question and take nothing from how the segment was made: no bridge and no base conversation. The messages are
-rendered and encoded once, and token ids are compared. Only where they differ, `sanity` finds out from the texts where and why.
+rendered and encoded once, and token ids are compared. Only where they differ, `token_differences` finds out from the texts
+where and why.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     Returns the summary, which is also the one line of `out/metrics.jsonl`. Raises TurnwiseError: a RolloutError, when all is
     written, if all conversations broke.
     """
-    renderer = Renderer.from_pretrained(config.model.path, sanity=config.sanity, tool_format=config.tool_format)
+    renderer = Renderer.from_pretrained(
+        config.model.path, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
+    )
     for note in preflight(config, renderer):
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
@@ -46,12 +48,12 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
 async def _collect(
     config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
 ) -> dict[str, Any]:
-    rows, notes = build.short_enough(config, build.rows(config, limit=config.rollout.rows), renderer)
+    rows, notes = build.short_enough(config, build.rows(config, limit=config.rollout.max_rows), renderer)
     for note in notes:
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     scorer, mask = build.scorer(config), build.loss_mask(config)
     rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
-    groups = [new_group(row, size=config.rollout.samples, seed=config.seed) for row in rows]
+    groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
     engine, longest, groups = _engine(config, renderer, groups)
     table = RolloutContext(
         engine=engine,
@@ -60,7 +62,7 @@ async def _collect(
         sampling=build.sampling(config),
         limits=build.limits(config, longest=longest),
         thinking=config.thinking,
-        concurrent=config.concurrent,
+        max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
     )
     started = time.perf_counter()
@@ -111,8 +113,8 @@ def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[En
         trajectories = [one for group in groups for one in group.trajectories]
         if len(lines) > len(trajectories):
             raise DataError(
-                f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples="
-                f"{config.rollout.samples} make {len(trajectories)} conversations; there must be a row for each script"
+                f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples_per_row="
+                f"{config.rollout.samples_per_row} make {len(trajectories)} conversations; there must be a row for each script"
             )
         named = {one.id: script for one, script in zip(trajectories, lines, strict=False)}
         for group in groups:  # the script says how many conversations there are

@@ -44,7 +44,7 @@ class InstancePool:
             return self._lend(group)
         if in_lockstep():
             raise self._too_few(
-                "with deterministic: true none waits for another; set `concurrent` to that number at most"
+                "with deterministic: true none waits for another; set `max_concurrent` to that number at most"
             )
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, future))

@@ -94,9 +94,9 @@ class EvaluationSampling(Part):
 class Evaluation(Part):
     """Conversations on held-out rows."""
 
-    rows: Positive | None = None
+    max_rows: Positive | None = None
     """Only the first ones."""
-    samples: Positive = 1
+    samples_per_row: Positive = 1
     """Conversations for each row."""
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 evaluates before and after training."""
@@ -111,10 +111,10 @@ class Sft(Part):
     """Optimizer steps; null takes as many as `sft.epochs` need."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the rows, where `sft.steps` is null."""
-    batch_rows: Positive = 16
+    batch_size: Positive = 16
     """Conversations of each step."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NotNegative = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -128,7 +128,7 @@ class Sft(Part):
     there."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """Steps between held-out losses; 0 takes them before and after training."""
-    eval_rows: Positive | None = None
+    max_eval_rows: Positive | None = None
     """Only the first held-out rows."""
-    record_rows: Annotated[int, Field(ge=0)] = 32
+    max_recorded_rows: Annotated[int, Field(ge=0)] = 32
     """Conversations in trajectories.jsonl, token by token: the first ones that are learnt from."""

@@ -36,7 +36,7 @@ RULES: Mapping[str, Rule] = {
     "model.dtype": "fixed",
     "model.device": "free",
     # where the rows come from is free; which rows they are is compared by their contents
-    **_all("rows", "data.", "train split subset columns system limit"),
+    **_all("rows", "data.", "train split subset columns system_prompt max_rows"),
     **_all("free", "data.", "eval eval_split"),
     **_all("named", "data.", "max_prompt_tokens shuffle"),  # the comparison of rows is made before any is left out
     "data.return_multi_modal_inputs": "free",
@@ -58,30 +58,32 @@ RULES: Mapping[str, Rule] = {
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
     **_all("free", "limits.", "seconds_per_turn seconds"),
-    "sanity": "free",
+    "tokenization_sanity_check": "free",
     **_all("named", "", "thinking use_inference_chat_template tool_format"),
     # what is learned from it
     **_all("named", "reward.trajectory[].", "use arguments weight name"),
     **_all("named", "reward.turns[].", "use arguments weight name"),
     **_all("named", "reward.group[].", "use arguments weight name"),
-    "reward.seconds": "free",
+    "reward.timeout": "free",
     **_all("named", "credit.", "name scale"),
     "loss_mask": "named",
     "train.steps": "free",
     **_all(
-        "named", "train.", "rows group lr schedule warmup_steps weight_decay betas max_grad_norm minibatches epochs"
+        "named",
+        "train.",
+        "batch_size group_size lr lr_schedule warmup_steps weight_decay betas max_grad_norm minibatches ppo_epochs",
     ),
     **_all("named", "train.", "clip_low clip_high loss_average kl_coef entropy_coef overlap"),
     **_all("free", "train.", "micro_batch_tokens share_prompts"),
-    **_all("free", "eval.", "rows samples every"),
+    **_all("free", "eval.", "max_rows samples_per_row every"),
     **_all("free", "eval.sampling.", "temperature top_p top_k min_p"),
-    **_all("free", "rollout.", "rows samples"),
-    **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every eval_rows record_rows"),
-    **_all("named", "sft.", "lr schedule warmup_steps weight_decay betas max_grad_norm loss_average too_long"),
-    "sft.batch_rows": "fixed",  # the place in the data is counted in steps
+    **_all("free", "rollout.", "max_rows samples_per_row"),
+    **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every max_eval_rows max_recorded_rows"),
+    **_all("named", "sft.", "lr lr_schedule warmup_steps weight_decay betas max_grad_norm loss_average too_long"),
+    "sft.batch_size": "fixed",  # the place in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
-    **_all("free", "", "concurrent output resume resume_changes replace"),
+    **_all("free", "", "max_concurrent output resume resume_changes replace"),
     **_all("named", "", "seed deterministic"),
 }
 

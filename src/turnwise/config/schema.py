@@ -81,10 +81,10 @@ class Data(Part):
     """Of a hub data set with several configurations."""
     columns: dict[str, str] = {}
     """Our name to the data's: `{prompt: question}`."""
-    system: str | None = None
+    system_prompt: str | None = None
     """Put before prompts that have no system message."""
     shuffle: bool = True
-    limit: Positive | None = None
+    max_rows: Positive | None = None
     """Use only the first rows."""
     max_prompt_tokens: Positive | None = None
     """Leave out rows whose prompt has more tokens than this in the chat template, tools not counted."""
@@ -181,7 +181,7 @@ class Reward(Part):
     group: list[RewardUse] = []
     """Functions of all finished trajectories of a row, to a list of numbers; asked once for each row. None in the list means
     that the function does not apply to that trajectory."""
-    seconds: Annotated[float, Field(gt=0)] | None = 120.0
+    timeout: Annotated[float, Field(gt=0)] | None = 120.0
     """What the async functions of one trajectory may take together, and each async function of a group."""
 
 
@@ -197,19 +197,19 @@ class Train(Part):
     """The optimization."""
 
     steps: Positive = 100
-    rows: Positive = 16
+    batch_size: Positive = 16
     """Rows of each step."""
-    group: Positive = 8
+    group_size: Positive = 8
     """Trajectories of each row."""
     lr: NotNegative = 1e-6
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     weight_decay: NotNegative = 0.0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     minibatches: Positive = 1
     """Optimizer steps on each batch of trajectories."""
-    epochs: Positive = 1
+    ppo_epochs: Positive = 1
     """Passes over each batch of trajectories."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.2
@@ -229,9 +229,9 @@ class Train(Part):
 class Rollout(Part):
     """What `turnwise rollout` does; `turnwise train` has its own numbers."""
 
-    rows: Positive | None = None
+    max_rows: Positive | None = None
     """Only the first ones."""
-    samples: Positive = 1
+    samples_per_row: Positive = 1
     """Conversations for each row."""
 
 
@@ -263,7 +263,7 @@ class Config(Part):
     ] = LocalEngine()
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
-    sanity: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
     """How the tokens of a finished conversation are compared with the template's."""
     thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
     """What becomes of earlier thoughts when a conversation goes on: they stay; or a new segment begins wherever the template
@@ -282,7 +282,7 @@ class Config(Part):
     rollout: Rollout = Rollout()
     sft: Sft = Sft()
     checkpoint: Checkpoint = Checkpoint()
-    concurrent: Positive = 256
+    max_concurrent: Positive = 256
     """Conversations that are held at once."""
     output: NonEmpty = "runs/latest"
     """The run's directory."""

@@ -17,7 +17,7 @@ def refuse_sft_without_effect(config: Config) -> None:
     """
     sft, data = config.sft, config.data
     of_sft = changed(sft)
-    evaluation = next((name for name in ("eval_every", "eval_rows") if name in of_sft), None)
+    evaluation = next((name for name in ("eval_every", "max_eval_rows") if name in of_sft), None)
     problems = [
         (
             sft.steps is not None and "epochs" in of_sft,
@@ -28,7 +28,7 @@ def refuse_sft_without_effect(config: Config) -> None:
             f"sft.warmup_steps={sft.warmup_steps} leaves none of sft.steps={sft.steps} at the full rate",
         ),
         (
-            sft.warmup_steps == 1 and sft.schedule == "constant",
+            sft.warmup_steps == 1 and sft.lr_schedule == "constant",
             "sft.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
         ),
         (
@@ -83,7 +83,7 @@ def _other_sections(config: Config) -> list[tuple[bool, str]]:
     }
     for section, (part, why) in sections.items():
         for name in sorted(changed(part)):
-            ours = f"eval_{name}" if section == "eval" else {"rows": "batch_rows"}.get(name, name)
+            ours = {"max_rows": "max_eval_rows", "every": "eval_every"}.get(name, "") if section == "eval" else name
             instead = f"use sft.{ours}" if section in ("train", "eval") and ours in Sft.model_fields else "remove it"
             found.append((True, f"{section}.{name} has no effect in fine-tuning ({why}); {instead}"))
     for name in sorted(changed(config.limits) - {"context"}):

@@ -23,17 +23,17 @@ def refuse_without_effect(config: Config) -> None:
     Raises ConfigError.
     """
     train, data = config.train, config.data
-    on_policy = train.minibatches == 1 and train.epochs == 1 and not train.overlap
+    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
     of_train, of_sft = changed(train), sorted(changed(config.sft))
     problems: list[tuple[bool, str]] = [
         (
             on_policy and bool({"clip_low", "clip_high"} & of_train),
             "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
-            "1): remove them, or set train.minibatches, train.epochs or train.overlap",
+            "1): remove them, or set train.minibatches, train.ppo_epochs or train.overlap",
         ),
         (
-            config.credit.name == "grpo" and train.group < 2,
-            f"train.group={train.group}: credit grpo compares trajectories of one row, so it needs at least 2",
+            config.credit.name == "grpo" and train.group_size < 2,
+            f"train.group_size={train.group_size}: credit grpo compares trajectories of one row, so it needs at least 2",
         ),
         (
             config.sampling.temperature == 0,
@@ -44,15 +44,16 @@ def refuse_without_effect(config: Config) -> None:
             "train.lr=0 trains nothing; use `turnwise rollout` for conversations without training",
         ),
         (
-            train.minibatches > train.rows * train.group,
-            f"train.minibatches={train.minibatches} is more than the {train.rows * train.group} trajectories of a step",
+            train.minibatches > train.batch_size * train.group_size,
+            f"train.minibatches={train.minibatches} is more than the {train.batch_size * train.group_size} trajectories of "
+            "a step",
         ),
         (
             train.warmup_steps >= train.steps,
             f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
         ),
         (
-            train.warmup_steps == 1 and train.schedule == "constant",
+            train.warmup_steps == 1 and train.lr_schedule == "constant",
             "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
         ),
         (
@@ -80,7 +81,7 @@ def refuse_without_effect(config: Config) -> None:
         (
             bool(changed(config.rollout)),
             f"rollout.{min(changed(config.rollout), default='')} has no effect in training: it is an option of `turnwise "
-            f"rollout`; the rows and conversations of a step are train.rows and train.group",
+            f"rollout`; the rows and conversations of a step are train.batch_size and train.group_size",
         ),
         (bool(of_sft), f"sft.{next(iter(of_sft), '')} has no effect in training: it is an option of `turnwise sft`"),
         (

@@ -89,7 +89,7 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterato
         return
     try:
         rows = build.rows(config)
-        held_out = build.rows(config, held_out=True, limit=config.eval.rows) if config.data.eval is not None else []
+        held_out = build.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
     except TurnwiseError as error:
         yield wrong("rows", error)
         return
@@ -111,7 +111,7 @@ def _rule(config: Config | None) -> TurnWeighting | None:
 def _renderer(path: str, config: Config | None) -> Renderer:
     if config is None:
         return Renderer.from_pretrained(path)
-    return Renderer.from_pretrained(path, sanity=config.sanity, tool_format=config.tool_format)
+    return Renderer.from_pretrained(path, sanity=config.tokenization_sanity_check, tool_format=config.tool_format)
 
 
 def _directory(path: str, renderer: Renderer) -> template.Directory:

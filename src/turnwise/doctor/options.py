@@ -153,7 +153,7 @@ EVIDENCE: Mapping[str, Evidence] = {
     "data.train": Named("the rows"),
     "data.eval": Named("the held-out rows"),
     "data.eval_split": Shown(_held_out),
-    **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system", "limit")},
+    **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
     "data.shuffle": Shown(_streams),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": Proven("chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"),
@@ -183,7 +183,7 @@ EVIDENCE: Mapping[str, Evidence] = {
         f"limits.{name}": _LIMITS
         for name in ("turns", "tokens_per_turn", "tokens", "response_tokens", "context", "seconds_per_turn", "seconds")
     },
-    "sanity": _REACHES,
+    "tokenization_sanity_check": _REACHES,
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
@@ -192,34 +192,34 @@ EVIDENCE: Mapping[str, Evidence] = {
         for of in ("trajectory", "turns", "group")
         for name in ("use", "arguments", "weight", "name")
     },
-    "reward.seconds": _REWARDS,
+    "reward.timeout": _REWARDS,
     "credit.name": Named("the estimator"),
     "credit.scale": Shown(_advantages),
     "loss_mask": Shown(_weights),
-    **{f"train.{name}": Shown(_rates) for name in ("steps", "lr", "schedule", "warmup_steps")},
+    **{f"train.{name}": Shown(_rates) for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
     **{
         f"train.{name}": _OPTIMIZATION
         for name in ("weight_decay", "betas", "max_grad_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef")
     },
-    **{f"train.{name}": _LEARNT for name in ("rows", "group", "minibatches", "epochs", "loss_average")},
+    **{f"train.{name}": _LEARNT for name in ("batch_size", "group_size", "minibatches", "ppo_epochs", "loss_average")},
     "train.overlap": Proven("test_train.py::test_overlapping_marks_which_weights_sampled_what"),
     "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
     "train.share_prompts": _REACHES,
-    **{f"eval.{name}": _EVALUATIONS for name in ("rows", "samples", "every")},
+    **{f"eval.{name}": _EVALUATIONS for name in ("max_rows", "samples_per_row", "every")},
     **{
         f"eval.sampling.{name}": _effects("evaluations_draw_as_their_own_sampling_says")
         for name in ("temperature", "top_p", "top_k", "min_p")
     },
-    "rollout.rows": Proven("commands/test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
-    "rollout.samples": Proven("commands/test_cli.py::test_the_script_says_how_many_conversations_there_are"),
+    "rollout.max_rows": Proven("commands/test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
+    "rollout.samples_per_row": Proven("commands/test_cli.py::test_the_script_says_how_many_conversations_there_are"),
     **{
         f"sft.{name}": _FINE_TUNED
         for name in (
             "steps",
             "epochs",
-            "batch_rows",
+            "batch_size",
             "lr",
-            "schedule",
+            "lr_schedule",
             "warmup_steps",
             "weight_decay",
             "betas",
@@ -229,9 +229,9 @@ EVIDENCE: Mapping[str, Evidence] = {
         )
     },
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
-    **{f"sft.{name}": _MEASURED for name in ("eval_every", "eval_rows", "record_rows")},
+    **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
-    "concurrent": _REACHES,
+    "max_concurrent": _REACHES,
     "output": Named("the run's directory"),
     "seed": Shown(_streams),
     "deterministic": _REPEATED,

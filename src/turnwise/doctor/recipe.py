@@ -52,7 +52,7 @@ def conversations(config: Config) -> Check:
     data = config.data
     sources = [(data.train, data.split)] + ([(data.eval, data.eval_split)] if data.eval is not None else [])
     counts = [
-        len(read_conversations(source, columns=data.columns, split=split, subset=data.subset, limit=data.limit))
+        len(read_conversations(source, columns=data.columns, split=split, subset=data.subset, limit=data.max_rows))
         for source, split in sources
     ]
     told = " and ".join(f"{count:,}" for count in counts)
@@ -99,7 +99,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
                 limits, turns=min(limits.turns, _TURNS), tokens_per_turn=min(limits.tokens_per_turn, _TOKENS)
             ),
             thinking=config.thinking,
-            concurrent=config.concurrent,
+            max_concurrent=config.max_concurrent,
         )
         score = scorer.score_when_finished(groups)
 

@@ -39,7 +39,7 @@ class Endpoint:
 
     `api_key_env` names the environment variable that holds the key; `request` is what else a request says. No connection, no
     answer within `timeout` seconds, status 5xx and 429 are tried again `retries` times, after a pause that grows by `pause`
-    seconds; at most `concurrent` requests are out at once, over all conversations.
+    seconds; at most `max_concurrent` requests are out at once, over all conversations.
 
     Raises ConfigError.
     """
@@ -54,7 +54,7 @@ class Endpoint:
         timeout: float = 30.0,
         retries: int = 3,
         pause: float = 1.0,
-        concurrent: int = 64,
+        max_concurrent: int = 64,
     ) -> None:
         if taken := [name for name in _OURS if name in (request or {})]:
             raise ConfigError(f"endpoint.request has {taken[0]!r}, which is not for it to say: remove it")
@@ -72,7 +72,7 @@ class Endpoint:
             timeout=timeout,
             retries=retries,
             pause=pause,
-            concurrent=concurrent,
+            max_concurrent=max_concurrent,
             headers=headers,
         )
         self._question = {**(request or {}), "model": model}

@@ -22,7 +22,7 @@ class Search:
 
     `topk` documents are told for each query, `document_chars` of each. `timeout` is that of one request, in seconds; `retries`
     further ones follow where the service is away, overloaded or broken, with a pause that grows by `pause` seconds, all
-    within `deadline`. `concurrent` requests are out at once, over all conversations. `token` is sent as a bearer token.
+    within `deadline`. `max_concurrent` requests are out at once, over all conversations. `token` is sent as a bearer token.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Search:
         deadline: float | None = None,
         retries: int = 3,
         pause: float = 1.0,
-        concurrent: int = 120,
+        max_concurrent: int = 120,
         token: str | None = None,
         document_chars: int = 4000,
     ) -> None:
@@ -47,7 +47,7 @@ class Search:
             deadline=deadline,
             retries=retries,
             pause=pause,
-            concurrent=concurrent,
+            max_concurrent=max_concurrent,
             headers=(("Authorization", f"Bearer {token}"),) if token is not None else (),
         )
         self._topk = topk

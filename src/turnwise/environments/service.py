@@ -42,7 +42,7 @@ class Service:
 
     What may pass by itself (no connection, no answer in time, status 5xx or 429) is tried again up to `retries` times, after a
     pause that grows by `pause` seconds each time, as long as `deadline` seconds for all attempts together allow. `timeout` is
-    for one attempt. At most `concurrent` questions are out at once; who waits for that uses up no time.
+    for one attempt. At most `max_concurrent` questions are out at once; who waits for that uses up no time.
 
     Raises ConfigError if the URL is none.
     """
@@ -55,7 +55,7 @@ class Service:
         deadline: float | None = None,
         retries: int = 3,
         pause: float = 1.0,
-        concurrent: int = 64,
+        max_concurrent: int = 64,
         headers: tuple[tuple[str, str], ...] = (),
     ) -> None:
         try:
@@ -68,7 +68,7 @@ class Service:
         for name, value, least in (
             ("timeout", timeout, 0),
             ("deadline", 1 if deadline is None else deadline, 0),
-            ("concurrent", concurrent, 0),
+            ("max_concurrent", max_concurrent, 0),
         ):
             if not value > least:
                 raise ConfigError(f"the service {url}: {name} is {value}; give a number above {least}")
@@ -78,7 +78,7 @@ class Service:
         self._parts = parts
         self._timeout, self._retries, self._pause = timeout, retries, pause
         self._deadline = deadline if deadline is not None else (timeout + pause * retries) * (retries + 1)
-        self._concurrent = concurrent
+        self._concurrent = max_concurrent
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", **dict(headers)}
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -163,7 +163,7 @@ def _shared(
     deadline: float | None,
     retries: int,
     pause: float,
-    concurrent: int,
+    max_concurrent: int,
     headers: tuple[tuple[str, str], ...],
 ) -> Service:
     return Service(
@@ -172,7 +172,7 @@ def _shared(
         deadline=deadline,
         retries=retries,
         pause=pause,
-        concurrent=concurrent,
+        max_concurrent=max_concurrent,
         headers=headers,
     )
 
@@ -184,12 +184,12 @@ def service(
     deadline: float | None = None,
     retries: int,
     pause: float,
-    concurrent: int,
+    max_concurrent: int,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Service:
-    """The service of these options: one for all conversations, so that `concurrent` holds for all of them together."""
+    """The service of these options: one for all conversations, so that `max_concurrent` holds for all of them together."""
     with _making:  # tools are made in threads, many at once, and a cache alone lets each of them make its own
-        return _shared(url, timeout, deadline, retries, pause, concurrent, headers)
+        return _shared(url, timeout, deadline, retries, pause, max_concurrent, headers)
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:

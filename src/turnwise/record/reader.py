@@ -58,7 +58,7 @@ class _Trajectory(TypedDict):
     messages: list[dict[str, Any]]
     turns: list[_Turn]
     segments: list[_Segment]
-    drift: NotRequired[str | None]
+    template_mismatch: NotRequired[str | None]
     seconds: float
 
 

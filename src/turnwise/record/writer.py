@@ -58,7 +58,7 @@ def trajectory_record(trajectory: Trajectory, *, gallery: MediaStore | None = No
             for segment in trajectory.segments
         ],
         "logprob_kind": trajectory.logprob_kind,
-        "drift": trajectory.template_mismatch,
+        "template_mismatch": trajectory.template_mismatch,
         "seconds": round(trajectory.seconds, 4),
     }
 

@@ -151,7 +151,7 @@ class Scorer:
         except Failed as failed:
             trajectory.fail(failed.failure)
         except TimeoutError:
-            trajectory.fail(Failure("reward", f"the reward functions took longer than reward.seconds={self.seconds:g}"))
+            trajectory.fail(Failure("reward", f"the reward functions took longer than reward.timeout={self.seconds:g}"))
 
     async def _score_together(self, reward: GroupReward, pending: Sequence[_Scores]) -> None:
         """Ask a function of a group. Where it raises, all its trajectories break; a wrong number breaks its own."""
@@ -165,7 +165,7 @@ class Scorer:
         except Failed as failed:
             values = failed.failure
         except TimeoutError:
-            values = Failure("reward", f"{who} took longer than reward.seconds={self.seconds:g}")
+            values = Failure("reward", f"{who} took longer than reward.timeout={self.seconds:g}")
         if isinstance(values, Failure):
             for one in pending:
                 one.trajectory.fail(values)

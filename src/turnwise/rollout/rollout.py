@@ -44,7 +44,7 @@ class RolloutContext:
     limits: Limits
     thinking: Thinking = "keep"
     """What becomes of earlier thoughts when a conversation goes on."""
-    concurrent: int = 256
+    max_concurrent: int = 256
     """Conversations that are held at once."""
     lockstep: bool = False
     """Whether the engine answers all of them together, in an order that depends on no timing."""
@@ -154,7 +154,7 @@ async def _converse_in_time(session: Session, environment: _UserEnvironment, tab
 
 
 async def rollout_group(group: Group, table: RolloutContext) -> Group:
-    """Hold the conversations of a group, `table.concurrent` at a time."""
+    """Hold the conversations of a group, `context.max_concurrent` at a time."""
     await rollout_groups([group], table)
     return group
 
@@ -162,18 +162,18 @@ async def rollout_group(group: Group, table: RolloutContext) -> Group:
 async def rollout_groups(
     groups: Sequence[Group], table: RolloutContext, *, done: Callable[[Trajectory], Awaitable[None]] | None = None
 ) -> Sequence[Group]:
-    """Hold the conversations of several groups, `table.concurrent` at a time; `done` is awaited as each of them ends."""
+    """Hold the conversations of several groups, `context.max_concurrent` at a time; `done` is awaited as each of them ends."""
     trajectories = [one for group in groups for one in group.trajectories]
     if table.lockstep:
-        for start in range(0, len(trajectories), table.concurrent):
-            part = trajectories[start : start + table.concurrent]
+        for start in range(0, len(trajectories), table.max_concurrent):
+            part = trajectories[start : start + table.max_concurrent]
             together = replace(table, engine=Batched(table.engine, [one.id for one in part]))
             for one in await _all(rollout(one, together) for one in part):
                 if done is not None:
                     await done(one)
         return groups
 
-    places = asyncio.Semaphore(table.concurrent)
+    places = asyncio.Semaphore(table.max_concurrent)
 
     async def hold(trajectory: Trajectory) -> None:
         async with places:

@@ -66,7 +66,7 @@ class LearningWatch:
         """In the first steps, all conversations of a row earned the same."""
         if metrics["step"] > _FIRST_STEPS:
             return None
-        self._equal += metrics["groups/all_equal"] == 1.0
+        self._equal += metrics["groups/zero_std"] == 1.0
         if self._equal < min(_FIRST_STEPS, self.config.train.steps):
             return None
         return (
@@ -98,7 +98,7 @@ class LearningWatch:
             )
         return (
             "Rows differ and answers to one row do not: the rows are too easy or too hard for this model. Choose others, or "
-            "raise train.group"
+            "raise train.group_size"
         )
 
     def _without_gradient(self, metrics: Mapping[str, Any], whole: Sequence[Trajectory]) -> str | None:

@@ -33,8 +33,8 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "tokens/sampled": sum(one.sampled_tokens for one in every),
         "tokens/all": sum(len(segment) for one in every for segment in one.segments),
         "entropy": _entropy(whole),
-        "groups/all_equal": _share(_all_equal(group) for group in groups),
-        "drift": _share(one.template_mismatch is not None for one in every),
+        "groups/zero_std": _share(_all_equal(group) for group in groups),
+        "template_mismatch": _share(one.template_mismatch is not None for one in every),
         "failed": _share(one.failed for one in every),
     }
     metrics["version"] = min(versions, default=None)
@@ -56,8 +56,8 @@ def template_mismatches(every: Sequence[Trajectory]) -> str | None:
         return None
     return (
         f"the tokens of {len(found)} of {len(every)} conversations are not those of the chat template, which may make training "
-        f"see what serving does not. The first: {found[0]}. Look at it with `turnwise doctor`; sanity=ignore_strippable does "
-        f"not count white space, sanity=disable counts nothing"
+        f"see what serving does not. The first: {found[0]}. Look at it with `turnwise doctor`; "
+        f"tokenization_sanity_check=ignore_strippable does not count white space, `disable` counts nothing"
     )
 
 

@@ -79,7 +79,7 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
                 await _evaluate(run, show)
             began = time.perf_counter()
             run.activity.step(run.step + 1)
-            places = run.order.take(run.step * options.batch_rows, options.batch_rows)
+            places = run.order.take(run.step * options.batch_size, options.batch_size)
             every = await _replay(run, [run.rows[index] for _, index in places], prefix=f"{run.step + 1}.")
             started = time.perf_counter()
             batch = _pack(run, every)
@@ -102,7 +102,7 @@ async def _replay(run: SftRun, rows: Sequence[Row], *, prefix: str) -> list[Traj
         context=run.context,
         tools=run.tools,
         prefix=prefix,
-        concurrent=run.config.concurrent,
+        concurrent=run.config.max_concurrent,
     )
 
 
@@ -129,7 +129,9 @@ def _refuse_nothing(run: SftRun, every: Sequence[Trajectory]) -> None:
 
 def _rate(run: SftRun) -> float:
     options = run.config.sft
-    return lr_at(run.step, lr=options.lr, schedule=options.schedule, warmup_steps=options.warmup_steps, steps=run.steps)
+    return lr_at(
+        run.step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=run.steps
+    )
 
 
 def _finish_step(
@@ -148,7 +150,7 @@ def _finish_step(
     learnt = [one for one in every if one.advantages]
     metrics: dict[str, Any] = {
         "step": step,
-        "epoch": round(step * run.config.sft.batch_rows / len(run.rows), 4),
+        "epoch": round(step * run.config.sft.batch_size / len(run.rows), 4),
         "loss": update.loss if batch.tokens else None,
         "grad_norm": update.grad_norm,
         "lr": lr,
@@ -157,14 +159,14 @@ def _finish_step(
         "tokens/all": sum(len(segment) for one in learnt for segment in one.segments),
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
         "failed": sum(one.failed for one in every) / len(every),
-        "drift": sum(one.template_mismatch is not None for one in every) / len(every),
+        "template_mismatch": sum(one.template_mismatch is not None for one in every) / len(every),
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
     }
     if learnt and not batch.tokens:
         rule = run.config.loss_mask.use
         _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", step, rule)
     run.warn_template_mismatch(every)
-    shown = every[: max(run.config.sft.record_rows - run.recorded, 0)]
+    shown = every[: max(run.config.sft.max_recorded_rows - run.recorded, 0)]
     run.recorded += len(shown)
     run.finish_step(metrics, shown, began=began, last=step == run.steps)
     show.step(metrics, problems(every, context=run.context))
@@ -192,7 +194,7 @@ async def _evaluate(run: SftRun, show: SftReport) -> None:
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
         "failed": sum(one.failed for one in every) / len(every),
     }
-    run.directory.write_evaluation(summary, every[: run.config.sft.record_rows] if run.step == 0 else ())
+    run.directory.write_evaluation(summary, every[: run.config.sft.max_recorded_rows] if run.step == 0 else ())
     run.evaluated = run.step
     show.evaluated(summary, reasons if first else ())
 
@@ -208,7 +210,9 @@ def assemble(config: Config) -> SftRun:
     held_out = _conversations(config, held_out=True) if config.data.eval is not None else []
     opened.compare_rows(rows)
     mask = build.loss_mask(config)
-    renderer = Renderer.from_pretrained(opened.source, sanity=config.sanity, tool_format=config.tool_format)
+    renderer = Renderer.from_pretrained(
+        opened.source, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
+    )
     opened.compare_tokenizer(renderer)
     found = preflight(config, renderer, tools=any(row.fields.get("tools") for row in [*rows, *held_out]))
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
@@ -234,7 +238,7 @@ def assemble(config: Config) -> SftRun:
         context=limits.context,
         mask=mask,
         policy=policy,
-        steps=options.steps or math.ceil(options.epochs * len(rows) / options.batch_rows),
+        steps=options.steps or math.ceil(options.epochs * len(rows) / options.batch_size),
         step=opened.step,
         recorded=opened.number("recorded"),
         evaluated=opened.number("evaluated", -1),
@@ -262,13 +266,13 @@ def _policy(config: Config, opened: OpenedRun) -> Policy:
 
 def _conversations(config: Config, *, held_out: bool = False) -> list[Row]:
     data = config.data
-    bounds = [bound for bound in (config.sft.eval_rows if held_out else None, data.limit) if bound is not None]
+    bounds = [bound for bound in (config.sft.max_eval_rows if held_out else None, data.max_rows) if bound is not None]
     return read_conversations(
         data.eval if held_out and data.eval is not None else data.train,
         columns=data.columns,
         split=data.eval_split if held_out else data.split,
         subset=data.subset,
-        system=data.system,
+        system=data.system_prompt,
         limit=min(bounds, default=None),
     )
 

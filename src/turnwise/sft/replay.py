@@ -61,7 +61,7 @@ async def replay(
             turns=sys.maxsize, tokens_per_turn=sys.maxsize, context=context, seconds_per_turn=None, seconds=None
         ),
         thinking=thinking,
-        concurrent=concurrent,
+        max_concurrent=concurrent,
     )
     await rollout_groups([group for group in groups if group.trajectories[0].id in scripts], table)
     return [group.trajectories[0] for group in groups]

@@ -64,8 +64,8 @@ class Report:
             self._console.print(Text(note, style="dim"), soft_wrap=True)
         options = config.train
         self._console.print(
-            f"training {config.model.path}: {options.steps} steps of {options.rows} rows x {options.group} conversations, "
-            f"into {config.output}",
+            f"training {config.model.path}: {options.steps} steps of {options.batch_size} rows x {options.group_size} "
+            f"conversations, into {config.output}",
             highlight=False,
             soft_wrap=True,
         )

@@ -73,8 +73,8 @@ class SftReport:
             self._console.print(Text(note, style="dim"), soft_wrap=True)
         options = config.sft
         self._console.print(
-            f"fine-tuning {config.model.path} on {rows} conversations: {steps} steps of {options.batch_rows} "
-            f"({steps * options.batch_rows / rows:.3g} epochs), into {config.output}",
+            f"fine-tuning {config.model.path} on {rows} conversations: {steps} steps of {options.batch_size} "
+            f"({steps * options.batch_size / rows:.3g} epochs), into {config.output}",
             highlight=False,
             soft_wrap=True,
         )
@@ -95,7 +95,9 @@ class SftReport:
         if not self._console.is_terminal:
             seconds = sum(one["seconds/step"] for one in self._recent) / len(self._recent)
             left = timedelta(seconds=round(seconds * (self._steps - metrics["step"])))
-            away = "".join(f"  {name} {metrics[name]:.3f}" for name in ("left_out", "failed", "drift") if metrics[name])
+            away = "".join(
+                f"  {name} {metrics[name]:.3f}" for name in ("left_out", "failed", "template_mismatch") if metrics[name]
+            )
             line = f"step {metrics['step']}  {figures}{away}  {metrics['seconds/step']:.2f} s/step  {left} left"
             self._console.print(line, highlight=False, soft_wrap=True)
 

@@ -112,8 +112,8 @@ def conversation(record: Record, *, tokens: bool = False, decode: Callable[[int]
         parts.append(Text(turn["text"] if turn else str(message.get("content") or ""), style=_STYLES.get(role, "")))
     if record["error"]:
         parts.append(Text(f"error ({record['error']['kind']}): {record['error']['message']}", style="bold red"))
-    if record.get("drift"):
-        parts.append(Text(f"drift: {record['drift']}", style="red"))
+    if record.get("template_mismatch"):
+        parts.append(Text(f"template mismatch: {record['template_mismatch']}", style="red"))
     if tokens:
         # records from before there were weights have none: all their turns were learnt from
         weights = [turn.get("weight", 1.0) for turn in record["turns"]]

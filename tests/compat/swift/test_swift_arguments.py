@@ -75,9 +75,9 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         "model": {"path": "Qwen/Qwen3-1.7B", "dtype": "bfloat16"},
         "data": {
             "train": "data/math.jsonl",
-            "limit": 500,
+            "max_rows": 500,
             "columns": {"prompt": "question"},
-            "system": "Think first.\n# then answer",
+            "system_prompt": "Think first.\n# then answer",
         },
         "environment": {
             "use": "turnwise.compat.swift:scheduler",
@@ -107,13 +107,13 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         "limits": {"turns": 3, "tokens_per_turn": 1024, "context": 4096},
         "train": {
             # 2 processes, 4 each, 4 such batches a generation: 32 conversations, in two optimizer steps, twice
-            "rows": 4,
-            "group": 8,
+            "batch_size": 4,
+            "group_size": 8,
             "minibatches": 2,
-            "epochs": 2,
+            "ppo_epochs": 2,
             "steps": 20,
             "lr": 1e-6,
-            "schedule": "constant",
+            "lr_schedule": "constant",
             "warmup_steps": 2,
             "weight_decay": 0.1,
             "betas": [0.9, 0.95],
@@ -159,9 +159,9 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
     found = converted("--model M --dataset d --max_steps 10")
     config = Config.model_validate(found.recipe)
     assert (config.sampling.temperature, config.limits.tokens_per_turn) == (0.9, 512)
-    assert (config.train.kl_coef, config.train.lr, config.train.group) == (0.04, 1e-5, 8)
-    assert (config.train.schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
-    assert (config.train.loss_average, config.train.rows, config.seed) == ("sequence", 2, 42)
+    assert (config.train.kl_coef, config.train.lr, config.train.group_size) == (0.04, 1e-5, 8)
+    assert (config.train.lr_schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
+    assert (config.train.loss_average, config.train.batch_size, config.seed) == ("sequence", 2, 42)
     assert config.data.columns == {"prompt": "messages"}
     (lora,) = found.left
     assert (lora.key, lora.value, lora.matters) == ("tuner_type", "lora", True)
@@ -178,11 +178,11 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
         ("--async_generate true", "train.overlap", True),
         ("--top_k 50", "sampling.top_k", 50),
         ("--dtype float32", "model.dtype", "float32"),
-        ("--generation_batch_size 64", "train.rows", 8),
-        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", "train.rows", 4),
+        ("--generation_batch_size 64", "train.batch_size", 8),
+        ("--per_device_train_batch_size 8 --gradient_accumulation_steps 4", "train.batch_size", 4),
         ("--dataset a/b:sub#10", "data.subset", "sub"),
         ("--val_dataset e.jsonl#5 --eval_steps 2", "eval.every", 2),
-        ("--val_dataset e.jsonl#5", "eval.rows", 5),
+        ("--val_dataset e.jsonl#5", "eval.max_rows", 5),
         ("--multi_turn_scheduler math_tip_trick --loss_scale last_round", "loss_mask", "last_round"),
         ("--multi_turn_scheduler math_tip_trick", "limits.turns", 100),
         ("--use_gym_env true --gym_env g --max_turns 4", "environment.arguments.name", "gym_scheduler"),
@@ -251,7 +251,7 @@ def test_epochs_are_counted_in_steps_where_the_rows_can_be(tmp_path: Path, monke
     Path("d.jsonl").write_text(json.dumps({"query": "q", "solution": "1"}) + "\n" * 2 + '{"query": "r"}\n' * 9)
     words = "--model M --dataset d.jsonl --tuner_type full --num_generations 4 --per_device_train_batch_size 16 "
     found = converted(words + "--gradient_accumulation_steps 1 --num_train_epochs 2 --warmup_ratio 0.5")
-    assert found.recipe["train"]["rows"] == 4
+    assert found.recipe["train"]["batch_size"] == 4
     assert found.recipe["train"]["steps"] == 5  # two passes over ten rows, four a step
     assert found.recipe["train"]["warmup_steps"] == 3
     assert found.recipe["data"]["columns"] == {"prompt": "query"}
@@ -377,12 +377,12 @@ def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_
     (folder / "prompt.txt").write_text("Think first.\n")
     for name in ("examples/train/prompt.txt", "prompt.txt"):
         (folder / "run.sh").write_text(f"swift rlhf {FULL} --system {name}")
-        assert from_swift_arguments(folder / "run.sh").recipe["data"]["system"] == "Think first.\n"
+        assert from_swift_arguments(folder / "run.sh").recipe["data"]["system_prompt"] == "Think first.\n"
     (folder / "run.sh").write_text(f"swift rlhf {FULL} --system absent/prompt.txt")
     found = from_swift_arguments(folder / "run.sh")
-    assert "system" not in found.recipe["data"]
+    assert "system_prompt" not in found.recipe["data"]
     assert [(one.key, one.value) for one in found.refused()] == [("system", "absent/prompt.txt")]
-    assert converted(FULL + "--system 'Be short.'").recipe["data"]["system"] == "Be short."
+    assert converted(FULL + "--system 'Be short.'").recipe["data"]["system_prompt"] == "Be short."
 
 
 def test_what_was_guessed_is_told(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_scripts_of_megatron_and_files_for_ray_are_read(tmp_path: Path) -> None:
     )
     found = from_swift_arguments(file)
     train = found.recipe["train"]
-    assert (train["lr"], train["rows"], train["minibatches"], train["steps"]) == (5e-5, 32, 4, 30)
+    assert (train["lr"], train["batch_size"], train["minibatches"], train["steps"]) == (5e-5, 32, 4, 30)
     assert found.recipe["environment"]["arguments"]["name"] == "tool_call_scheduler"
     assert found.refused() == []
 
@@ -423,5 +423,5 @@ def test_a_script_for_a_launcher_is_read(tmp_path: Path) -> None:
         "  --dataset d.jsonl --max_steps 1 --per_device_train_batch_size 8 --gradient_accumulation_steps 1\n"
     )
     found = from_swift_arguments(script)
-    assert found.recipe["train"]["rows"] == 2
+    assert found.recipe["train"]["batch_size"] == 2
     assert left(found) == {"A": False}

@@ -29,11 +29,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_the_recipe_takes_two_steps_with_the_plugin_as_it_is(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    small = ["train.steps=2", "train.rows=4", "train.group=4", "eval.rows=2"]
+    small = ["train.steps=2", "train.batch_size=4", "train.group_size=4", "eval.max_rows=2"]
     assert main(["train", "recipes/swift_scheduler.yaml", *small, f"output={out}"]) == 0
     metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert [one["step"] for one in metrics] == [1, 2]
-    assert all(one["failed"] == 0 and one["drift"] == 0 for one in metrics)
+    assert all(one["failed"] == 0 and one["template_mismatch"] == 0 for one in metrics)
     assert all(0 < one["ratio/max_deviation"] < 1e-3 for one in metrics)
     assert not [name for name in metrics[0] if "ess" in name.split("/")]  # nothing is corrected, so nothing is claimed
     assert len(conversations) == 32
@@ -72,7 +72,7 @@ def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_told(
     refuse_without_effect(config)
     assert notes == []
     assert environment_factory(config)() is not None
-    assert (config.train.steps, config.train.rows, config.train.group, config.limits.turns) == (1, 2, 2, 4)
+    assert (config.train.steps, config.train.batch_size, config.train.group_size, config.limits.turns) == (1, 2, 2, 4)
     told = capsys.readouterr().out
     assert "left out: deepspeed='zero2': about memory and devices" in told
     assert "CHANGES THE TRAINING" not in told
@@ -82,7 +82,7 @@ def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_told(
 def test_a_converted_recipe_trains(tmp_path: Path) -> None:
     assert main(["train", str(converted(tmp_path))]) == 0
     (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
-    assert (metrics["failed"], metrics["drift"]) == (0, 0)
+    assert (metrics["failed"], metrics["template_mismatch"]) == (0, 0)
     assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 4
 
 

@@ -101,11 +101,11 @@ def games(path: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True, "concurrent": 2}, {"train": {"overlap": True}}])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "max_concurrent": 2}, {"train": {"overlap": True}}])
 def test_two_instances_serve_any_number_of_conversations(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path, *({"name": f"row {n}"} for n in range(4)))
     held_out = {"data": {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl")}}
-    train = {"steps": 3, "rows": 3, "group": 2, **options.pop("train", {})}
+    train = {"steps": 3, "batch_size": 3, "group_size": 2, **options.pop("train", {})}
     trajectories = turnwise("train", {**games(tmp_path), **held_out, **options, "train": train}, model, tmp_path)
     assert len(trajectories) == 3 * 3 * 2
     assert [one["error"] for one in trajectories] == [None] * len(trajectories)
@@ -117,17 +117,17 @@ def test_two_instances_serve_any_number_of_conversations(model: Path, tmp_path: 
 
 def test_an_instance_whose_conversation_broke_serves_the_next_one(model: Path, tmp_path: Path) -> None:
     save(tmp_path, {"name": "a", "breaks": True}, {"name": "b"}, {"name": "c"})
-    options = games(tmp_path, rollout={"samples": 2}, concurrent=2)
+    options = games(tmp_path, rollout={"samples_per_row": 2}, max_concurrent=2)
     trajectories = turnwise("rollout", options, model, tmp_path)
     assert [one["error"] is None for one in trajectories] == [False, False, True, True, True, True]
 
 
-@pytest.mark.parametrize(("lockstep", "reason"), [(False, "as many as the group has"), (True, "`concurrent`")])
+@pytest.mark.parametrize(("lockstep", "reason"), [(False, "as many as the group has"), (True, "`max_concurrent`")])
 def test_a_group_with_more_conversations_than_instances_is_told_so(
     model: Path, tmp_path: Path, lockstep: bool, reason: str
 ) -> None:
     save(tmp_path, {"name": "a"}, {"name": "b"})
-    options = games(tmp_path, rollout={"samples": 3}, deterministic=lockstep)
+    options = games(tmp_path, rollout={"samples_per_row": 3}, deterministic=lockstep)
     trajectories = turnwise("rollout", options, model, tmp_path)
     broke = [one["error"]["message"] for one in trajectories if one["error"] is not None]
     assert broke
@@ -152,7 +152,7 @@ def test_every_reward_function_that_trl_ships_runs_in_a_recipe(model: Path, tmp_
 
     assert set(SHIPPED) == {name for name in dir(trl.rewards) if name.endswith(("_reward", "_punishment"))}
     save(tmp_path, {"solution": "$4$"}, {"solution": "\\frac{1}{2}"})
-    options = {"reward": {"group": list(SHIPPED.values())}, "train": {"steps": 2, "rows": 2, "group": 2}}
+    options = {"reward": {"group": list(SHIPPED.values())}, "train": {"steps": 2, "batch_size": 2, "group_size": 2}}
     trajectories = turnwise("train", options, model, tmp_path)
     assert [one["error"] for one in trajectories] == [None] * 8
     for one in trajectories:

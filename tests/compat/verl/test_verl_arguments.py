@@ -102,8 +102,14 @@ def test_an_ordinary_run_is_the_same_run(grpo: list[str], rows: str) -> None:
     assert (config.model.path, config.model.dtype) == ("some/model", "bfloat16")
     assert (config.data.train, config.data.eval, config.data.shuffle, config.seed) == (rows, rows, False, 3)
     train = config.train
-    assert (train.rows, train.group, train.steps, train.minibatches, train.epochs) == (4, 5, 3 * (10 // 4), 1, 1)
-    assert (train.lr, train.warmup_steps, train.schedule) == (2e-6, 3, "cosine")
+    assert (train.batch_size, train.group_size, train.steps, train.minibatches, train.ppo_epochs) == (
+        4,
+        5,
+        3 * (10 // 4),
+        1,
+        1,
+    )
+    assert (train.lr, train.warmup_steps, train.lr_schedule) == (2e-6, 3, "cosine")
     assert (train.weight_decay, train.betas, train.max_grad_norm) == (0.01, (0.9, 0.999), 1.0)
     assert (train.kl_coef, train.entropy_coef, train.loss_average) == (0.01, 0.001, "sequence")
     assert (config.credit.name, config.credit.scale) == ("grpo", "none")
@@ -191,7 +197,11 @@ def test_the_files_are_found_by_each_of_their_keys(keys: list[str], grpo: list[s
         "tool_response_truncate_side": "left",
         "tool_response_unit": "characters",
     }
-    assert (config.sanity, config.thinking, config.tool_format) == ("ignore_strippable", "branch", "hermes")
+    assert (config.tokenization_sanity_check, config.thinking, config.tool_format) == (
+        "ignore_strippable",
+        "branch",
+        "hermes",
+    )
     assert config.reward.trajectory == []  # an interaction's scores are the reward
 
 
@@ -388,7 +398,7 @@ def test_an_evaluation_samples_as_verl_s(grpo: list[str], rows: str) -> None:
     found = from_verl_arguments([*held_out, *(f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in keys)])
     config = whole(found)
     assert config.eval.sampling.model_dump(exclude_none=True) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    assert (config.eval.samples, found.left) == (4, [])
+    assert (config.eval.samples_per_row, found.left) == (4, [])
 
 
 def test_the_objective_is_that_of_verl_s_trainer(grpo: list[str]) -> None:
@@ -491,7 +501,12 @@ def test_a_shell_script_is_read_and_never_run(
     monkeypatch.setenv("ROWS", rows)
     found = from_verl_arguments(["run.sh", "trainer.total_epochs=1"])
     config = whole(found)
-    assert (config.model.path, config.data.train, config.train.rows, config.train.group) == ("some model", rows, 4, 5)
+    assert (config.model.path, config.data.train, config.train.batch_size, config.train.group_size) == (
+        "some model",
+        rows,
+        4,
+        5,
+    )
     assert (config.limits.response_tokens, config.limits.context) == (3072, 3572)
     assert (config.train.steps, matters(found)) == (2, {})  # what is given behind the script counts
     (guessed,) = found.guessed
@@ -500,7 +515,7 @@ def test_a_shell_script_is_read_and_never_run(
     assert main(["convert", "run.sh"]) == 0
     told = capsys.readouterr().out
     assert "# guessed: trainer.experiment_name='run_$(now)': only a shell knows what this is" in told
-    assert yaml.safe_load(told)["train"]["rows"] == 4
+    assert yaml.safe_load(told)["train"]["batch_size"] == 4
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     assert "left out: trainer.n_gpus_per_node=8: how verl spreads the work" in told
     assert "1 of which change the training" in told
     config, _ = load(out)
-    assert (config.model.path, config.train.steps, config.train.group) == (str(model), 2, 3)
+    assert (config.model.path, config.train.steps, config.train.group_size) == (str(model), 2, 3)
     head = out.read_text().partition("\n\n")[0].splitlines()
     assert all(line.startswith("# ") for line in head)
     assert any("trainer.n_gpus_per_node" in line for line in head)
@@ -155,7 +155,7 @@ def test_arguments_of_ms_swift_are_converted_by_their_own_reader(capsys: pytest.
         == 0
     )
     recipe = yaml.safe_load(capsys.readouterr().out)
-    assert (recipe["model"]["path"], recipe["train"]["group"]) == ("m", 4)
+    assert (recipe["model"]["path"], recipe["train"]["group_size"]) == ("m", 4)
     assert main(["convert", "--from", "swift", "--config-name", "x", "--", "--model", "m"]) == 1
     assert "--config-path and --config-name belong to --from verl" in capsys.readouterr().err
 

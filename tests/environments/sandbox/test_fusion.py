@@ -133,7 +133,7 @@ def test_conversations_share_how_many_may_ask_at_once() -> None:
     with serving(lambda question, number: Answer(ran("1"), seconds=0.05)) as server:
 
         async def many() -> list[str]:
-            tools = [SandboxFusion(server.url, concurrent=2) for _ in range(6)]
+            tools = [SandboxFusion(server.url, max_concurrent=2) for _ in range(6)]
             return await asyncio.gather(*(tool.code_interpreter("1") for tool in tools))
 
         assert asyncio.run(many()) == ["1"] * 6
@@ -156,7 +156,7 @@ def test_a_model_is_told_of_a_broken_server_and_goes_on() -> None:
         ({"url": "localhost:8080"}, "is no address of a service; write http://host:port/path"),
         ({"url": "http://h", "run_timeout": 0}, "run_timeout is 0; give a number above 0"),
         ({"url": "http://h", "retries": -1}, "retries=-1 and pause=1.0 must be 0 or more"),
-        ({"url": "http://h", "concurrent": 0}, "concurrent is 0; give a number above 0"),
+        ({"url": "http://h", "max_concurrent": 0}, "max_concurrent is 0; give a number above 0"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: str) -> None:

@@ -127,7 +127,7 @@ def test_files_that_cannot_be_kept_are_no_error_of_the_program(program: str) -> 
 @jail
 def test_sessions_that_are_made_at_once_share_one_sandbox() -> None:
     async def begin() -> list[PythonSession]:
-        layers = [Tools([Toolbox.of(PythonSession, arguments={"concurrent": 3})]) for _ in range(8)]
+        layers = [Tools([Toolbox.of(PythonSession, arguments={"max_concurrent": 3})]) for _ in range(8)]
         await asyncio.gather(*(layer.begin(a_row()) for layer in layers))
         return [layer._tools["code_interpreter"].function.__self__ for layer in layers]
 
@@ -137,8 +137,8 @@ def test_sessions_that_are_made_at_once_share_one_sandbox() -> None:
 @jail
 @pytest.mark.slow
 def test_sandboxes_run_side_by_side_up_to_a_number_and_nobody_waits_for_them() -> None:
-    async def several(concurrent: int) -> tuple[float, int]:
-        sandbox, ticks = Sandbox(concurrent=concurrent), 0
+    async def several(max_concurrent: int) -> tuple[float, int]:
+        sandbox, ticks = Sandbox(max_concurrent=max_concurrent), 0
 
         async def tick() -> None:
             nonlocal ticks

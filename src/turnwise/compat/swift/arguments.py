@@ -136,7 +136,7 @@ class _Conversion:
         """Whether the system message is a file's; in ms-swift it is where there is a file of that name."""
         path = self._given.find(value)
         if path is not None:
-            self._set("data.system", read_text(path, error=ConfigError), "system")
+            self._set("data.system_prompt", read_text(path, error=ConfigError), "system")
         elif value.endswith(".txt"):
             self._leave(
                 "system", "there is no file of that name: run from the folder that it is relative to", matters=True
@@ -158,7 +158,7 @@ class _Conversion:
                     self._set("data.subset", subset, key)
                 if hashed:
                     rows = positive(f"--{key} {names[0]}: the number of rows", limit)
-                    self._set("data.limit" if key == "dataset" else "eval.rows", rows, key)
+                    self._set("data.max_rows" if key == "dataset" else "eval.max_rows", rows, key)
         if not given.get("dataset"):
             self._leave("dataset", "no data set is named: set data.train", matters=True)
         for name, meaning in (given.get("columns") or {}).items():
@@ -333,8 +333,8 @@ class _Conversion:
         if of_all is not None:  # of megatron: the conversations of an optimizer step
             each, accumulate = of_all, 1
             whole = self._value("generation_batch_size") or each * (self._value("steps_per_generation") or 1)
-        self._set("train.rows", max(1, whole // group))
-        told = f"train.rows, train.minibatches ({whole} conversations a step, with {processes} processes)"
+        self._set("train.batch_size", max(1, whole // group))
+        told = f"train.batch_size, train.minibatches ({whole} conversations a step, with {processes} processes)"
         self._carry(told, *keys)
         self._minibatches = max(1, round(whole / (each * accumulate)))
         if self._minibatches > 1:
@@ -367,7 +367,7 @@ class _Conversion:
             if "num_train_epochs" in given:
                 self._leave("num_train_epochs", "max_steps says when training ends")
         elif (rows := self._count_rows()) is not None:
-            steps = max(1, math.ceil(self._value("num_train_epochs") * rows / self._recipe["train"]["rows"]))
+            steps = max(1, math.ceil(self._value("num_train_epochs") * rows / self._recipe["train"]["batch_size"]))
             self._carry("train.steps", "num_train_epochs")
         else:
             value = float(self._value("num_train_epochs"))
@@ -393,10 +393,10 @@ class _Conversion:
         data = self._recipe.get("data", {})
         path = Path(str(data.get("train", "")))
         if path.suffix != ".jsonl" or not os.path.isfile(path) or not os.access(path, os.R_OK):
-            return data.get("limit")
+            return data.get("max_rows")
         with path.open("rb") as lines:
             count = sum(bool(line.strip()) for line in lines)
-        return min(count, data.get("limit") or count)
+        return min(count, data.get("max_rows") or count)
 
     def _others(self) -> None:
         given, known = self._given.values, {*OPTIONS, *CHOICES, *FIXED, *COMPUTED}

@@ -61,14 +61,14 @@ LISTS = frozenset(
 
 OPTIONS: Mapping[str, str] = {
     "model": "model.path",
-    "system": "data.system",
+    "system": "data.system_prompt",
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "min_p": "sampling.min_p",
     "stop_words": "sampling.stop",
     "vllm_max_model_len": "limits.context",
-    "num_generations": "train.group",
-    "num_iterations": "train.epochs",
+    "num_generations": "train.group_size",
+    "num_iterations": "train.ppo_epochs",
     "beta": "train.kl_coef",
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
@@ -90,7 +90,7 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"group": "std", "true": "std", "none": "none", "false": "none"},
     ),
     "lr_scheduler_type": (
-        "train.schedule",
+        "train.lr_schedule",
         {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
     ),
 }
@@ -131,7 +131,7 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, "delete"),
         "no prompt is cut here: a row that leaves no room for an answer breaks its own conversation",
     ),
-    "num_generations_eval": ((None, 1), "eval.samples says how many; set it"),
+    "num_generations_eval": ((None, 1), "eval.samples_per_row says how many; set it"),
     "quant_method": ((None,), "models are not quantised here"),
     "quant_bits": ((None,), "models are not quantised here"),
     "adapters": ((None, []), "there is no LoRA here: merge the adapter into the model"),

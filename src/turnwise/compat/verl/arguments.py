@@ -157,7 +157,7 @@ class _Conversion:
         self._book.carry("the column data_source", "data.reward_fn_key")
         self._book.carry("rows are always conversations", "data.return_raw_chat")
         if (most := self._book.whole("data.train_max_samples")) is not None:
-            self._book.set("data.limit", most, "data.train_max_samples")
+            self._book.set("data.max_rows", most, "data.train_max_samples")
         self._book.carry("all rows", "data.train_max_samples")
         key = "data.filter_overlong_prompts"
         if self._book.value(key) is True and (longest := self._book.whole("data.max_prompt_length")) is not None:

@@ -60,8 +60,8 @@ def _schedule(book: Ledger) -> None:
     old, new = f"{ACTOR}.optim.warmup_style", f"{ACTOR}.optim.lr_scheduler_type"
     for key in (old, new):
         if book.says(key):
-            book.choice(key, "train.schedule", {"constant": "constant", "cosine": "cosine"})
-        book.carry("train.schedule", key)
+            book.choice(key, "train.lr_schedule", {"constant": "constant", "cosine": "cosine"})
+        book.carry("train.lr_schedule", key)
 
 
 def _minibatches(book: Ledger) -> None:
@@ -135,8 +135,8 @@ def trainer(book: Ledger, steps: int | None) -> None:
         book.leave("trainer.max_actor_ckpt_to_keep", "two checkpoints stay: checkpoint.keep")
     held_out = {
         "trainer.test_freq": ("eval.every", book.whole("trainer.test_freq") or 0),
-        "data.val_max_samples": ("eval.rows", book.whole("data.val_max_samples")),
-        f"{ROLLOUT}.val_kwargs.n": ("eval.samples", book.whole(f"{ROLLOUT}.val_kwargs.n")),
+        "data.val_max_samples": ("eval.max_rows", book.whole("data.val_max_samples")),
+        f"{ROLLOUT}.val_kwargs.n": ("eval.samples_per_row", book.whole(f"{ROLLOUT}.val_kwargs.n")),
     }
     sampling = {
         f"{ROLLOUT}.val_kwargs.temperature": ("temperature", book.number(f"{ROLLOUT}.val_kwargs.temperature")),

@@ -133,7 +133,7 @@ class SandboxFusionTool(_Instances):
             language=language,
             run_timeout=float(timeout),
             memory_limit_mb=self.memory_limit_mb,
-            concurrent=self.num_workers,
+            max_concurrent=self.num_workers,
         )
 
 

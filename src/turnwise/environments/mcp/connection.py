@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from turnwise.environments.mcp.lines import ENCODING, LONGEST_LINE, listen
+import turnwise.environments.mcp.lines as mcp_lines
 from turnwise.errors import Failed, boundary
 from turnwise.types import Failure
 
@@ -255,7 +255,7 @@ class _Session:
 
     def _line_too_long(self) -> None:
         self.problem = (
-            f"it wrote more than {LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was ended; a "
+            f"it wrote more than {mcp_lines.LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was ended; a "
             f"message is one line: let it print to stderr, and give shorter answers"
         )
         if not self.client.done():
@@ -281,13 +281,13 @@ class _Session:
 
         server = self._server
         if server.command is not None:
-            listen(self._line_too_long)
+            mcp_lines.listen(self._line_too_long)
             parameters = StdioServerParameters(
                 command=server.command,
                 args=server.args,
                 env=server.env,
                 cwd=server.cwd,
-                encoding=ENCODING,
+                encoding=mcp_lines.ENCODING,
                 encoding_error_handler="replace",  # else a wrong byte would end the reading, and nothing would say so
             )
             async with stdio_client(parameters, errlog=self._stderr.open()) as streams:

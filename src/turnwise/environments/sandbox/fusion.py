@@ -35,7 +35,7 @@ class SandboxFusion:
         timeout: float | None = None,
         retries: int = 3,
         pause: float = 1.0,
-        concurrent: int = 10,
+        max_concurrent: int = 10,
         output_chars: int = 16_000,
     ) -> None:
         for name, value in {
@@ -52,7 +52,7 @@ class SandboxFusion:
             timeout=timeout if timeout is not None else run_timeout + compile_timeout + 10,
             retries=retries,
             pause=pause,
-            concurrent=concurrent,
+            max_concurrent=max_concurrent,
         )
         self._request = {
             "language": language,

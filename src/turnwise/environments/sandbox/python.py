@@ -41,7 +41,7 @@ _making = threading.Lock()
 class Sandbox:
     """Runs Python programs: each in its own process, without network, in bounds (docs/sandbox.md).
 
-    `packages` are directories that programs may import from besides the standard library. `concurrent` is how many programs
+    `packages` are directories that programs may import from besides the standard library. `max_concurrent` is how many programs
     run at once; others wait, and their time does not run yet. `unsandboxed=True` runs programs with the rights and the files of
     whoever runs this, where a jail is impossible or unwanted.
 
@@ -52,13 +52,15 @@ class Sandbox:
         self,
         *,
         bounds: Bounds | Mapping[str, float] | None = None,
-        concurrent: int = 8,
+        max_concurrent: int = 8,
         packages: Sequence[str | Path] = (),
         unsandboxed: bool = False,
     ) -> None:
         self.bounds = Bounds.of(bounds)
-        if concurrent < 1:
-            raise ConfigError(f"the sandbox's concurrent is {concurrent}; at least one program must run at once")
+        if max_concurrent < 1:
+            raise ConfigError(
+                f"the sandbox's max_concurrent is {max_concurrent}; at least one program must run at once"
+            )
         if not isinstance(unsandboxed, bool):
             raise ConfigError(
                 f"the sandbox's unsandboxed is {unsandboxed!r}; it takes true or false, and nothing like it"
@@ -67,7 +69,7 @@ class Sandbox:
         for package in self._packages:
             if not package.is_dir() or ":" in str(package):
                 raise ConfigError(f"the sandbox's packages: there is no directory {package} (nor may it have a colon)")
-        self._concurrent = concurrent
+        self._concurrent = max_concurrent
         self._jail = None if unsandboxed else find_jail()
         for package in self._packages:
             if self._jail is not None and self._jail.setpriv is not None and package.stat().st_mode & 0o005 != 0o005:
@@ -179,7 +181,7 @@ class PythonSession:
     """A Python interpreter for one conversation: variables go with each call, files stay until the conversation is over.
 
     Where there is a jail, nothing is ever written on this machine: between two calls the files are an archive in memory, of at
-    most `disk_mb`. Sessions of the same options share one sandbox, and so its `concurrent`.
+    most `disk_mb`. Sessions of the same options share one sandbox, and so its `max_concurrent`.
 
     Raises ConfigError as `Sandbox` does.
     """
@@ -188,11 +190,11 @@ class PythonSession:
         self,
         *,
         bounds: Bounds | Mapping[str, float] | None = None,
-        concurrent: int = 8,
+        max_concurrent: int = 8,
         packages: Sequence[str | Path] = (),
         unsandboxed: bool = False,
     ) -> None:
-        self._sandbox = shared(Bounds.of(bounds), concurrent, tuple(map(str, packages)), unsandboxed)
+        self._sandbox = shared(Bounds.of(bounds), max_concurrent, tuple(map(str, packages)), unsandboxed)
         self._files: int | None = None
         self._directory: Path | None = None
         self._turn = asyncio.Lock()
@@ -235,15 +237,15 @@ async def code_interpreter(code: str) -> str:
     return await shared(Bounds(), 8, (), False).code_interpreter(code)
 
 
-def shared(bounds: Bounds, concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
+def shared(bounds: Bounds, max_concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
     """The sandbox of these options: one for all who ask."""
     with _making:  # sessions are made in threads, many at once, and a cache alone lets each of them make its own
-        return _shared(bounds, concurrent, packages, unsandboxed)
+        return _shared(bounds, max_concurrent, packages, unsandboxed)
 
 
 @functools.lru_cache(maxsize=64)
-def _shared(bounds: Bounds, concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
-    return Sandbox(bounds=bounds, concurrent=concurrent, packages=packages, unsandboxed=unsandboxed)
+def _shared(bounds: Bounds, max_concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
+    return Sandbox(bounds=bounds, max_concurrent=max_concurrent, packages=packages, unsandboxed=unsandboxed)
 
 
 def _program(path: str) -> list[str]:
