@@ -27,6 +27,7 @@ lint: $(VENV)/ready-dev  ## format, lint, types, and that what is made by a comm
 	$(BIN)/python scripts/tool_call_table.py --check
 	$(BIN)/python scripts/template_table.py --check
 	$(BIN)/python scripts/doctor_page.py --check
+	$(BIN)/python scripts/measure.py --check
 
 check: lint test  ## what a change must pass
 
