@@ -263,6 +263,37 @@ def test_whatever_is_raised_is_caught_in_the_boundary_and_almost_nowhere_else() 
     assert found == EXCEPT_EXCEPTION
 
 
+def _writes_reward(node: ast.AST) -> bool:
+    """Whether it assigns an attribute `reward`, or copies an object with another one: `replace(turn, reward=...)`."""
+    match node:
+        case ast.Assign(targets=targets):
+            pass
+        case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+            targets = [target]
+        case ast.Call(func=ast.Name(id="setattr"), args=[_, ast.Constant(value="reward"), _]):
+            return True
+        case ast.Call(func=ast.Name(id="replace"), args=[copied, *_], keywords=keywords):
+            # a Reply is replaced with its reward changed; a Turn must not be
+            return "turn" in ast.unparse(copied).lower() and any(keyword.arg == "reward" for keyword in keywords)
+        case _:
+            return False
+    leaves = [leaf for target in targets for leaf in ast.walk(target)]
+    return any(isinstance(leaf, ast.Attribute) and leaf.attr == "reward" for leaf in leaves)
+
+
+def test_the_reward_of_a_turn_is_written_in_one_place() -> None:
+    writers = {
+        (path.relative_to(SOURCE).as_posix(), function.name)
+        for path in FILES
+        for function in ast.walk(parsed(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if _writes_reward(node)
+    }
+    of_trajectories = {("types.py", "fail"), ("rewards/reward.py", "write"), ("doctor/options.py", "_advantages")}
+    assert writers - of_trajectories == {("types.py", "add_reward")}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

@@ -89,3 +89,11 @@ def test_which_stops_are_failures() -> None:
 def test_which_sampling_leaves_tokens_out() -> None:
     assert not Sampling(temperature=0.3).filtered
     assert [Sampling(top_k=1).filtered, Sampling(top_p=0.99).filtered, Sampling(min_p=0.01).filtered] == [True] * 3
+
+
+def test_the_reward_of_a_turn_is_the_sum_of_its_parts_by_source() -> None:
+    turn = a_turn(0, "a", [1])
+    for value, source in ((0.5, "environment"), (0.0, "final_reward"), (1.0, "brevity"), (0.25, "environment")):
+        turn.add_reward(value, source)
+    assert turn.reward == 1.75
+    assert turn.rewards == {"environment": 0.75, "brevity": 1.0}

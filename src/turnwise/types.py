@@ -199,7 +199,13 @@ class Turn:
     """The tool calls in it, malformed ones included."""
     outcomes: tuple[ToolOutcome, ...] = ()
     """What came of the calls that were run."""
+    tools: Sequence[ToolSchema] = ()
+    """The tools that the model was offered when it sampled this turn."""
     reward: float = 0.0
+    """The sum of `rewards`. Written by `add_reward` only."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The parts of `reward` by source: `environment`, `final_reward`, or the name of a reward function. A source that gave 0
+    has no entry."""
     info: dict[str, Any] = field(default_factory=dict)
     """Whatever the environment wants to keep with the turn; JSON-serialisable."""
     finish_reason: str = "stop"
@@ -207,6 +213,12 @@ class Turn:
     """As the engine gave it; not part of the record."""
     seconds_engine: float = 0.0
     seconds_environment: float = 0.0
+
+    def add_reward(self, value: float, source: str) -> None:
+        """Add to the turn's reward. No other code writes it."""
+        self.reward += value
+        if value:
+            self.rewards[source] = self.rewards.get(source, 0.0) + value
 
 
 @dataclass(slots=True)

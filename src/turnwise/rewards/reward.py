@@ -143,8 +143,8 @@ class Scorer:
                         reward.weight * await _ask(reward.name, reward.function, trajectory, turn)
                         for turn in trajectory.turns
                     ]
-                    scores.earned = [one + other for one, other in zip(scores.earned, values, strict=True)]
                     scores.add(reward.name, sum(values))
+                    scores.turns.append((reward.name, values))
                 for reward in self.trajectory:
                     value = await _ask(reward.name, reward.function, trajectory)
                     scores.add(reward.name, reward.weight * value)
@@ -184,11 +184,8 @@ class _Scores:
 
     trajectory: Trajectory
     parts: dict[str, float] = field(default_factory=dict)
-    earned: list[float] = field(init=False)
-    """What the turn functions gave each turn."""
-
-    def __post_init__(self) -> None:
-        self.earned = [0.0] * len(self.trajectory.turns)
+    turns: list[tuple[str, list[float]]] = field(default_factory=list)
+    """The name of each turn function, and its reward for each turn."""
 
     def add(self, name: str, value: float) -> None:
         self.parts[name] = self.parts.get(name, 0.0) + value
@@ -201,8 +198,9 @@ class _Scores:
         except Failed as failed:
             self.trajectory.fail(failed.failure)
             return
-        for turn, value in zip(self.trajectory.turns, self.earned, strict=True):
-            turn.reward += value
+        for name, values in self.turns:
+            for turn, value in zip(self.trajectory.turns, values, strict=True):
+                turn.add_reward(value, name)
         self.trajectory.rewards = self.parts
         self.trajectory.reward = total
 

@@ -142,7 +142,7 @@ async def _converse_in_time(session: Session, environment: _UserEnvironment, tab
                 async with deadline(limits.seconds_per_turn):
                     final = await environment.final_reward()
                 with boundary("environment"):
-                    trajectory.turns[-1].reward += reward_number(final, "final_reward()")
+                    trajectory.turns[-1].add_reward(reward_number(final, "final_reward()"), "final_reward")
             session.finish(stop)
     except TimeoutError:
         turn = session.turns_answered

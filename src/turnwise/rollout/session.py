@@ -165,6 +165,7 @@ class Session:
             thought_opening="" if self._goes_on else self._opened,
             reasoning=said.reasoning,
             calls=said.calls,
+            tools=trajectory.tools,
             finish_reason=completion.finish_reason,
             completion=completion,
         )
@@ -189,7 +190,7 @@ class Session:
             for index in reply.learn_from:
                 _check_learn_from(index, trajectory.turns)
                 trajectory.turns[index].learn_from = True
-            turn.reward += reward_number(reply.reward, "Reply(reward=...)")
+            turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
             turn.info.update(reply.info)
             turn.outcomes = tuple(reply.outcomes)
             self._change_sampling(reply.sampling, "Reply")
