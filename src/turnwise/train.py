@@ -88,7 +88,7 @@ async def train(run: Run, show: Report) -> None:
                 for one in group.trajectories:  # before credit: what breaks in it is in no statistics
                     run.mask(one)
                     _refuse_stale(run, one)
-                run.credit(group)
+            run.credit(rollouts.groups)
             started = time.perf_counter()
             batches = _pack(run, rollouts.groups)
             pieces = options.ppo_epochs * sum(len(batch.micro_batches) for batch in batches)

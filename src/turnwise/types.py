@@ -185,6 +185,11 @@ class Turn:
     """The parsed assistant message: `content`, and `tool_calls` where there are any."""
     text: str
     """The sampled text as it was said, the stop token left off."""
+    message_index: int | None = None
+    """Index of `message` in the history in which the turn was sampled, so that `history[:message_index]` are the messages
+    that the model answered. None in trajectories that were read from records of schema 1."""
+    history: int = 0
+    """Which history that is: an index into `Trajectory.previous_histories`, or its length for `Trajectory.messages`."""
     thought_opening: str = ""
     """What the generation prompt opened a thought with, directly before `text`: `"<think>\\n"`; empty where it opened none."""
     reasoning: str = ""
@@ -211,6 +216,8 @@ class Turn:
     finish_reason: str = "stop"
     completion: Completion | None = None
     """As the engine gave it; not part of the record."""
+    started: float | None = None
+    """When the prompt of the turn was encoded and sent to the engine, in Unix seconds; None where unknown."""
     seconds_engine: float = 0.0
     seconds_environment: float = 0.0
 
@@ -219,6 +226,11 @@ class Turn:
         self.reward += value
         if value:
             self.rewards[source] = self.rewards.get(source, 0.0) + value
+
+    @property
+    def ended(self) -> float | None:
+        """When the environment had answered the turn, in Unix seconds; None where unknown."""
+        return None if self.started is None else self.started + self.seconds_engine + self.seconds_environment
 
 
 @dataclass(slots=True)
@@ -307,6 +319,9 @@ class Trajectory:
     id: str
     group: str
     row: Row
+    step: int | None = None
+    """The training step, counted from 1, that the trajectory was recorded in; None where there are no steps. Set when the
+    trajectory is written."""
     seed: int = 0
     messages: list[Message] = field(default_factory=list)
     """The conversation as messages, all sides."""
@@ -328,7 +343,10 @@ class Trajectory:
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: str | None = None
     """What the sanity check found, or None where the tokens are those of the template."""
+    started: float | None = None
+    """When the conversation began, in Unix seconds; None where unknown."""
     seconds: float = 0.0
+    """How long the conversation took."""
     environment: EnvironmentHandle | None = None
     """For reward functions that look at the environment; None once the trajectory is scored. Not part of the record."""
 

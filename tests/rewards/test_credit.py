@@ -34,7 +34,7 @@ def advantages(group: Group) -> list[list[float]]:
 
 def test_grpo_is_the_centred_reward_over_the_standard_deviation_of_the_sample() -> None:
     group = a_group(1, 0, 0, 1)
-    grpo(group)
+    grpo([group])
     width = math.sqrt(1 / 3) + 1e-6  # four squares of 1/2, over n - 1 = 3
     assert advantages(group) == [
         [pytest.approx(0.5 / width, rel=1e-12)],
@@ -47,26 +47,26 @@ def test_grpo_is_the_centred_reward_over_the_standard_deviation_of_the_sample() 
 
 def test_without_scale_it_is_the_centred_reward() -> None:
     group = a_group(2.0, 0.5, 0.5, -1.0)
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     assert advantages(group) == [[1.5], [0.0], [0.0], [-1.5]]
 
 
 def test_all_turns_of_a_trajectory_have_its_advantage() -> None:
     group = a_group(1.0, 0.0, turns=[3, 1])
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     assert advantages(group) == [[0.5, 0.5, 0.5], [-0.5]]
 
 
 def test_broken_conversations_are_in_no_statistics_and_get_nothing() -> None:
     group = a_group(1.0, None, 0.0, None)
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     assert advantages(group) == [[0.5], [], [-0.5], []]
 
 
 def test_one_that_was_not_scored_gets_nothing() -> None:
     group = a_group(1.0, 0.0, 5.0)
     group.trajectories[2].reward = None
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     assert advantages(group) == [[0.5], [-0.5], []]
 
 
@@ -85,15 +85,15 @@ def test_a_group_that_compares_nothing_teaches_nothing(
     rewards: list[float | None], expected: list[list[float]], scale: str
 ) -> None:
     group = a_group(*rewards)
-    grpo(group, scale=scale)  # type: ignore[arg-type]
+    grpo([group], scale=scale)  # type: ignore[arg-type]
     assert advantages(group) == expected
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=8), st.floats(-10, 10))
 def test_advantages_sum_to_nothing_and_do_not_see_a_constant(rewards: list[float], constant: float) -> None:
     group, shifted = a_group(*rewards), a_group(*(reward + constant for reward in rewards))
-    grpo(group, scale="none")
-    grpo(shifted, scale="none")
+    grpo([group], scale="none")
+    grpo([shifted], scale="none")
     values = [values[0] for values in advantages(group)]
     assert sum(values) == pytest.approx(0.0, abs=1e-9)
     assert [values[0] for values in advantages(shifted)] == pytest.approx(values, abs=1e-9)
@@ -126,11 +126,11 @@ def test_grpo_has_the_sign_of_the_true_gradient_where_the_policy_decides_when_it
     assert true == pytest.approx(0.175)
     rewards = [sum(rewards) for _, _, rewards in ROLLOUTS]
     group = a_group(rewards[0], rewards[0], rewards[1], rewards[2], turns=[1, 1, 2, 3])  # the shares 2 : 1 : 1
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     values = advantages(group)
     assert values[0] == values[1]
     assert gradient([values[0], values[2], values[3]]) == pytest.approx(true)
-    grpo(group)
+    grpo([group])
     scaled = advantages(group)
     assert gradient([scaled[0], scaled[2], scaled[3]]) > 0
 
@@ -145,3 +145,9 @@ def test_the_toy_tells_the_wrong_order_from_the_right_one() -> None:
         for _, _, rewards in ROLLOUTS
     ]
     assert gradient(centred_first) == pytest.approx(-0.0375)
+
+
+def test_each_group_of_the_batch_is_centred_by_itself() -> None:
+    groups = [a_group(1.0, 0.0), a_group(5.0, 3.0), a_group(2.0, 2.0)]
+    grpo(groups, scale="none")
+    assert [advantages(group) for group in groups] == [[[0.5], [-0.5]], [[1.0], [-1.0]], [[0.0], [0.0]]]

@@ -146,7 +146,7 @@ def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, me
     assert broken.messages[-1]["content"] == "a"  # what it holds stays
     assert [one.reward for one in trajectories] == [1.0, None, 3.0, 4.0]
     group = Group(id="1", row=broken.row, trajectories=trajectories)
-    grpo(group, scale="none")
+    grpo([group], scale="none")
     assert [one.advantages for one in trajectories] == [
         [pytest.approx(-5 / 3)],
         [],
@@ -322,7 +322,7 @@ def test_a_reward_that_no_gradient_could_hold_breaks_its_trajectory_and_no_other
     assert trajectories[1].error == Failure(
         "reward", f"the reward function 'f' gave {value:g}; a reward must lie between -1e+15 and 1e+15"
     )
-    grpo(Group(id="1", row=trajectories[0].row, trajectories=trajectories))
+    grpo([Group(id="1", row=trajectories[0].row, trajectories=trajectories)])
     assert [one.reward for one in trajectories] == [2.0, None, 2.0]
 
 

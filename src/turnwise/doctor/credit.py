@@ -164,7 +164,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
     mask = custom(lambda turn: (1.0, 0.5, 0.0)[turn.index], name="doctor")
     for one in group.trajectories:
         mask(one)
-    grpo(group)
+    grpo([group])
     return group
 
 

@@ -58,7 +58,7 @@ def _advantages(config: Config) -> list[list[float]]:
     group = Group(id="g", row=_ROW, trajectories=[_trajectory(str(n)) for n in range(4)])
     for one, reward in zip(group.trajectories, (1.0, 0.0, 0.0, 3.0), strict=True):
         one.reward = reward
-    build.credit(config)(group)
+    build.credit(config)([group])
     return [one.advantages for one in group.trajectories]
 
 

@@ -111,7 +111,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     for group in groups:
         for one in group.trajectories:
             mask(one)
-        credit(group)
+    credit(groups)
     return groups
 
 

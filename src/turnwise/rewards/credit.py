@@ -1,7 +1,8 @@
-"""Which turn is to thank: from the rewards of a group to an advantage for each turn.
+"""Credit assignment: computes the advantages of all trajectories of a step from their rewards.
 
-One rule: accumulate first, centre after. Centring per-turn rewards before they are summed has the wrong sign when the
-policy decides when it stops. Trajectories that broke are in no statistics and get no advantage.
+Rule: accumulate rewards first, centre them afterwards. If each turn's reward is centred before the rewards of a
+trajectory are summed, the gradient has the wrong sign when the policy controls how many turns it takes. Failed
+trajectories enter no statistics and get no advantage.
 """
 
 from __future__ import annotations
@@ -14,26 +15,36 @@ from turnwise.types import Group
 
 __all__ = ["Credit", "grpo"]
 
-Credit = Callable[[Group], None]
-"""Fills `Trajectory.advantages`, one number for each turn, of the trajectories of a group."""
+Credit = Callable[[Sequence[Group]], None]
+"""Sets `Trajectory.advantages` of the trajectories of all groups of a training step. Called once per step, after rewards and
+turn weights are set.
+
+`advantages` has one entry per turn. An entry is either a number, which holds for all tokens of the turn, or a sequence with
+one number per token that the turn sampled, in their order: `[0.5, [0.1, -0.2, 0.3]]` is one advantage for the first turn
+and one for each of the three tokens of the second turn. A trajectory that is not trained on keeps an empty list: a failed
+trajectory, or one without a reward.
+"""
 
 _EPSILON = 1e-6
 
 
-def grpo(group: Group, *, scale: Literal["std", "none"] = "std") -> None:
-    """Group-relative outcome advantage: `(R - mean) / (std + 1e-6)`, the same for all turns of a trajectory.
+def grpo(groups: Sequence[Group], *, scale: Literal["std", "none"] = "std") -> None:
+    """Group-relative outcome advantage: `(R - mean) / (std + 1e-6)`, the same number for all turns of a trajectory.
 
-    R is the whole reward of a trajectory, turns summed up. `std` is that of the sample (n - 1), as in most implementations;
-    `scale="none"` leaves it out (Dr. GRPO). A group whose rewards are all equal, or with fewer than two whole trajectories,
-    teaches nothing and gets zeros.
+    R is the total reward of a trajectory: the rewards of its turns and its own. Mean and standard deviation are those of its
+    group. The standard deviation is that of the sample (n - 1), as in most implementations; `scale="none"` does not divide
+    by it (Dr. GRPO). All advantages of a group are 0 where all rewards are equal, or where fewer than two trajectories did not
+    fail.
 
     Papers: DeepSeekMath, arXiv 2402.03300 (GRPO); Understanding R1-Zero-like training, arXiv 2503.20783 (Dr. GRPO).
 
     Example: rewards 1, 0, 0, 1 have mean 0.5 and std 0.577, so the advantages are 0.866, -0.866, -0.866, 0.866.
     """
-    whole = [one for one in group.trajectories if one.reward is not None and not one.failed]
-    for one, advantage in zip(whole, _centred([one.reward or 0.0 for one in whole], scale), strict=True):
-        one.advantages = [advantage] * len(one.turns)
+    for group in groups:
+        scored = [(t, t.reward) for t in group.trajectories if t.reward is not None and not t.failed]
+        advantages = _centred([reward for _, reward in scored], scale)
+        for (trajectory, _), advantage in zip(scored, advantages, strict=True):
+            trajectory.advantages = [advantage] * len(trajectory.turns)
 
 
 def _centred(rewards: Sequence[float], scale: Literal["std", "none"]) -> list[float]:

@@ -101,7 +101,7 @@ async def converse(session: Session, environment: _UserEnvironment, table: Rollo
 
 async def rollout(trajectory: Trajectory, table: RolloutContext) -> Trajectory:
     """Fill a trajectory with one conversation. What breaks is recorded in it; only cancellation is raised."""
-    started = time.perf_counter()
+    trajectory.started, started = time.time(), time.perf_counter()
     limits = table.limits
     session = Session(
         trajectory,

@@ -105,6 +105,7 @@ class Session:
 
     async def generate(self) -> Turn:
         """Let the model speak; what was heard before becomes tokens now."""
+        clock = time.time()
         piece = self._encoded()
         if self._segment is None:
             self._segment = Segment()
@@ -135,7 +136,7 @@ class Session:
             completion = await self._engine.generate(request)
             segment.append_completion(index, completion)
         turn = self._read(completion, index)
-        turn.seconds_engine = time.perf_counter() - started
+        turn.started, turn.seconds_engine = clock, time.perf_counter() - started
         same = index == 0 or trajectory.logprob_kind == completion.logprob_kind
         trajectory.logprob_kind = completion.logprob_kind if same else LogprobKind.NONE
         return turn
@@ -174,6 +175,7 @@ class Session:
             del trajectory.messages[-1]
             self._history.pop_turn()
             self._goes_on = False
+        turn.history, turn.message_index = len(trajectory.previous_histories), len(trajectory.messages)
         trajectory.messages.append(said.message)
         with boundary("tokens"):
             self._history.append_turn(said)
