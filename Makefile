@@ -23,6 +23,7 @@ lint: $(VENV)/ready-dev  ## format, lint, types, and that what is made by a comm
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/python scripts/option_table.py --check
+	$(BIN)/python scripts/metric_table.py --check
 	$(BIN)/python scripts/mask_view.py --check
 	$(BIN)/python scripts/tool_call_table.py --check
 	$(BIN)/python scripts/template_table.py --check

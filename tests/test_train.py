@@ -214,7 +214,7 @@ def test_overlapping_marks_which_weights_sampled_what(recipe: Path, tmp_path: Pa
     for step in (2, 3, 4, 5):  # they begin while the step before is learnt from, and may go on with its result
         assert step - 2 in versions[step]
         assert versions[step] <= {step - 2, step - 1}
-    assert [one["version"] for one in metrics] == [0, 0, 1, 2, 3]
+    assert [one["version/oldest"] for one in metrics] == [0, 0, 1, 2, 3]
     assert [one["version/newest"] for one in metrics] == [max(versions[step]) for step in (1, 2, 3, 4, 5)]
 
 
@@ -222,7 +222,7 @@ def test_without_overlap_a_step_is_sampled_by_the_weights_that_learn_from_it(rec
     run(recipe)
     assert versions_of_steps(tmp_path / "run") == {1: {0}, 2: {1}, 3: {2}}
     for step, metrics in enumerate(lines(tmp_path / "run" / "metrics.jsonl")):
-        assert (metrics["version"], metrics["version/newest"]) == (step, step)
+        assert (metrics["version/oldest"], metrics["version/newest"]) == (step, step)
 
 
 def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_path: Path) -> None:

@@ -195,6 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--tokens", action="store_true", help="with every token: its id, text, turn, log-probability and version"
     )
+    show.add_argument(
+        "--metric", metavar="NAME", help="one metric, step by step, such as reward/mean (docs/metrics.md)"
+    )
     show.set_defaults(command=_show)
 
     doctor = commands.add_parser(
@@ -362,6 +365,15 @@ def _rollout(options: argparse.Namespace, console: Console) -> int:
 def _show(options: argparse.Namespace, console: Console) -> int:
     from turnwise.terminal.show import show
 
+    if options.metric is not None:
+        from turnwise.terminal.show_metric import show_metric
+
+        chosen = ("id", "step", "worst", "best", "last", "failed", "tokens")
+        others = [f"--{name}" for name in chosen if vars(options)[name]]
+        if others:
+            raise ConfigError(f"--metric shows figures and {others[0]} shows conversations: give one of them")
+        show_metric(console, options.run, options.metric, evaluation=options.evaluation)
+        return 0
     show(
         console,
         options.run,

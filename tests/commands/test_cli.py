@@ -141,7 +141,7 @@ def test_a_function_of_the_group_sees_all_conversations_of_a_row(place: Path, de
     assert [record["id"] for record in records] == ["1/0", "1/1", "2/0", "2/1", "3/0"]
     assert [record["rewards"].get("fewest") for record in records] == [1.0, 0.0, 1.0, 0.0, None]
     (metrics,) = read(place / "out" / "metrics.jsonl")
-    assert metrics["reward/fewest"] == 0.5  # of the four that it applies to
+    assert metrics["rewards/fewest/mean"] == 0.5  # of the four that it applies to
 
 
 def test_a_second_rollout_keeps_what_the_first_has_left(place: Path) -> None:

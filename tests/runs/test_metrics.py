@@ -50,9 +50,9 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "groups/zero_std": 0.5,  # in the second group only one is whole
         "template_mismatch": 0.0,
         "failed": 0.25,
-        "version": 0,
+        "version/oldest": 0,
         "version/newest": 0,
-        "reward/judge": 1.0,
+        "rewards/judge/mean": 1.0,
         "stop/done": 0.5,
         "stop/max_turns": 0.25,
         "stop/length": 0.0,

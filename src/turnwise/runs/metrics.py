@@ -15,8 +15,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     """What the conversations of a step were like. Broken ones count in `failed` and `stop/*`, and in nothing else.
 
     `entropy` is estimated from the sampled tokens: the mean of -log p under the distribution they were drawn from.
-    `version` is the oldest and `version/newest` the newest version of the weights that sampled a token: two where weights
-    changed while conversations were held.
+    docs/metrics.md describes each of them; `record.metric_names` lists them.
     """
     every = [one for group in groups for one in group.trajectories]
     whole = [one for one in every if one.reward is not None and not one.failed]
@@ -37,11 +36,11 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "template_mismatch": _share(one.template_mismatch is not None for one in every),
         "failed": _share(one.failed for one in every),
     }
-    metrics["version"] = min(versions, default=None)
+    metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
         # of those that the function applies to
-        metrics[f"reward/{name}"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
+        metrics[f"rewards/{name}/mean"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
     for name in sorted({name for one in whole for name in one.metrics}):
         metrics[f"metrics/{name}"] = _mean([one.metrics[name] for one in whole if name in one.metrics])
     for stop in Stop:

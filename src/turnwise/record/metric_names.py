@@ -1,0 +1,213 @@
+"""Every metric that turnwise writes: its name, unit and meaning, and what it is called in TRL, verl and ms-swift.
+
+This is the one list of metrics: docs/metrics.md is made from it, and a metric name that a person gives is looked up in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["METRICS", "Metric", "metric_hint", "metric_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `<...>` in a name stands for a part that depends on the run, such as the name of a reward function."""
+
+    name: str
+    unit: str
+    over: str
+    """What it is averaged over or added up over; empty where there is nothing to average."""
+    meaning: str
+    same: tuple[str, ...] = ()
+    """Names of the same figure in TRL, verl, ms-swift and earlier versions of turnwise."""
+    near: tuple[str, ...] = ()
+    """Names of figures that are computed in another way and answer the same question."""
+    lines: str = "train, eval, rollout"
+    """The lines of the files that hold it, by command: docs/metrics.md explains the names."""
+
+    def matches(self, name: str) -> bool:
+        """Whether the metric has this name in a run."""
+        return _pattern(self.name).fullmatch(name) is not None
+
+
+_FINISHED = "mean over finished conversations"
+_ALL = "all conversations"
+_STEPS = "mean over optimizer steps"
+_TRAIN, _SFT = "train", "sft"
+_BOTH = "train, sft"
+_ROLLOUTS_AND_SFT = "train, eval, rollout, sft"
+
+METRICS = (
+    Metric(
+        "step", "steps", "", "Number of finished training steps.",
+        same=("training/global_step", "global_step"), lines="train, eval, rollout, sft, sft eval",
+    ),
+    Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_SFT),
+    Metric(
+        "conversations", "count", "", "Number of conversations; in fine-tuning, of the held-out conversations that have a loss.",
+        lines="rollout, sft eval",
+    ),
+    Metric(
+        "reward/mean", "reward", _FINISHED, "Total reward of a conversation.",
+        same=("reward", "rewards/mean", "mean_reward", "critic/rewards/mean", "critic/score/mean"),
+    ),
+    Metric(
+        "reward/std", "reward", "standard deviation over finished conversations",
+        "Spread of the total rewards in the step, all groups together.", near=("reward_std",),
+    ),
+    Metric(
+        "rewards/<function>/mean", "reward", "mean over the finished conversations that the function applies to",
+        "Weighted part of one reward function in the total reward.", same=("rewards/<function>", "reward/<function>"),
+    ),
+    Metric(
+        "metrics/<name>", "any", "mean over the finished conversations that have it",
+        "A number that a reward function reported (TRL: `log_metric`). It is no part of the reward.",
+    ),
+    Metric(
+        "groups/zero_std", "share", "groups",
+        "Groups whose finished conversations all have the same reward, so that their advantages are 0.",
+        same=("frac_reward_zero_std", "groups/all_equal"),
+    ),
+    Metric(
+        "turns/mean", "turns", _FINISHED, "Turns of the model in a conversation.",
+        same=("num_turns/mean", "num_turns"), lines=_ROLLOUTS_AND_SFT,
+    ),
+    Metric(
+        "segments/mean", "segments", _FINISHED,
+        "Token sequences of a conversation: 1 unless the history was rewritten or reasoning was removed.",
+    ),
+    Metric(
+        "tool_calls/mean", "calls", _FINISHED, "Tool calls in a conversation, malformed calls included.",
+        same=("tools/call_frequency",), near=("tool_call_counts/mean",),
+    ),
+    Metric(
+        "tool_errors/mean", "calls", _FINISHED, "Failed tool calls in a conversation, malformed calls included.",
+        near=("tools/failure_frequency",),
+    ),
+    Metric(
+        "stop/<reason>", "share", _ALL,
+        "Conversations that ended for this reason ([record](record.md) lists the reasons).",
+    ),
+    Metric(
+        "stop/length", "share", _ALL, "Conversations whose last turn was cut by `limits.tokens_per_turn`.",
+        near=("completions/clipped_ratio", "response_length/clip_ratio"),
+    ),
+    Metric(
+        "failed", "share", _ALL, "Conversations that failed with an error. They count in no mean and are not trained on.",
+        lines="train, eval, rollout, sft, sft eval",
+    ),
+    Metric(
+        "template_mismatch", "share", _ALL, "Conversations whose tokens differ from the rendering of the chat template.",
+        same=("drift",), lines=_ROLLOUTS_AND_SFT,
+    ),
+    Metric(
+        "left_out", "share", _ALL, "Conversations that are longer than `limits.context`. They are not trained on.",
+        lines="sft, sft eval",
+    ),
+    Metric(
+        "tokens/sampled", "tokens", f"sum over {_ALL}", "Tokens that the model sampled, in all turns.",
+        near=("completions/mean_length", "completions/mean_terminated_length", "response_length/mean", "completion_length"),
+    ),
+    Metric(
+        "tokens/all", "tokens", f"sum over {_ALL}",
+        "All tokens: prompts, completions, tool results, user messages. In fine-tuning, of the conversations trained on.",
+        same=("perf/total_num_tokens",), near=("num_tokens", "prompt_length/mean"), lines=_ROLLOUTS_AND_SFT,
+    ),
+    Metric(
+        "tokens/trained", "tokens", "sum over optimizer steps",
+        "Targets of the loss. Tokens of weight or advantage 0 are skipped; equal turns of a group are counted once.",
+        lines="train, sft, sft eval",
+    ),
+    Metric(
+        "entropy", "nats", "mean over the sampled tokens of finished conversations",
+        "Estimate of the entropy: -log p of each sampled token. Null where the engine reports no such log-probabilities.",
+        near=("actor/entropy", "actor/entropy_loss"),
+    ),
+    Metric(
+        "loss", "", _STEPS, "The loss that is minimized; in fine-tuning the negative log-likelihood of a token.",
+        same=("actor/loss", "train/loss", "train_loss", "eval_loss", "val/loss"), near=("actor/pg_loss", "policy_loss"),
+        lines="train, sft, sft eval",
+    ),
+    Metric(
+        "kl", "nats", "mean over trained tokens",
+        "KL divergence from the reference model with `train.kl_coef`, otherwise from the policy that sampled. Estimator: k3.",
+        same=("actor/kl_loss",), near=("actor/ppo_kl", "rollout_corr/kl", "rollout_correction/kl", "objective/kl"), lines=_TRAIN,
+    ),
+    Metric("grad_norm", "", _STEPS, "Norm of the gradient before clipping.", same=("actor/grad_norm",), lines=_BOTH),
+    Metric("lr", "", "", "Learning rate of the step.", same=("learning_rate", "actor/lr"), lines=_BOTH),
+    Metric(
+        "ratio/max_deviation", "ratio", "maximum over trained tokens",
+        "Largest difference from 1 of the probability ratio of trainer to engine, before the first optimizer step. "
+        "1e-4 or less: both compute the same.",
+        near=(
+            "training/rollout_probs_diff_max", "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/max",
+        ),
+        lines=_TRAIN,
+    ),
+    Metric(
+        "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
+        same=("clip_ratio/region_mean", "clip_ratio", "ratio/clipped"),
+        near=("clip_ratio/low_mean", "clip_ratio/high_mean", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"), lines=_TRAIN,
+    ),
+    Metric(
+        "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
+        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.overlap` one step behind.",
+        same=("version",),
+    ),
+    Metric(
+        "version/newest", "steps", f"maximum over the tokens of {_ALL}", "Version of the newest weights that sampled a token.",
+    ),
+    Metric(
+        "seconds/rollout", "seconds", "", "Time for the conversations and their rewards.", near=("timing_s/gen",),
+    ),
+    Metric("seconds/replay", "seconds", "", "Time to turn conversations into tokens.", lines=_SFT),
+    Metric(
+        "seconds/train", "seconds", "", "Time to pack the batch, compute gradients and update the weights.",
+        near=("timing_s/update_actor",), lines=_BOTH,
+    ),
+    Metric(
+        "seconds/checkpoint", "seconds", "", "Time to write a checkpoint; 0 in a step without one.",
+        same=("timing_s/save_checkpoint",), lines=_BOTH,
+    ),
+    Metric(
+        "seconds/step", "seconds", "", "Wall-clock time of the step. With `train.overlap` it is less than the sum of the parts.",
+        same=("timing_s/step", "perf/time_per_step", "step_time"), lines=_BOTH,
+    ),
+)  # fmt: skip
+"""All metrics, in the order of docs/metrics.md."""
+
+
+def metric_of(name: str) -> Metric | None:
+    """The metric that a name in a run belongs to, or None for an unknown name. A name without a variable part comes first."""
+    found = [metric for metric in METRICS if metric.matches(name)]
+    return min(found, key=lambda metric: "<" in metric.name, default=None)
+
+
+def metric_hint(name: str, known: Sequence[str] = ()) -> str:
+    """A hint for an unknown metric name: `; it is called reward/mean here`, or the empty text.
+
+    `known` are the names in the run at hand, which a misspelled name is compared with.
+    """
+    for text, ours in _counterparts(name):
+        return f"; {text} {ours}"
+    close = difflib.get_close_matches(name, known or [metric.name for metric in METRICS], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _counterparts(name: str) -> Iterator[tuple[str, str]]:
+    """The metrics that have this name elsewhere; exact names before names with a variable part."""
+    for variable in (False, True):
+        for metric in METRICS:
+            for text, others in (("its name here is", metric.same), ("the nearest metric here is", metric.near)):
+                for other in others:
+                    match = _pattern(other).fullmatch(name)
+                    if match is not None and variable == ("<" in other):
+                        yield text, re.sub(r"<\w+>", match[1], metric.name) if variable else metric.name
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"<\w+>", "(.+)", re.escape(name)))
