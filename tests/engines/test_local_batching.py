@@ -17,7 +17,7 @@ from engines.test_local_tokens import (
     tokens,
 )
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.fused import SHARED_READS
+from turnwise.engines.local.fused_attention import SHARED_READS
 from turnwise.types import Completion, Request, Sampling
 
 
@@ -129,7 +129,7 @@ def test_any_company_any_bound_the_models_own_numbers(seed: int) -> None:
     for version in range(2):
         asyncio.run(play())
         asyncio.run(engine.load_weights(version))
-    assert not engine._slots.busy_S.any()
+    assert not engine._core.cache.running_S.any()
 
 
 def test_the_generic_pass_shares_too() -> None:

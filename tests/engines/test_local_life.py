@@ -241,7 +241,7 @@ def test_a_variation_falls_back_to_the_generic_pass(caplog: pytest.LogCaptureFix
     model.model.layers[1].mlp.act_fn = nn.GELU()
     with caplog.at_level(logging.WARNING):
         engine = LocalEngine(model, threads=1)
-    assert isinstance(engine._forward, GenericForward)
+    assert isinstance(engine._core.forward, GenericForward)
     assert "fused pass of the embedded engine is off" in caplog.text
     is_greedy(model, tokens(30), ask(engine, greedy("a", tokens(30)))[0])
 
@@ -260,5 +260,5 @@ def test_replaced_projections_run_through_the_generic_pass() -> None:
 
     inner.q_proj = Adapted(inner.q_proj)
     engine = LocalEngine(model, threads=1)
-    assert isinstance(engine._forward, GenericForward)
+    assert isinstance(engine._core.forward, GenericForward)
     is_greedy(model, tokens(30), ask(engine, greedy("a", tokens(30)))[0])

@@ -10,8 +10,8 @@ import torch
 
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.kv_cache import KVCache, PlaneShape
-from turnwise.engines.local.slots import FREE, Slots
+from turnwise.engines.local.kv_cache import KVCache, KVShape
+from turnwise.engines.local.prefix_cache import FREE, PrefixCache
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 
@@ -34,7 +34,7 @@ def conversations(engine: LocalEngine, count: int) -> list[list[Completion]]:
         for turn in range(3):
             turns.append(await engine.generate(speak(str(index), history, 8 + (index * 5 + turn * 7) % 24, index)))
             history = history + list(turns[-1].token_ids) + tokens(6, turn)
-            assert engine.cache_bytes <= engine._slots.rows._budget
+            assert engine.cache_bytes <= engine._core.cache.kv.budget_bytes
             for _ in range(index):
                 await asyncio.sleep(0)
         return turns
@@ -143,34 +143,34 @@ def test_what_can_never_fit_is_refused_with_the_fix() -> None:
 
 
 def test_rows_keep_their_contents_when_they_grow_move_and_shrink() -> None:
-    rows = KVCache(
-        [PlaneShape(2, 3, 4), PlaneShape(1, 1, 2)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20
+    kv = KVCache(
+        [KVShape(2, 3, 4), KVShape(1, 1, 2)], dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 20
     )
-    assert rows.token_bytes == (24 + 2) * 4
-    rows.resize(2, 8)
-    for plane in rows.planes:
-        plane[:, 0], plane[:, 1] = 1.0, 2.0
-    rows.resize(4, 16)
-    assert [plane.shape[1] for plane in rows.planes] == [4, 4]
-    assert all((plane[:, 1, :, :8] == 2).all() and not plane[:, 1, :, 8:].any() for plane in rows.planes)
-    rows.swap([0], [1], 8)
-    rows.copy([0], [3], 4)
-    assert all((plane[:, 0, :, :8] == 2).all() and (plane[:, 1, :, :8] == 1).all() for plane in rows.planes)
-    assert all((plane[:, 3, :, :4] == 2).all() and not plane[:, 3, :, 4:].any() for plane in rows.planes)
-    rows.resize(1, 4)
-    assert rows.bytes == 4 * rows.token_bytes
-    assert all((plane == 2).all() for plane in rows.planes)
+    assert kv.token_bytes == (24 + 2) * 4
+    kv.resize(2, 8)
+    for tensor in kv.tensors:
+        tensor[:, 0], tensor[:, 1] = 1.0, 2.0
+    kv.resize(4, 16)
+    assert [tensor.shape[1] for tensor in kv.tensors] == [4, 4]
+    assert all((tensor[:, 1, :, :8] == 2).all() and not tensor[:, 1, :, 8:].any() for tensor in kv.tensors)
+    kv.swap_rows([0], [1], 8)
+    kv.copy_rows([0], [3], 4)
+    assert all((tensor[:, 0, :, :8] == 2).all() and (tensor[:, 1, :, :8] == 1).all() for tensor in kv.tensors)
+    assert all((tensor[:, 3, :, :4] == 2).all() and not tensor[:, 3, :, 4:].any() for tensor in kv.tensors)
+    kv.resize(1, 4)
+    assert kv.bytes == 4 * kv.token_bytes
+    assert all((tensor == 2).all() for tensor in kv.tensors)
 
 
 def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
-    rows = KVCache([PlaneShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget=1 << 20)
-    slots = Slots(rows, count=8, context=512)
+    kv = KVCache([KVShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 20)
+    cache = PrefixCache(kv, num_slots=8, context=512)
     texts = [np.array(tokens(70)), np.array(tokens(70)[:53] + tokens(30, 1)), np.array(tokens(40, 2))]
     for index, text in enumerate(texts):
-        slot = slots.take(len(text) + 1, ())
+        slot = cache.allocate(len(text) + 1, ())
         assert slot == index
-        slots.begin(slot, str(index), text, 0)
-        slots.computed(slot, len(text))
+        cache.start_request(slot, str(index), text, 0)
+        cache.finish_prefill(slot, len(text))
     for wanted, expected in (
         (texts[0], (0, 70)),
         (texts[1][:60], (1, 60)),
@@ -178,10 +178,10 @@ def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
         (np.concatenate([texts[2][:37], texts[0]]), (2, 37)),
         (texts[2][:11], (2, 11)),
     ):
-        resident, pending = slots.find(wanted.astype(np.int32))
-        assert (resident.slot, resident.tokens) == expected
-        assert pending.slot == FREE
+        computed, in_round = cache.longest_prefix(wanted.astype(np.int32))
+        assert (computed.slot, computed.tokens) == expected
+        assert in_round.slot == FREE
     for slot in range(3):
-        slots.end(slot)
-    slots.flush()
-    assert slots.find(texts[0])[0].tokens == 0
+        cache.finish_request(slot)
+    cache.invalidate()
+    assert cache.longest_prefix(texts[0])[0].tokens == 0

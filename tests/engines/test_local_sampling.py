@@ -8,7 +8,7 @@ import torch
 
 from engines.test_local_tokens import ask, make, one_thread, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampler import Options, draw, stream, uniforms
+from turnwise.engines.local.sampler import SamplingTensors, random_stream, sample_tokens, uniforms
 from turnwise.models.distribution import sampling_logits
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
@@ -83,8 +83,8 @@ def test_draws_follow_the_distribution() -> None:
     count = 20_000
     logits_NV = torch.tensor([0.0, 1.0, 2.0, -torch.inf, 0.5]).expand(count, 5)
     sampling = Sampling(temperature=0.8)
-    numbers_N = uniforms(np.full(count, stream(3)), np.arange(count))
-    drawn = draw(logits_NV, Options.of([sampling] * count, torch.device("cpu")), numbers_N)
+    numbers_N = uniforms(np.full(count, random_stream(3)), np.arange(count))
+    drawn = sample_tokens(logits_NV, SamplingTensors.of([sampling] * count, torch.device("cpu")), numbers_N)
     share_V = np.bincount(drawn.tokens_B, minlength=5) / count
     expected_V = (logits_NV[0] / 0.8).softmax(dim=-1).numpy()
     # four standard deviations of the largest share
@@ -95,13 +95,15 @@ def test_draws_follow_the_distribution() -> None:
 @pytest.mark.parametrize("number", [0.0, 1.0 - 2.0**-24])
 def test_the_ends_of_the_stream_draw_no_impossible_token(number: float) -> None:
     logits_1V = torch.tensor([[-torch.inf, 0.0, -60.0, 0.3, -torch.inf, -torch.inf]])
-    drawn = draw(logits_1V, Options.of([Sampling()], torch.device("cpu")), np.array([number], dtype=np.float32))
+    drawn = sample_tokens(
+        logits_1V, SamplingTensors.of([Sampling()], torch.device("cpu")), np.array([number], dtype=np.float32)
+    )
     assert drawn.tokens_B[0] in (1, 3)
     assert np.isfinite(drawn.logprobs_B).all()
 
 
 def test_the_stream_is_even_and_neighbours_are_strangers() -> None:
-    streams_N = np.array([stream(seed) for seed in range(-500, 500)], dtype=np.uint64)
+    streams_N = np.array([random_stream(seed) for seed in range(-500, 500)], dtype=np.uint64)
     numbers_NI = np.stack([uniforms(streams_N, np.full(1000, index)) for index in range(100)], axis=1)
     assert numbers_NI.min() >= 0
     assert numbers_NI.max() < 1

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.fused import FusedForward, unfit
+from turnwise.engines.local.fused import FusedForward, unsupported_reason
 from turnwise.engines.local.generic import GenericForward
 from turnwise.types import Completion, Request, Sampling
 
@@ -150,13 +150,13 @@ def test_greedy_is_what_the_model_says_over_two_turns(name: str) -> None:
 @pytest.mark.parametrize("name", FUSED)
 def test_the_fused_pass_is_taken(name: str) -> None:
     model = make(name)
-    assert unfit(model) is None
-    assert isinstance(LocalEngine(model)._forward, FusedForward)
+    assert unsupported_reason(model) is None
+    assert isinstance(LocalEngine(model)._core.forward, FusedForward)
 
 
 @pytest.mark.parametrize("name", GENERIC)
 def test_the_generic_pass_is_taken(name: str) -> None:
-    assert isinstance(LocalEngine(make(name))._forward, GenericForward)
+    assert isinstance(LocalEngine(make(name))._core.forward, GenericForward)
 
 
 def test_generate_of_transformers_agrees() -> None:

@@ -167,7 +167,7 @@ def test_a_conversation_that_lost_its_slot_sees_its_images_again(vision: Vision)
 
 def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(vision: Vision) -> None:
     model = vision_model(seed=3)
-    token_bytes = LocalEngine(model, threads=1)._slots.rows.token_bytes
+    token_bytes = LocalEngine(model, threads=1)._core.cache.kv.token_bytes
     engine = LocalEngine(model, threads=1, memory_gb=3 * 192 * token_bytes / 2**30)
     turns = [[heard(vision, "x" * 90, picture(32, 32, seed=n))] for n in range(4)]
 
@@ -180,7 +180,7 @@ def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(visi
 
 
 def test_a_long_prompt_is_cut_between_images_not_in_them(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.engines.local.scheduler.BATCH_TOKENS", 20)
+    monkeypatch.setattr("turnwise.engines.local.scheduler.PREFILL_CHUNK_TOKENS", 20)
     model = vision_model(seed=4)
     engine = LocalEngine(model, threads=1)
     turns = [heard(vision, "some", picture(32, 32), "text", picture(32, 32, seed=1), picture(24, 32, seed=2), "?")]
@@ -229,7 +229,7 @@ def test_what_cannot_be_seen_is_refused(vision: Vision) -> None:
     engine = LocalEngine(vision_model(), threads=1)
     cut = Segment()
     cut.append_context(ids[: media[0].start + 4], media)
-    with pytest.raises(EngineError, match="its placeholders must stand there, and a token after them"):
+    with pytest.raises(EngineError, match="its placeholders must be there, followed by at least one more token"):
         asyncio.run(ask(engine, "c", cut))
     assert len(asyncio.run(ask(engine, "c", segment)).token_ids) == 12  # and the engine goes on
 

@@ -136,15 +136,13 @@ def test_the_engine_refuses_a_model_whose_attention_ignores_its_soft_cap() -> No
     ids=["bloom", "falcon"],
 )
 def test_the_engine_refuses_position_biases_that_need_a_mask_of_two_dimensions(config: Any) -> None:
-    with pytest.raises(
-        EngineError, match=r"cannot be run over the slots of the embedded engine: it does not take a mask"
-    ):
+    with pytest.raises(EngineError, match=r"cannot be run by the embedded engine: it does not take a mask"):
         LocalEngine(made(config()), context=128)
 
 
 def test_the_engine_refuses_attention_in_chunks() -> None:
     chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
-    with pytest.raises(EngineError, match=r"layers of the kind chunked_attention"):
+    with pytest.raises(EngineError, match=r"layers of the type chunked_attention"):
         LocalEngine(made(hf.Llama4TextConfig(**SIZES, **chunks)))
 
 
@@ -161,7 +159,7 @@ def test_a_window_longer_than_what_is_tried_out_is_kept_by_the_engine() -> None:
 def test_a_window_in_the_config_that_the_model_itself_ignores_is_found_out() -> None:
     model = made(hf.StableLmConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"}))
     model.config.sliding_window = 100
-    with pytest.raises(EngineError, match=r"StableLmForCausalLM cannot be run over the slots.*logits differ"):
+    with pytest.raises(EngineError, match=r"StableLmForCausalLM cannot be run by the embedded engine.*logits differ"):
         LocalEngine(model)
 
 

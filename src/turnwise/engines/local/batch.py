@@ -1,180 +1,141 @@
-"""The requests that are running now, as columns: what each of them is fed next, what it has said, and when it ends.
+"""The running requests as arrays: the last token of each, its sampled tokens, and when it stops.
 
-It knows sampled tokens and why a request stops. It refuses to know the model and where keys and values lie. Work for each
-token is done on whole columns; only a request that ends, or that waits for a text, is looked at one by one.
+Knows sampled tokens and stop conditions. Does not know the model or where keys and values lie. Work for each token is done
+on entire arrays; only a request that ends, or that has stop texts, is handled individually.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from turnwise.engines.local.sampler import Drawn, Options, stream, uniforms
-from turnwise.engines.local.vision import VisionPrompt
-from turnwise.types import Completion, LogprobKind, Request
+from turnwise.engines.local.requests import PartialCompletion, PendingRequest
+from turnwise.engines.local.sampler import SampledTokens, SamplingTensors, random_stream, uniforms
 
-__all__ = ["Decode", "PartialCompletion", "PendingRequest", "RunningBatch"]
-
-
-@dataclass(frozen=True, slots=True)
-class PartialCompletion:
-    """What a request has sampled so far, as columns [N]."""
-
-    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    raw_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-
-    def completion(self, finish: str) -> Completion:
-        """The engine's answer."""
-        return Completion(
-            token_ids=self.token_ids.tolist(),
-            logprobs=self.logprobs.tolist(),
-            versions=self.versions.tolist(),
-            finish_reason="stop" if finish == "stop" else "length",
-            logprob_kind=LogprobKind.SAMPLED,
-            raw_logprobs=self.raw_logprobs.tolist(),
-        )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class PendingRequest:
-    """A request on its way through the engine."""
-
-    request: Request
-    number: int
-    """Order of arrival."""
-    prompt_N: np.ndarray
-    """Token ids; the placeholders of images go by names of their own (`VisionPrompt`)."""
-    vision_prompt: VisionPrompt | None
-    """The images in the prompt."""
-    limit: int
-    """Tokens that it may sample: `max_tokens`, or what the context leaves."""
-    future: asyncio.Future[Completion]
-    partial: PartialCompletion = field(default_factory=PartialCompletion)
-    """What it had sampled when it lost its row."""
-
-    @property
-    def so_far(self) -> np.ndarray:
-        """Everything up to now: the prompt, and what had been sampled."""
-        if not len(self.partial.token_ids):
-            return self.prompt_N
-        return np.concatenate([self.prompt_N, self.partial.token_ids.astype(np.int32)])
+__all__ = ["DecodeStep", "RunningBatch"]
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """The rows of one decode step in ascending order of their place in the cache; made anew only when somebody joins,
-    leaves or is moved."""
+class DecodeStep:
+    """The batch of one decode step, in ascending order of KV rows.
+
+    Used for all steps until a request joins, leaves or is moved to another row.
+    """
 
     slots_B: np.ndarray
     rows_B: np.ndarray
-    stops_BK: np.ndarray
-    """Token ids that end the row's turn, padded with -1."""
-    limits_B: np.ndarray
-    options: Options
-    shared: int
-    """How many first tokens all rows have in common."""
-    listeners: Sequence[tuple[int, int]]
-    """(slot, index in the batch) of the requests that end at a text."""
-    shifts_B: np.ndarray | None
-    """How far positions are from places; None where all places are positions."""
+    layout: int
+    """`PrefixCache.layout` when `rows_B` was read."""
+    stop_token_ids_BK: np.ndarray
+    """Padded with -1."""
+    max_tokens_B: np.ndarray
+    sampling: SamplingTensors
+    common_prefix: int
+    """The number of leading tokens that all requests share."""
+    stop_text_requests: Sequence[tuple[int, int]]
+    """(slot, index in the batch) of the requests that stop at a text."""
+    position_offsets_B: np.ndarray | None
+    """Position of a token less its index in the sequence; None if it is 0 for all requests (no images)."""
 
 
 class RunningBatch:
-    """Columns indexed by slot."""
+    """The running requests, by slot. Arrays with the suffix S are indexed by slot."""
 
-    def __init__(self, slots: int, decode: Callable[[Sequence[int]], str] | None, device: torch.device) -> None:
+    def __init__(self, num_slots: int, decode: Callable[[Sequence[int]], str] | None, device: torch.device) -> None:
         self._decode, self._device = decode, device
-        self.tickets: dict[int, PendingRequest] = {}
-        """Who runs in which slot."""
-        self._feed_S = np.zeros(slots, dtype=np.int64)
-        self._produced_S = np.zeros(slots, dtype=np.int64)
-        self._columns = [np.zeros((slots, 64), dtype) for dtype in (np.int64, np.float32, np.float32, np.int64)]
-        """What was sampled: token ids, log-probabilities, raw ones, versions, as in `ParsedTurn`."""
-        self._numbers_SN = np.zeros((slots, 64), dtype=np.float32)
-        self.step: Decode | None = None
-        """The rows of the next step; None if others run now than in the step before."""
+        self.requests: dict[int, PendingRequest] = {}
+        """The running request of each slot."""
+        self.step: DecodeStep | None = None
+        """The next decode step; None if requests joined or left since the last step."""
+        self._last_token_S = np.zeros(num_slots, dtype=np.int64)
+        self._num_sampled_S = np.zeros(num_slots, dtype=np.int64)
+        # arrays [S, N] in the order of the fields of PartialCompletion
+        self._sampled = [np.zeros((num_slots, 64), dtype) for dtype in (np.int64, np.float32, np.float32, np.int64)]
+        self._uniforms_SN = np.zeros((num_slots, 64), dtype=np.float32)
 
-    def join(self, slot: int, ticket: PendingRequest) -> None:
-        """The request's cache holds all but its last token, which is fed next."""
-        self.tickets[slot] = ticket
-        done = len(ticket.partial.token_ids)
-        while ticket.limit > self._numbers_SN.shape[1]:
-            self._columns = [np.concatenate([column, np.zeros_like(column)], axis=1) for column in self._columns]
-            self._numbers_SN = np.concatenate([self._numbers_SN, self._numbers_SN], axis=1)
-        self._numbers_SN[slot, : ticket.limit] = uniforms(
-            np.array([stream(ticket.request.seed)]), np.arange(ticket.limit)
+    def add(self, slot: int, request: PendingRequest) -> None:
+        """The request runs from now on. The cache holds all its tokens but the last, which is the next input."""
+        self.requests[slot] = request
+        self.step = None
+        while request.max_tokens > self._uniforms_SN.shape[1]:
+            self._sampled = [np.concatenate([column, np.zeros_like(column)], axis=1) for column in self._sampled]
+            self._uniforms_SN = np.concatenate([self._uniforms_SN, self._uniforms_SN], axis=1)
+        self._uniforms_SN[slot, : request.max_tokens] = uniforms(
+            np.array([random_stream(request.request.seed)]), np.arange(request.max_tokens)
         )
-        said = ticket.partial
-        for column, past in zip(
-            self._columns, (said.token_ids, said.logprobs, said.raw_logprobs, said.versions), strict=True
+        partial = request.partial
+        num_sampled = len(partial.token_ids)
+        for column, values in zip(
+            self._sampled, (partial.token_ids, partial.logprobs, partial.raw_logprobs, partial.versions), strict=True
         ):
-            column[slot, :done] = past
-        self._produced_S[slot] = done
-        self._feed_S[slot] = said.token_ids[-1] if done else ticket.prompt_N[-1]
-        self.step = None
+            column[slot, :num_sampled] = values
+        self._num_sampled_S[slot] = num_sampled
+        self._last_token_S[slot] = partial.token_ids[-1] if num_sampled else request.prompt_N[-1]
 
-    def leave(self, slot: int) -> tuple[PendingRequest, PartialCompletion]:
-        """Take the request out, with what it has sampled."""
+    def remove(self, slot: int) -> tuple[PendingRequest, PartialCompletion]:
+        """Take out the request of a slot, with the tokens that it has sampled."""
         self.step = None
-        done = self._produced_S[slot]
-        return self.tickets.pop(slot), PartialCompletion(*(column[slot, :done].copy() for column in self._columns))
+        num_sampled = self._num_sampled_S[slot]
+        partial = PartialCompletion(*(column[slot, :num_sampled].copy() for column in self._sampled))
+        return self.requests.pop(slot), partial
 
-    def arrange(self, slots: Sequence[int], rows_B: np.ndarray, shared: int) -> Decode:
-        """Make a step of these slots, which are all that run, in the order of their rows."""
-        tickets = [self.tickets[slot] for slot in slots]
-        samplings = [ticket.request.sampling for ticket in tickets]
-        shifts = [ticket.vision_prompt.shift if ticket.vision_prompt is not None else 0 for ticket in tickets]
-        widest = max(len(sampling.stop_token_ids) for sampling in samplings)
-        stops = [[*each.stop_token_ids, *[-1] * (widest - len(each.stop_token_ids))] for each in samplings]
-        self.step = Decode(
+    def make_step(self, slots: Sequence[int], rows_B: np.ndarray, *, layout: int, common_prefix: int) -> DecodeStep:
+        """The next decode step: `slots` are all running slots, in the order of their KV rows."""
+        requests = [self.requests[slot] for slot in slots]
+        samplings = [request.request.sampling for request in requests]
+        offsets = [request.vision_prompt.position_offset if request.vision_prompt else 0 for request in requests]
+        width = max(len(sampling.stop_token_ids) for sampling in samplings)
+        stop_token_ids = [
+            [*sampling.stop_token_ids, *[-1] * (width - len(sampling.stop_token_ids))] for sampling in samplings
+        ]
+        self.step = DecodeStep(
             slots_B=np.array(slots),
             rows_B=rows_B,
-            stops_BK=np.array(stops, dtype=np.int64),
-            limits_B=np.array([ticket.limit for ticket in tickets]),
-            options=Options.of(samplings, self._device),
-            shared=shared,
-            listeners=[
+            layout=layout,
+            stop_token_ids_BK=np.array(stop_token_ids, dtype=np.int64),
+            max_tokens_B=np.array([request.max_tokens for request in requests]),
+            sampling=SamplingTensors.of(samplings, self._device),
+            common_prefix=common_prefix,
+            stop_text_requests=[
                 (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
             ],
-            shifts_B=np.array(shifts) if any(shifts) else None,
+            position_offsets_B=np.array(offsets) if any(offsets) else None,
         )
         return self.step
 
-    def feed(self, step: Decode) -> np.ndarray:
-        """The tokens [B] to run the model on."""
-        return self._feed_S[step.slots_B]
+    def input_tokens(self, step: DecodeStep) -> np.ndarray:
+        """The last token [B] of each request: the input of the step."""
+        return self._last_token_S[step.slots_B]
 
-    def uniforms(self, step: Decode) -> np.ndarray:
-        """The numbers [B] to draw the next tokens with."""
-        return self._numbers_SN[step.slots_B, self._produced_S[step.slots_B]]
+    def uniforms(self, step: DecodeStep) -> np.ndarray:
+        """The uniform random numbers [B] to sample the next tokens with."""
+        return self._uniforms_SN[step.slots_B, self._num_sampled_S[step.slots_B]]
 
-    def record(self, step: Decode, drawn: Drawn, version: int) -> list[tuple[int, str]]:
-        """Write down what was drawn. Returns the slots that have ended, with the reason."""
-        slots_B, produced_B = step.slots_B, self._produced_S[step.slots_B]
-        for column, value in zip(
-            self._columns, (drawn.tokens_B, drawn.logprobs_B, drawn.raw_logprobs_B, version), strict=True
+    def append(self, step: DecodeStep, sampled: SampledTokens, version: int) -> list[tuple[int, str]]:
+        """Append one sampled token to each request. Returns (slot, finish reason) of the requests that end with it."""
+        slots_B, num_sampled_B = step.slots_B, self._num_sampled_S[step.slots_B]
+        for column, values in zip(
+            self._sampled, (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, version), strict=True
         ):
-            column[slots_B, produced_B] = value
-        self._feed_S[slots_B] = drawn.tokens_B
-        self._produced_S[slots_B] = produced_B + 1
-        stopped_B = (step.stops_BK == drawn.tokens_B[:, None]).any(axis=1)
-        for slot, index in step.listeners:
-            stopped_B[index] |= self._heard(slot)
-        ended = np.flatnonzero(stopped_B | (produced_B + 1 >= step.limits_B))
-        return [(int(slots_B[index]), "stop" if stopped_B[index] else "length") for index in ended]
+            column[slots_B, num_sampled_B] = values
+        self._last_token_S[slots_B] = sampled.tokens_B
+        self._num_sampled_S[slots_B] = num_sampled_B + 1
+        stopped_B = (step.stop_token_ids_BK == sampled.tokens_B[:, None]).any(axis=1)
+        for slot, index in step.stop_text_requests:
+            stopped_B[index] |= self._ends_with_stop_text(slot)
+        finished = np.flatnonzero(stopped_B | (num_sampled_B + 1 >= step.max_tokens_B))
+        return [(int(slots_B[index]), "stop" if stopped_B[index] else "length") for index in finished]
 
-    def _heard(self, slot: int) -> bool:
+    def _ends_with_stop_text(self, slot: int) -> bool:
         """Whether the newest token completes one of the request's stop texts."""
-        stops = self.tickets[slot].request.sampling.stop
-        # a token is at least a byte, so this many hold the longest text; some more, for characters cut at the left
-        tail = max(len(text.encode()) for text in stops) + 8
-        done = int(self._produced_S[slot])
+        stop_texts = self.requests[slot].request.sampling.stop
+        # a token is at least one byte, so this many tokens cover the longest text; 8 more, because decoding may begin inside
+        # a character
+        tail = max(len(text.encode()) for text in stop_texts) + 8
+        num_sampled = int(self._num_sampled_S[slot])
         assert self._decode is not None
-        text = self._decode(self._columns[0][slot, max(0, done - tail) : done].tolist())
-        return any(stop in text for stop in stops)
+        text = self._decode(self._sampled[0][slot, max(0, num_sampled - tail) : num_sampled].tolist())
+        return any(stop_text in text for stop_text in stop_texts)

@@ -1,8 +1,7 @@
-"""What a forward pass is to the engine, and which one a model gets.
+"""The interface between the engine and the model's forward pass, and the choice of an implementation.
 
-The engine hands over tokens, positions and rows of the cache, and takes logits. It refuses to know the model's family: the
-fused pass reads the parameters of Llama-like models, the generic one runs any decoder of transformers, and the one with
-vision those whose prompts may hold images.
+The engine passes tokens, positions and KV rows, and receives logits. Implementations: the fused pass reads the parameters
+of Llama-like models, the generic pass runs any decoder of transformers, and the vision pass runs models with images.
 """
 
 from __future__ import annotations
@@ -16,121 +15,124 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from turnwise.engines.local.kv_cache import KVCache, PlaneShape
+from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.vision import VisionAdapter
 
-__all__ = ["Forward", "choose_forward", "disagreement"]
+__all__ = ["Forward", "choose_forward", "logit_difference"]
 
 logger = logging.getLogger(__name__)
 
 _PROBE_WINDOW = 8
-"""Tokens of a sliding window while the model is tried out."""
+"""Tokens of a sliding window while the model is compared with itself."""
 
 
 class Forward(Protocol):
-    """Runs the model over rows of the cache."""
+    """Runs the model over rows of the KV cache. N: sequences of a prefill; B: requests of a decode step."""
 
     @property
-    def shapes(self) -> Sequence[PlaneShape]:
-        """The planes that the cache must have."""
+    def kv_shapes(self) -> Sequence[KVShape]:
+        """The shapes of the tensors that the cache must have."""
         ...
 
-    def guard(self) -> AbstractContextManager[None]:
-        """The context in which all tensor work of a step is done: no gradients, evaluation mode."""
+    def inference(self) -> AbstractContextManager[None]:
+        """The context for all tensor work of a step: no gradients, evaluation mode."""
         ...
 
-    def refresh(self) -> None:
-        """Look up the model's parameters again: somebody may have replaced them."""
+    def reload_parameters(self) -> None:
+        """Read the model's parameters again, because they may have been replaced by other tensors."""
         ...
 
-    def prefill(self, rows: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
-        """Compute what the cache keeps of `tokens_N[n]`, which stand at `starts_N[n]` and after in row `rows_N[n]`."""
+    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+        """Compute keys and values of the tokens `tokens_N[n]`, whose first index in the sequence is `starts_N[n]`, and write
+        them to row `rows_N[n]`."""
         ...
 
     def decode(
-        self, rows: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
     ) -> torch.Tensor:
-        """Run one token a row, in ascending order of rows, and return float32 logits [B, V].
+        """Run one token of each row, in ascending order of rows, and return float32 logits [B, V].
 
-        The first `shared` tokens are the same in all these rows.
+        The first `common_prefix` tokens are the same in all these rows.
         """
         ...
 
 
 def choose_forward(model: PreTrainedModel) -> Forward:
-    """The fused pass where the model's family has one and it agrees with the model itself; else the generic one.
+    """The fused pass if it supports the model and agrees with the model's own forward; otherwise the generic pass.
 
-    Raises EngineError for a model that cannot be run over a key-value cache.
+    Raises EngineError for a model that cannot be run over a KV cache.
     """
-    from turnwise.engines.local.fused import FusedForward, unfit
+    from turnwise.engines.local.fused import FusedForward, unsupported_reason
     from turnwise.engines.local.generic import GenericForward
     from turnwise.engines.local.vision import VisionForward
 
-    reason = unfit(model)
+    reason = unsupported_reason(model)
     if reason is None:
         fused = FusedForward(model)
-        gap, limit = disagreement(fused, model)
-        if gap <= limit:
+        difference, limit = logit_difference(fused, model)
+        if difference <= limit:
             return fused
-        reason = f"its logits differ from the model's own by {gap:.3g}, more than {limit:.3g}"
+        reason = f"its logits differ from the model's own by {difference:.3g}, more than {limit:.3g}"
         logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
     else:
-        logger.info("the embedded engine runs %s through its own forward: %s", type(model).__name__, reason)
-    eyes = VisionAdapter.of(model)
-    generic = GenericForward(model) if eyes is None else VisionForward(model, eyes)
+        logger.info("the embedded engine runs %s through the model's own forward: %s", type(model).__name__, reason)
+    adapter = VisionAdapter.of(model)
+    generic = GenericForward(model) if adapter is None else VisionForward(model, adapter)
     problem = "it does not take a mask of four dimensions as other decoders do"
     try:
-        with boundary("engine"):  # a model that takes other masks raises whatever comes of it
-            gap, limit = disagreement(generic, model)
-        if gap <= limit:
+        with boundary("engine"):  # a model with other masks may raise any exception
+            difference, limit = logit_difference(generic, model)
+        if difference <= limit:
             return generic
-        problem = f"its logits differ by {gap:.3g}, more than {limit:.3g}: {problem}"
+        problem = f"its logits differ by {difference:.3g}, more than {limit:.3g}: {problem}"
     except Failed as failed:
         if isinstance(failed.__cause__, EngineError):
             raise failed.__cause__ from None
         problem = f"{problem} ({failed.failure.message})"
     raise EngineError(
-        f"{type(model).__name__} cannot be run over the slots of the embedded engine: {problem}. Take another model, or "
-        f"serve it with another engine"
+        f"{type(model).__name__} cannot be run by the embedded engine: {problem}. Use another model, or serve this model with "
+        f"another engine"
     )
 
 
-def disagreement(forward: Forward, model: PreTrainedModel) -> tuple[float, float]:
-    """The largest difference to the logits of the model's own forward on a few tokens, and what rounding may explain.
+def logit_difference(forward: Forward, model: PreTrainedModel) -> tuple[float, float]:
+    """The largest difference from the logits of the model's own forward on a few tokens, and the limit that rounding explains.
 
-    A sliding window is made narrow meanwhile, so that these few tokens reach beyond it. Raises EngineError if the model's
-    own logits are no numbers.
+    A sliding window is narrowed meanwhile, so that these few tokens extend beyond it. Raises EngineError if the model's own
+    logits are NaN or infinite.
     """
     parameter = next(model.parameters())
     config = model.config.get_text_config()
     longest = 12 + _PROBE_WINDOW
     lengths = (longest, longest - 5)
-    texts = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
-    rows = KVCache(forward.shapes, dtype=parameter.dtype, device=parameter.device, budget=1 << 40)
-    rows.resize(3, longest)
-    rows_N, cut = np.array([0, 2]), 2
-    with _narrow_window(config), forward.guard():
-        forward.refresh()
+    sequences = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
+    kv = KVCache(forward.kv_shapes, dtype=parameter.dtype, device=parameter.device, budget_bytes=1 << 40)
+    kv.resize(3, longest)
+    # two prefills and a decode step, over rows with a gap between them
+    rows_N, split = np.array([0, 2]), 2
+    with _narrow_window(config), forward.inference():
+        forward.reload_parameters()
         zeros_N = np.zeros(2, dtype=np.int64)
-        forward.prefill(rows, rows_N, zeros_N, [text[:cut] for text in texts])
-        forward.prefill(rows, rows_N, zeros_N + cut, [text[cut:-1] for text in texts])
-        last_N = np.array([text[-1] for text in texts])
-        logits_NV = forward.decode(rows, rows_N, np.array(lengths) - 1, last_N, 0)
-        own_NV = torch.stack([_last_logits(model, text, parameter.device) for text in texts])
+        forward.prefill(kv, rows_N, zeros_N, [sequence[:split] for sequence in sequences])
+        forward.prefill(kv, rows_N, zeros_N + split, [sequence[split:-1] for sequence in sequences])
+        last_N = np.array([sequence[-1] for sequence in sequences])
+        logits_NV = forward.decode(kv, rows_N, np.array(lengths) - 1, last_N, 0)
+        own_NV = torch.stack([_last_logits(model, sequence, parameter.device) for sequence in sequences])
     if not bool(torch.isfinite(own_NV).all()):
         raise EngineError(
             f"{type(model).__name__} gives logits that are NaN or infinite: its weights are damaged, or its dtype "
             f"({str(parameter.dtype).removeprefix('torch.')}) is too narrow for it. Use another checkpoint or another model.dtype"
         )
-    gap = (logits_NV - own_NV).abs().max().item()
+    difference = (logits_NV - own_NV).abs().max().item()
     scale = max(1.0, own_NV.abs().max().item())
-    return (gap if gap == gap else float("inf")), scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
+    limit = scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
+    return (difference if difference == difference else float("inf")), limit  # NaN counts as infinite
 
 
 @contextmanager
 def _narrow_window(config: Any) -> Iterator[None]:
-    """Inside, a model with a sliding window has one of a few tokens."""
+    """Inside, a model with a sliding window has a window of a few tokens."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         yield

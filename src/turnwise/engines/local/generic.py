@@ -1,13 +1,14 @@
-"""Any decoder of transformers with a key-value cache, run over the slots through its own forward.
+"""Runs any decoder of transformers with keys and values over the rows of the KV cache, through the model's own forward.
 
-It knows how transformers asks a cache for keys and values and what a mask of four dimensions is. It refuses models that
-carry another kind of state from token to token: recurrent ones, linear attention, encoders.
+Knows how transformers uses a cache, and masks of four dimensions. Refuses models that keep another kind of state from token
+to token (recurrent models, linear attention) and encoder-decoder models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,35 +16,35 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from turnwise.engines.local.kv_cache import KVCache, PlaneShape
+from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
 
 __all__ = ["GenericForward"]
 
-KINDS = ("full_attention", "sliding_attention")
-TAKE_MASKS = ("sdpa", "eager", "turnwise_tree")
-"""Attentions that take a mask of four dimensions; the last is the trainer's, which is sdpa but inside its own trees."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
+"""Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
 
 
 class GenericForward:
-    """Keys and values of a layer are two planes: they need not have the same shape."""
+    """Keys and values of a layer are two cache tensors, because their shapes may differ."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._config = model.config.get_text_config()
-        self._kinds = _layer_kinds(model)
-        self._shapes = _probe(model)
+        self._layer_types = _layer_types(model)
+        self._kv_shapes = _probe_kv_shapes(model)
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype
 
     @property
-    def shapes(self) -> Sequence[PlaneShape]:
-        return self._shapes
+    def kv_shapes(self) -> Sequence[KVShape]:
+        return self._kv_shapes
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        # no inference mode: a model may keep tables that it makes on the way, and train with them later
+    def inference(self) -> Iterator[None]:
+        # not torch.inference_mode: a model may create tables here (rotary embeddings) that it also trains with later
         training = [module for module in self._model.modules() if module.training]
         for module in training:
             module.training = False
@@ -54,152 +55,157 @@ class GenericForward:
             for module in training:
                 module.training = True
 
-    def refresh(self) -> None:
-        """Nothing is looked up in advance."""
+    def reload_parameters(self) -> None:
+        """Nothing to do: the model's own forward reads its parameters."""
 
-    def prefill(self, rows: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         longest = max(len(tokens) for tokens in tokens_N)
         padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
-        self._run(rows, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
+        self._run(kv, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
 
     def decode(
-        self, rows: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: int
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
     ) -> torch.Tensor:
-        return self._run(rows, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
+        return self._run(kv, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 
     def _run(
         self,
-        rows: KVCache,
+        kv: KVCache,
         rows_N: np.ndarray,
         starts_N: np.ndarray,
         lengths_N: np.ndarray,
         tokens_NT: np.ndarray,
         *,
-        given: Mapping[str, Any] | None = None,
+        model_inputs: Mapping[str, Any] | None = None,
         position_3NT: np.ndarray | None = None,
-        keep: int | torch.Tensor = 1,
+        logits_to_keep: int | torch.Tensor = 1,
     ) -> torch.Tensor:
-        """Run padded tokens and return float32 logits [N, V] of the last column, or [N, K, V] of those in `keep`.
+        """Run right-padded tokens; returns float32 logits [N, V] of the last column, or [N, K, V] of the columns
+        `logits_to_keep`.
 
-        `given` are arguments of the model's forward, the token ids among them; `position_3NT` where places are not positions.
+        `model_inputs` are arguments of the model's forward, token ids included (None: only the token ids). `position_3NT`
+        are position ids on three axes (None: the index in the sequence).
         """
         steps_T = np.arange(tokens_NT.shape[1])
-        positions_NT = starts_N[:, None] + steps_T
+        index_NT = starts_N[:, None] + steps_T
         length = int((starts_N + lengths_N).max())
         valid_NT = steps_T < lengths_N[:, None]
-        cache = _SlotCache(
-            rows,
+        contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
+        view = _RowView(
             rows_N=self._tensor(rows_N),
-            range_end=int(rows_N[-1]) + 1 if np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0]) else None,
-            places=tuple(self._tensor(part) for part in (rows_N[np.nonzero(valid_NT)[0]], positions_NT[valid_NT])),
+            rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
+            write_rows_M=self._tensor(rows_N[np.nonzero(valid_NT)[0]]),
+            write_index_M=self._tensor(index_NT[valid_NT]),
             valid=tuple(self._tensor(part) for part in np.nonzero(valid_NT)),
             length=length,
         )
+        # padding is computed and not used, but its position must be within the model's tables
+        position_ids = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
+        if model_inputs is None:
+            model_inputs = {"input_ids": self._tensor(tokens_NT.astype(np.int64))}
         output = self._model(
-            **(given if given is not None else {"input_ids": self._tensor(tokens_NT.astype(np.int64))}),
-            # padding is computed and thrown away, but a table of positions must have it
-            position_ids=self._tensor(np.minimum(positions_NT, length - 1) if position_3NT is None else position_3NT),
-            attention_mask=self._mask(positions_NT, length),
-            past_key_values=cache,
+            **model_inputs,
+            position_ids=self._tensor(position_ids),
+            attention_mask=self._mask(index_NT, length),
+            past_key_values=_RowCache(kv, view),
             use_cache=True,
-            logits_to_keep=keep,
+            logits_to_keep=logits_to_keep,
         )
-        return (output.logits if isinstance(keep, torch.Tensor) else output.logits[:, -1]).float()
+        return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
 
-    def _mask(self, positions_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """What is added to the scores [N, 1, T, L], by kind of layer where the model has several."""
+    def _mask(self, index_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
         keys_L = np.arange(length)
-        seen_NTL = keys_L <= positions_NT[:, :, None]
+        causal_NTL = keys_L <= index_NT[:, :, None]
         masks = {}
-        for kind in set(self._kinds):
-            kept_NTL = seen_NTL
-            if kind == "sliding_attention":
-                kept_NTL = seen_NTL & (keys_L > positions_NT[:, :, None] - self._config.sliding_window)
-            kept = self._tensor(kept_NTL).unsqueeze(1)
-            blank = torch.zeros(kept.shape, dtype=self._dtype, device=self._device)
-            masks[kind] = blank.masked_fill_(~kept, torch.finfo(self._dtype).min)
-        return masks[self._kinds[0]] if len(masks) == 1 and not self._has_layer_types() else masks
+        for layer_type in set(self._layer_types):
+            visible_NTL = causal_NTL
+            if layer_type == "sliding_attention":
+                visible_NTL = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
+            visible = self._tensor(visible_NTL).unsqueeze(1)
+            zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+            masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
+        return masks[self._layer_types[0]] if len(masks) == 1 and not self._takes_masks_by_type() else masks
 
-    def _has_layer_types(self) -> bool:
+    def _takes_masks_by_type(self) -> bool:
         return "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-class _SlotLayer(CacheLayerMixin):
-    """One layer's two planes, as transformers wants to see them."""
+@dataclass(frozen=True, slots=True)
+class _RowView:
+    """Where one pass writes and reads in the cache. M counts the tokens of the pass without padding."""
 
-    def __init__(self, cache: _SlotCache, keys: torch.Tensor, values: torch.Tensor) -> None:
+    rows_N: torch.Tensor
+    rows: slice | None
+    """The rows as a slice, if they are contiguous: reading them then copies nothing."""
+    write_rows_M: torch.Tensor
+    write_index_M: torch.Tensor
+    valid: tuple[torch.Tensor, ...]
+    """Indices (n, t) of the M tokens in the padded batch."""
+    length: int
+    """Tokens of the longest row, new tokens included."""
+
+
+class _RowLayer(CacheLayerMixin):
+    """The keys and values of one layer, with the interface of transformers' cache layers."""
+
+    def __init__(self, view: _RowView, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self._cache = keys, values, cache
+        self.keys, self.values, self._view = keys, values, view
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The planes are there."""
+        """Nothing to do: the tensors exist."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Write the new keys and values [N, K, T, D] and give back those of the rows so far [N, K, L, D]."""
-        return self._through(self.keys, key_states), self._through(self.values, value_states)
+        """Write the new keys and values [N, K, T, D] and return those of the rows so far [N, K, L, D]."""
+        return self._write_and_read(self.keys, key_states), self._write_and_read(self.values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length, 0
+        return self._view.length, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.length
+        return self._view.length
 
     def get_max_length(self) -> int:
         return -1
 
-    def _through(self, plane: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
-        assert plane is not None
-        cache = self._cache
-        rows_M, positions_M = cache.places
-        plane[0].transpose(1, 2)[rows_M, positions_M] = states_NKTD.transpose(1, 2)[cache.valid]
-        window = plane[0, :, :, : cache.length]
-        if cache.range_end is not None:
-            return window[cache.range_end - len(cache.rows_N) : cache.range_end]
-        return window.index_select(0, cache.rows_N)
+    def _write_and_read(self, tensor: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
+        assert tensor is not None
+        view = self._view
+        tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_NKTD.transpose(1, 2)[view.valid]
+        window = tensor[0, :, :, : view.length]
+        return window.index_select(0, view.rows_N) if view.rows is None else window[view.rows]
 
 
-class _SlotCache(Cache):
-    """The slots of one pass."""
+class _RowCache(Cache):
+    """The rows of one pass, as transformers' cache."""
 
-    def __init__(
-        self,
-        rows: KVCache,
-        *,
-        rows_N: torch.Tensor,
-        range_end: int | None,
-        places: tuple[torch.Tensor, ...],
-        valid: tuple[torch.Tensor, ...],
-        length: int,
-    ) -> None:
-        self.rows_N, self.range_end, self.places, self.valid, self.length = rows_N, range_end, places, valid, length
-        planes = rows.planes
-        super().__init__(layers=[_SlotLayer(self, planes[i], planes[i + 1]) for i in range(0, len(planes), 2)])
+    def __init__(self, kv: KVCache, view: _RowView) -> None:
+        pairs = zip(kv.tensors[::2], kv.tensors[1::2], strict=True)
+        super().__init__(layers=[_RowLayer(view, keys, values) for keys, values in pairs])
 
 
-def _layer_kinds(model: PreTrainedModel) -> list[str]:
-    """Which kind of attention each layer has.
-
-    Raises EngineError where one is not over keys and values.
-    """
+def _layer_types(model: PreTrainedModel) -> list[str]:
+    """The attention type of each layer. Raises EngineError if a layer has no attention over keys and values."""
     config = model.config.get_text_config()
-    kinds = list(getattr(config, "layer_types", None) or [])
-    if not kinds:
+    layer_types = list(getattr(config, "layer_types", None) or [])
+    if not layer_types:
         sliding = getattr(config, "sliding_window", None) is not None
-        kinds = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    strange = sorted(set(kinds) - set(KINDS))
-    if strange or model.config.is_encoder_decoder:
-        what = f"layers of the kind {', '.join(strange)}" if strange else "an encoder"
-        raise _refusal(model, f"it has {what}, and the slots hold keys and values of decoders only")
-    return kinds
+        layer_types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
+    if unknown or model.config.is_encoder_decoder:
+        problem = f"layers of the type {', '.join(unknown)}" if unknown else "an encoder"
+        raise _unsupported(model, f"it has {problem}, and the cache holds keys and values of decoders only")
+    return layer_types
 
 
-def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
-    """Run three tokens to see what the model caches."""
-    if model.config._attn_implementation not in TAKE_MASKS:
+def _probe_kv_shapes(model: PreTrainedModel) -> tuple[KVShape, ...]:
+    """Run three tokens to see what the model caches: the shapes of keys and of values of each layer, in turn."""
+    if model.config._attn_implementation not in WITH_4D_MASK:
         raise EngineError(
             f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
             'Load the model with attn_implementation="sdpa"'
@@ -214,19 +220,20 @@ def _probe(model: PreTrainedModel) -> tuple[PlaneShape, ...]:
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
     cache = output.get("past_key_values")
     if not isinstance(cache, Cache):
-        raise _refusal(model, "it gives back no key-value cache (a recurrent model?)")
+        raise _unsupported(model, "it returns no key-value cache (a recurrent model?)")
     shapes = []
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise _refusal(model, f"one of its layers caches a {type(layer).__name__}, not keys and values")
+            raise _unsupported(model, f"one of its layers caches a {type(layer).__name__}, not keys and values")
         assert layer.keys is not None
         assert layer.values is not None
         for states in (layer.keys, layer.values):
-            shapes.append(PlaneShape(1, states.shape[1], states.shape[3]))
+            shapes.append(KVShape(parts=1, heads=states.shape[1], head_dim=states.shape[3]))
     return tuple(shapes)
 
 
-def _refusal(model: PreTrainedModel, why: str) -> EngineError:
+def _unsupported(model: PreTrainedModel, reason: str) -> EngineError:
     return EngineError(
-        f"the embedded engine cannot run {type(model).__name__}: {why}. Take another model, or serve it with another engine"
+        f"the embedded engine cannot run {type(model).__name__}: {reason}. Use another model, or serve this model with another "
+        f"engine"
     )

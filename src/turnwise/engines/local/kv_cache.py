@@ -1,7 +1,6 @@
-"""The memory of the key-value cache: planes of rows that are grown, copied and swapped, within a bound in bytes.
+"""The memory of the KV cache: one row of fixed capacity for each resident sequence, in tensors that grow within a byte budget.
 
-It knows shapes and bytes. It refuses to know which conversation lives in a row, which tokens it has seen, or what a plane
-means to the model's attention.
+Knows shapes and bytes. Does not know which conversation or which tokens a row holds, or how the model attends to them.
 """
 
 from __future__ import annotations
@@ -12,76 +11,82 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-__all__ = ["KVCache", "PlaneShape"]
+__all__ = ["KVCache", "KVShape"]
 
-FIRST_ROWS, FIRST_CAPACITY = 8, 256
+INITIAL_ROWS, INITIAL_CAPACITY = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneShape:
-    """What one layer keeps of one token: `groups` (keys and values, or one of them) of `heads` vectors of `dim` numbers."""
+class KVShape:
+    """The numbers that one cache tensor holds for one token."""
 
-    groups: int
+    parts: int
+    """2: keys and values are in one tensor. 1: the tensor holds only the keys or only the values of a layer."""
     heads: int
-    dim: int
+    """Key-value heads."""
+    head_dim: int
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a token takes."""
-        return self.groups * self.heads * self.dim
+    def numbers_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return self.parts * self.heads * self.head_dim
 
 
 class KVCache:
-    """One tensor [groups, rows, heads, capacity, dim] for each plane; all planes have the same rows and capacity."""
+    """Tensors [parts, rows, heads, capacity, head_dim]; all have the same rows and the same capacity (tokens per row)."""
 
-    def __init__(self, shapes: Sequence[PlaneShape], *, dtype: torch.dtype, device: torch.device, budget: int) -> None:
-        self._shapes, self._dtype, self._device, self._budget = tuple(shapes), dtype, device, budget
-        self.token_bytes = sum(shape.numbers for shape in shapes) * dtype.itemsize
-        self.count = 0
+    def __init__(
+        self, shapes: Sequence[KVShape], *, dtype: torch.dtype, device: torch.device, budget_bytes: int
+    ) -> None:
+        self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self.budget_bytes = budget_bytes
+        self.token_bytes = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
+        """Bytes that one token takes in all tensors together."""
+        self.num_rows = 0
         self.capacity = 0
-        self.planes = [self._zeros(shape, 0, 0) for shape in shapes]
+        self.tensors = [self._zeros(shape, 0, 0) for shape in shapes]
 
     @property
     def bytes(self) -> int:
-        """What the planes take now."""
-        return self.count * self.capacity * self.token_bytes
+        """Bytes that the tensors take now."""
+        return self.num_rows * self.capacity * self.token_bytes
 
-    def most_rows(self, capacity: int) -> int:
-        """How many rows of `capacity` tokens the bound allows."""
-        return self._budget // (capacity * self.token_bytes)
+    def max_rows(self, capacity: int) -> int:
+        """The number of rows of `capacity` tokens that fit into the budget."""
+        return self.budget_bytes // (capacity * self.token_bytes)
 
-    def most_tokens(self) -> int:
-        """How long a row may be if it is the only one."""
-        return self._budget // self.token_bytes
+    def max_capacity(self) -> int:
+        """The capacity of a single row that takes the whole budget."""
+        return self.budget_bytes // self.token_bytes
 
-    def resize(self, count: int, capacity: int) -> None:
-        """Make room for `count` rows of `capacity` tokens; what lies outside of the new bounds is lost.
+    def resize(self, num_rows: int, capacity: int) -> None:
+        """Reallocate to `num_rows` rows of `capacity` tokens. Contents outside the new bounds are lost.
 
-        Plane after plane, so that no more than one of them exists twice at any moment.
+        Tensors are replaced one at a time, so at most one of them exists twice at any moment.
         """
-        rows, tokens = min(count, self.count), min(capacity, self.capacity)
+        kept_rows, kept_tokens = min(num_rows, self.num_rows), min(capacity, self.capacity)
         for index, shape in enumerate(self._shapes):
-            plane = self._zeros(shape, count, capacity)
-            if rows and tokens:
-                plane[:, :rows, :, :tokens] = self.planes[index][:, :rows, :, :tokens]
-            self.planes[index] = plane
-        self.count, self.capacity = count, capacity
+            tensor = self._zeros(shape, num_rows, capacity)
+            if kept_rows and kept_tokens:
+                tensor[:, :kept_rows, :, :kept_tokens] = self.tensors[index][:, :kept_rows, :, :kept_tokens]
+            self.tensors[index] = tensor
+        self.num_rows, self.capacity = num_rows, capacity
 
-    def copy(self, sources_N: Sequence[int], targets_N: Sequence[int], tokens: int) -> None:
+    def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], tokens: int) -> None:
         """Copy the first `tokens` tokens of each source row over those of its target row."""
         sources, targets = self._index(sources_N), self._index(targets_N)
-        for plane in self.planes:
-            # not index_select: of a plane that is cut at `tokens` it would first copy the whole
-            plane[:, targets, :, :tokens] = plane[:, sources, :, :tokens]
+        for tensor in self.tensors:
+            # not index_select: from a tensor that is sliced at `tokens`, it would copy the entire tensor first
+            tensor[:, targets, :, :tokens] = tensor[:, sources, :, :tokens]
 
-    def swap(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
+    def swap_rows(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
         """Exchange the first `tokens` tokens of each left row with those of its right row."""
-        self.copy([*left_N, *right_N], [*right_N, *left_N], tokens)
+        self.copy_rows([*left_N, *right_N], [*right_N, *left_N], tokens)
 
     def _index(self, rows_N: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(rows_N, dtype=np.int64)).to(self._device)
 
-    def _zeros(self, shape: PlaneShape, count: int, capacity: int) -> torch.Tensor:
-        # zeros, not empty: a masked score times whatever was in that memory must not become NaN
-        size = (shape.groups, count, shape.heads, capacity, shape.dim)
+    def _zeros(self, shape: KVShape, num_rows: int, capacity: int) -> torch.Tensor:
+        # zeros, not empty: attention multiplies masked tokens by 0, and 0 * uninitialised memory may be NaN
+        size = (shape.parts, num_rows, shape.heads, capacity, shape.head_dim)
         return torch.zeros(size, dtype=self._dtype, device=self._device)

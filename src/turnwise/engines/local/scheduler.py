@@ -1,9 +1,11 @@
-"""Who may start: the queue, and the rounds in which waiting requests get a slot and their prompts are computed.
+"""Starts waiting requests: gives each a slot in the cache, reuses the longest cached prefix, and prefills the rest.
 
-It knows how to compute no token twice: a request continues its conversation's own slot, or copies the longest prefix that
-is resident, and where it shares more with a request of the same round it waits for the next one. So of 16 prompts with a
-common preamble and 8 samples each, the first round computes one prompt, the second the other prompts' own parts, and the
-third nothing but starts the rest. It refuses to know how a token is sampled and who waits for it.
+No token is prefilled twice. A request continues the slot of its conversation, or copies the longest prefix that another slot
+holds. If a request shares a longer prefix with another request of the same round, it waits for the next round. Example: 16
+prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt; round 2 prefills what differs in the other
+15 prompts; round 3 starts the other samples by copying.
+
+Knows the queue and the cache. Does not know how tokens are sampled.
 """
 
 from __future__ import annotations
@@ -11,33 +13,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from turnwise.engines.local.batch import PendingRequest
+import numpy as np
+
 from turnwise.engines.local.forward import Forward
-from turnwise.engines.local.slots import BLOCK, FREE, Match, Slots
-from turnwise.engines.local.vision import VisionForward
+from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
+from turnwise.engines.local.prefix_index import BLOCK
+from turnwise.engines.local.requests import PendingRequest
+from turnwise.engines.local.vision import VisionForward, VisionPrompt
 from turnwise.models.torch_threads import TorchThreads
 
 __all__ = ["Scheduler", "Stats"]
 
-LEAST_COPY = 8
-"""Fewer tokens than this are computed rather than copied."""
-STEP_TOKENS = 8192
-"""Prompt tokens that may be computed between two decode steps: those who are speaking wait for no more than that."""
-BATCH_TOKENS = 4096
-"""Tokens of one pass over prompts, padding included."""
+MIN_COPY_TOKENS = 8
+"""A prefix is copied from another slot if it saves at least this many tokens of prefill."""
+MAX_PREFILL_TOKENS_PER_STEP = 8192
+"""Prompt tokens that may be prefilled between two decode steps: running requests wait no longer than that."""
+PREFILL_CHUNK_TOKENS = 4096
+"""Tokens of one prefill pass, padding included. Longer prompts are prefilled in chunks."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What the engine has done since it was made."""
+    """Counters since the engine was created."""
 
     prefilled_tokens: int = 0
     """Prompt tokens that the model was run on."""
     reused_tokens: int = 0
-    """Prompt tokens that were in the conversation's own slot."""
+    """Prompt tokens that were in the slot of the conversation."""
     copied_tokens: int = 0
-    """Prompt tokens that were taken from another slot."""
+    """Prompt tokens that were copied from another slot."""
     sampled_tokens: int = 0
     decode_steps: int = 0
     evictions: int = 0
@@ -46,131 +52,158 @@ class Stats:
     """Running requests that lost their slot and were put back into the queue."""
 
 
+class _Placement(Enum):
+    STARTED = auto()
+    DEFERRED = auto()
+    """The request shares a longer prefix with a request of this round: it should wait for the next round."""
+    NO_ROOM = auto()
+
+
 @dataclass(slots=True)
 class _Round:
+    """Requests that start together."""
+
     started: list[tuple[int, PendingRequest]] = field(default_factory=list)
+    """(slot, request)"""
     copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """(from slot, to slot, tokens)"""
-    tokens: int = 0
-    """To be computed."""
+    """(source slot, target slot, tokens)"""
+    prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A prompt to be prefilled up to, not including, the token with the index `end`."""
+
+    slot: int
+    end: int
+    vision_prompt: VisionPrompt | None
 
 
 class Scheduler:
-    """The queue in front of the slots."""
+    """The queue of waiting requests."""
 
-    def __init__(self, slots: Slots, forward: Forward, threads: TorchThreads, stats: Stats) -> None:
-        self._slots, self._forward, self._threads, self._stats = slots, forward, threads, stats
+    def __init__(self, cache: PrefixCache, forward: Forward, threads: TorchThreads, stats: Stats) -> None:
+        self._cache, self._forward, self._threads, self._stats = cache, forward, threads, stats
         self.waiting: deque[PendingRequest] = deque()
 
     def admit(self) -> Iterator[tuple[int, PendingRequest]]:
-        """Start whoever can be started; yields slot and ticket of each, its prompt computed but for the last token."""
-        left = STEP_TOKENS
-        while self.waiting and left > 0:
-            chosen = self._choose(left)
-            if not chosen.started:
+        """Start all requests that can start now. Yields (slot, request), with the prompt prefilled but for its last token."""
+        budget = MAX_PREFILL_TOKENS_PER_STEP
+        while self.waiting and budget > 0:
+            started = self._plan_round(budget)
+            if not started.started:
                 return
-            self._copy(chosen)
-            self._prefill(chosen)
-            left -= max(1, chosen.tokens)
-            yield from chosen.started
+            self._copy_prefixes(started)
+            self._prefill(started)
+            budget -= max(1, started.prefill_tokens)
+            yield from started.started
 
-    def _choose(self, tokens: int) -> _Round:
-        """Give slots to waiting requests, in their order, until `tokens` are to be computed or there is no slot left."""
-        chosen, deferred = _Round(), []
-        while self.waiting and chosen.tokens < tokens:
-            ticket = self.waiting.popleft()
-            placed = self._place(ticket, chosen)
-            if placed is None:
-                self.waiting.appendleft(ticket)
+    def _plan_round(self, budget: int) -> _Round:
+        """Give slots to waiting requests in order of arrival, until `budget` tokens are to be prefilled or no slot is left."""
+        plan, deferred = _Round(), []
+        while self.waiting and plan.prefill_tokens < budget:
+            request = self.waiting.popleft()
+            placement = self._place(request, plan)
+            if placement is _Placement.NO_ROOM:
+                self.waiting.appendleft(request)
                 break
-            if not placed:
-                deferred.append(ticket)
+            if placement is _Placement.DEFERRED:
+                deferred.append(request)
         self.waiting.extendleft(reversed(deferred))
-        return chosen
+        return plan
 
-    def _place(self, ticket: PendingRequest, chosen: _Round) -> bool | None:
-        """Give the request a slot. False: it should wait for a request of this round. None: there is no room."""
-        slots, tokens_N = self._slots, ticket.so_far
-        # the last token is left for the first decode step, which gives the logits
-        wanted_N = tokens_N[:-1]
-        donor, ahead = slots.find(wanted_N)
-        if ahead.tokens >= donor.tokens + BLOCK:
-            return False
-        conversation = ticket.request.conversation
-        own = slots.of(conversation)
-        own_kept = slots.common(own, wanted_N) if own != FREE else 0
-        if donor.slot == own or donor.tokens < own_kept + LEAST_COPY:
-            donor = Match()
-        slot = self._room(len(tokens_N), own, donor, chosen)
-        if slot is None and donor.slot != FREE:
-            # it may be the donor that takes the last of the room
-            donor = Match()
-            slot = self._room(len(tokens_N), own, donor, chosen)
+    def _place(self, request: PendingRequest, plan: _Round) -> _Placement:
+        """Give the request a slot, and add its copy and its prefill to the plan."""
+        cache, tokens_N = self._cache, request.token_ids
+        # the last token is the input of the first decode step, which gives the logits
+        prefix_N = tokens_N[:-1]
+        source, in_round = cache.longest_prefix(prefix_N)
+        if in_round.tokens >= source.tokens + BLOCK:
+            return _Placement.DEFERRED
+        conversation = request.request.conversation
+        own_slot = cache.idle_slot_of(conversation)
+        own_tokens = cache.common_prefix(own_slot, prefix_N) if own_slot != FREE else 0
+        if source.slot == own_slot or source.tokens < own_tokens + MIN_COPY_TOKENS:
+            source = PrefixMatch()
+        slot = self._find_slot(len(tokens_N), own_slot, source, plan)
+        if slot is None and source.slot != FREE:
+            # the source is pinned and may occupy the last free row: try without copying
+            source = PrefixMatch()
+            slot = self._find_slot(len(tokens_N), own_slot, source, plan)
         if slot is None:
-            return None
-        kept = max(own_kept, donor.tokens)
-        if ticket.vision_prompt is not None:
-            kept = ticket.vision_prompt.whole(kept)
-        self._stats.reused_tokens += min(own_kept, kept)
-        self._stats.copied_tokens += max(kept - own_kept, 0)
-        self._stats.prefilled_tokens += len(tokens_N) - kept
-        if donor.slot not in (FREE, slot):
-            chosen.copies.append((donor.slot, slot, kept))
-        slots.begin(slot, conversation, wanted_N, kept)
-        chosen.tokens += len(wanted_N) - kept
-        chosen.started.append((slot, ticket))
-        return True
+            return _Placement.NO_ROOM
+        cached = max(own_tokens, source.tokens)
+        if request.vision_prompt is not None:
+            cached = request.vision_prompt.snap_to_image_edge(cached)
+        self._stats.reused_tokens += min(own_tokens, cached)
+        self._stats.copied_tokens += max(cached - own_tokens, 0)
+        self._stats.prefilled_tokens += len(tokens_N) - cached
+        if source.slot not in (FREE, slot):
+            plan.copies.append((source.slot, slot, cached))
+        cache.start_request(slot, conversation, prefix_N, cached)
+        plan.prefill_tokens += len(prefix_N) - cached
+        plan.started.append((slot, request))
+        return _Placement.STARTED
 
-    def _room(self, capacity: int, own: int, donor: Match, chosen: _Round) -> int | None:
-        """A slot whose row is long enough: the conversation's own, the donor itself where nobody needs it, or another."""
-        pinned = {source for source, _, _ in chosen.copies} | {donor.slot, own}
-        if self._slots.widen(capacity, pinned=pinned) is None:
+    def _find_slot(self, capacity: int, own_slot: int, source: PrefixMatch, plan: _Round) -> int | None:
+        """A slot whose row is long enough: the conversation's own, the source itself if it is released, or another."""
+        pinned = {copied_from for copied_from, _, _ in plan.copies} | {source.slot, own_slot}
+        if self._cache.ensure_capacity(capacity, pinned=pinned) is None:
             return None
-        if own != FREE:
-            return own
-        if donor.slot != FREE and self._slots.adoptable(donor.slot):
-            return donor.slot
-        return self._slots.take(capacity, pinned)
+        if own_slot != FREE:
+            return own_slot
+        if source.slot != FREE and self._cache.is_released(source.slot):
+            return source.slot
+        return self._cache.allocate(capacity, pinned)
 
-    def _copy(self, chosen: _Round) -> None:
-        if not chosen.copies:
+    def _copy_prefixes(self, plan: _Round) -> None:
+        if not plan.copies:
             return
-        row_S = self._slots.row_S
-        sources, targets, tokens = zip(*chosen.copies, strict=True)
-        self._slots.rows.copy(row_S[list(sources)].tolist(), row_S[list(targets)].tolist(), max(tokens))
+        row_S = self._cache.row_S
+        sources, targets, tokens = zip(*plan.copies, strict=True)
+        self._cache.kv.copy_rows(row_S[list(sources)].tolist(), row_S[list(targets)].tolist(), max(tokens))
 
-    def _prefill(self, chosen: _Round) -> None:
-        """Compute what is missing, the short ones together and the long ones in pieces."""
-        slots = self._slots
-        ends = {slot: len(ticket.so_far) - 1 for slot, ticket in chosen.started}
-        sights = {slot: ticket.vision_prompt for slot, ticket in chosen.started}
-        todo = sorted((slot for slot, end in ends.items() if end > slots.length_S[slot]), key=lambda slot: ends[slot])
-        while todo:
-            # of one length, so that little is padded; the longest sets how many fit
-            todo.sort(key=lambda slot: ends[slot] - slots.length_S[slot])
-            longest, batch = 0, []
-            for slot in todo:
-                longest = min(BATCH_TOKENS, ends[slot] - int(slots.length_S[slot]))
-                if batch and longest * (len(batch) + 1) > BATCH_TOKENS:
-                    break
-                batch.append(slot)
-            starts_N = slots.length_S[batch]
-            stops_N = [min(ends[slot], int(slots.length_S[slot]) + BATCH_TOKENS) for slot in batch]
-            sights_N = [sights[slot] for slot in batch]
-            stops_N = [
-                stop if sight is None else sight.whole(stop, int(start))
-                for sight, start, stop in zip(sights_N, starts_N, stops_N, strict=True)
-            ]
-            tokens_N = [
-                slots.tokens_SC[slot, start:stop] for slot, start, stop in zip(batch, starts_N, stops_N, strict=True)
-            ]
-            with self._threads.during("prefill", sum(map(len, tokens_N))):
-                if isinstance(self._forward, VisionForward) and any(sights_N):
-                    self._forward.see(slots.rows, slots.row_S[batch], starts_N, tokens_N, sights_N)
-                else:
-                    self._forward.prefill(slots.rows, slots.row_S[batch], starts_N, tokens_N)
-            for slot, stop in zip(batch, stops_N, strict=True):
-                slots.length_S[slot] = stop
-            todo = [slot for slot in todo if ends[slot] > slots.length_S[slot]]
-        for slot, end in ends.items():
-            slots.computed(slot, end)
+    def _prefill(self, plan: _Round) -> None:
+        """Prefill what the rows lack: short prompts together, long ones in chunks."""
+        length_S = self._cache.length_S
+        prompts = [_Prefill(slot, len(request.token_ids) - 1, request.vision_prompt) for slot, request in plan.started]
+        unfinished = sorted((prompt for prompt in prompts if prompt.end > length_S[prompt.slot]), key=lambda p: p.end)
+        while unfinished:
+            # prompts of similar length go together, so that little is padded
+            unfinished.sort(key=lambda prompt: prompt.end - length_S[prompt.slot])
+            self._prefill_pass(self._take_chunk(unfinished))
+            unfinished = [prompt for prompt in unfinished if prompt.end > length_S[prompt.slot]]
+        for prompt in prompts:
+            self._cache.finish_prefill(prompt.slot, prompt.end)
+
+    def _take_chunk(self, prompts: list[_Prefill]) -> list[_Prefill]:
+        """The first prompts, in ascending order of length, that fit into one prefill pass."""
+        batch: list[_Prefill] = []
+        for prompt in prompts:
+            longest = min(PREFILL_CHUNK_TOKENS, prompt.end - int(self._cache.length_S[prompt.slot]))
+            if batch and longest * (len(batch) + 1) > PREFILL_CHUNK_TOKENS:
+                break
+            batch.append(prompt)
+        return batch
+
+    def _prefill_pass(self, batch: list[_Prefill]) -> None:
+        """Prefill the next chunk of each prompt of the batch."""
+        cache = self._cache
+        slots = [prompt.slot for prompt in batch]
+        vision_prompts = [prompt.vision_prompt for prompt in batch]
+        starts_N = cache.length_S[slots]
+        stops_N = [self._chunk_end(prompt, int(start)) for prompt, start in zip(batch, starts_N, strict=True)]
+        tokens_N: list[np.ndarray] = [
+            cache.tokens_SC[slot, start:stop] for slot, start, stop in zip(slots, starts_N, stops_N, strict=True)
+        ]
+        with self._threads.during("prefill", sum(map(len, tokens_N))):
+            if isinstance(self._forward, VisionForward) and any(vision_prompts):
+                self._forward.prefill_with_images(cache.kv, cache.row_S[slots], starts_N, tokens_N, vision_prompts)
+            else:
+                self._forward.prefill(cache.kv, cache.row_S[slots], starts_N, tokens_N)
+        cache.length_S[slots] = stops_N
+
+    def _chunk_end(self, prompt: _Prefill, start: int) -> int:
+        """The end of the next chunk; an image is never divided."""
+        stop = min(prompt.end, start + PREFILL_CHUNK_TOKENS)
+        return stop if prompt.vision_prompt is None else prompt.vision_prompt.snap_to_image_edge(stop, start)

@@ -1,8 +1,8 @@
-"""Models that see, run over the slots: prompts with images in them, and the positions of what is said after them.
+"""The forward pass for models with images: prompts that hold images, and the positions of the tokens after them.
 
-A slot knows tokens only, so the placeholders of an image are known to it under names of their own, made of what the image
-shows: conversations share a prefix where tokens and images are the same, and nowhere else. Images are computed by the
-model's own forward, whole, in the pass that computes their placeholders; no later pass needs them.
+The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the
+contents of the image: two conversations share a prefix only where both tokens and images are the same. The model's own
+forward computes an entire image in the pass that prefills its placeholders; no later pass needs the image.
 """
 
 from __future__ import annotations
@@ -30,138 +30,151 @@ class VisionPrompt:
     """A prompt with images."""
 
     token_ids_N: np.ndarray
-    """The placeholders as the model knows them."""
+    """Token ids as the model knows them."""
     keys_N: np.ndarray
-    """The same with a negative number in place of each placeholder: of this image, and of the place in it."""
+    """The same, with a negative key in place of each placeholder: a function of the image and of the index in the image."""
     media: Sequence[Media]
     position_3N: np.ndarray
-    shift: int
-    """What is added to the place of a token after the prompt to get its position."""
+    position_offset: int
+    """Position of a token after the prompt, less its index in the sequence."""
 
-    def whole(self, stop: int, start: int = -1) -> int:
-        """The last place up to `stop` that is not inside an image; the end of the image if that is not after `start`."""
-        for one in self.media:
-            if one.start < stop < one.start + one.length:
-                return one.start if one.start > start else one.start + one.length
+    def snap_to_image_edge(self, stop: int, start: int = -1) -> int:
+        """The last index up to `stop` that is not inside an image; the end of the image if that is not after `start`."""
+        for image in self.media:
+            if image.start < stop < image.start + image.length:
+                return image.start if image.start > start else image.start + image.length
         return stop
 
-    def between(self, start: int, stop: int) -> list[Media]:
-        """The images from `start` to `stop`, their places as they are."""
-        return [one for one in self.media if start <= one.start < stop]
+    def media_between(self, start: int, stop: int) -> list[Media]:
+        """The images that begin from index `start` to before `stop`."""
+        return [image for image in self.media if start <= image.start < stop]
 
 
 class VisionForward(GenericForward):
     """The generic forward, for models whose prompts may hold images."""
 
-    def __init__(self, model: PreTrainedModel, eyes: VisionAdapter) -> None:
+    def __init__(self, model: PreTrainedModel, adapter: VisionAdapter) -> None:
         super().__init__(model)
-        self._eyes = eyes
-        self._known = WeakTensorKeyDictionary()
-        self._tried = False
+        self._adapter = adapter
+        self._image_keys = WeakTensorKeyDictionary()
+        self._verified = False
 
-    def look(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> VisionPrompt:
-        """Make a prompt's images known.
+    def make_prompt(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> VisionPrompt:
+        """Compute keys and positions of a prompt with images.
 
-        Raises EngineError if the prompt ends in an image, or places and placeholders do not fit.
+        Raises EngineError if the prompt ends with an image, or an image is not where its placeholders are.
         """
-        keys_N, kinds_N = token_ids_N.astype(np.int32), self._eyes.kinds(token_ids_N, media)
-        for one in media:
-            span = np.arange(one.start, one.start + one.length)
-            if one.start < 0 or one.start + one.length >= len(token_ids_N) or not kinds_N[span[0]]:
+        keys_N, kinds_N = token_ids_N.astype(np.int32), self._adapter.kinds(token_ids_N, media)
+        for image in media:
+            span = np.arange(image.start, image.start + image.length)
+            if image.start < 0 or image.start + image.length >= len(token_ids_N) or not kinds_N[span[0]]:
                 raise EngineError(
-                    f"the request has an {one.kind} at tokens {one.start} to {one.start + one.length - 1} of "
-                    f"{len(token_ids_N)}; its placeholders must stand there, and a token after them"
+                    f"the request has an {image.kind} at tokens {image.start} to {image.start + image.length - 1} of "
+                    f"{len(token_ids_N)}; its placeholders must be there, followed by at least one more token"
                 )
-            own = span[kinds_N[span] > 0]
-            keys_N[own] = self._names(one, len(own))
-        position_3N = self._eyes.positions(token_ids_N, media)
+            placeholders = span[kinds_N[span] > 0]
+            keys_N[placeholders] = self._keys_of(image, len(placeholders))
+        position_3N = self._adapter.positions(token_ids_N, media)
         return VisionPrompt(
             token_ids_N, keys_N, tuple(media), position_3N, int(position_3N.max()) + 1 - len(token_ids_N)
         )
 
-    def see(
+    def prefill_with_images(
         self,
-        rows: KVCache,
+        kv: KVCache,
         rows_N: np.ndarray,
         starts_N: np.ndarray,
         tokens_N: Sequence[np.ndarray],
-        sights_N: Sequence[VisionPrompt | None],
+        prompts_N: Sequence[VisionPrompt | None],
     ) -> None:
-        """`prefill` for rows of which some have images; the tokens of those are keys.
+        """`prefill` for sequences of which some have images; the tokens of those are keys.
 
-        Raises EngineError if the model answers differently over the slots as soon as it sees.
+        Raises EngineError if, with images, the model computes other logits over the cache than in a single pass.
         """
-        if not self._tried:
-            self._try(next(sight for sight in sights_N if sight is not None))
-            self._tried = True
+        if not self._verified:
+            self._verify(next(prompt for prompt in prompts_N if prompt is not None))
+            self._verified = True
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         token_NT = np.zeros((len(tokens_N), int(lengths_N.max())), dtype=np.int64)
         kinds_NT = np.zeros_like(token_NT)
         position_3NT = np.zeros((3, *token_NT.shape), dtype=np.int64)
         media: list[Media] = []
-        for row, (tokens, start, sight) in enumerate(zip(tokens_N, starts_N, sights_N, strict=True)):
-            stop, own = int(start) + len(tokens), slice(len(tokens))
-            token_NT[row, own] = tokens
-            position_3NT[:, row, own] = np.arange(start, stop)
-            if sight is None:
+        for row, (tokens, start, prompt) in enumerate(zip(tokens_N, starts_N, prompts_N, strict=True)):
+            stop, new = int(start) + len(tokens), slice(len(tokens))
+            token_NT[row, new] = tokens
+            position_3NT[:, row, new] = np.arange(start, stop)
+            if prompt is None:
                 continue
-            prompt = sight.token_ids_N[start:stop]  # behind it there may be what was sampled before the row was lost
-            seen = slice(len(prompt))
-            token_NT[row, seen] = prompt
-            kinds_NT[row, seen] = self._eyes.kinds(sight.token_ids_N, sight.media)[start:stop]
-            position_3NT[:, row, own] += sight.shift
-            position_3NT[:, row, seen] = sight.position_3N[:, start:stop]
-            media += sight.between(int(start), stop)
-        with self._eyes.seeing(self._tensor(token_NT), self._tensor(kinds_NT), media) as given:
-            self._run(rows, rows_N, starts_N, lengths_N, token_NT, given=given, position_3NT=self._axes(position_3NT))
+            # after the prompt, there may be tokens that were sampled before the request was preempted
+            prompt_ids = prompt.token_ids_N[start:stop]
+            in_prompt = slice(len(prompt_ids))
+            token_NT[row, in_prompt] = prompt_ids
+            kinds_NT[row, in_prompt] = self._adapter.kinds(prompt.token_ids_N, prompt.media)[start:stop]
+            position_3NT[:, row, new] += prompt.position_offset
+            position_3NT[:, row, in_prompt] = prompt.position_3N[:, start:stop]
+            media += prompt.media_between(int(start), stop)
+        with self._adapter.seeing(self._tensor(token_NT), self._tensor(kinds_NT), media) as model_inputs:
+            axes = self._axes(position_3NT)
+            self._run(kv, rows_N, starts_N, lengths_N, token_NT, model_inputs=model_inputs, position_3NT=axes)
 
-    def decode_shifted(
-        self, rows: KVCache, rows_B: np.ndarray, places_B: np.ndarray, tokens_B: np.ndarray, shifts_B: np.ndarray
+    def decode_after_images(
+        self, kv: KVCache, rows_B: np.ndarray, index_B: np.ndarray, tokens_B: np.ndarray, offsets_B: np.ndarray
     ) -> torch.Tensor:
-        """`decode` where the positions are not the places, because there are images before."""
-        position_3BT = np.tile((places_B + shifts_B)[:, None], (3, 1, 1))
+        """`decode` for requests with images before: positions are the index in the sequence plus `offsets_B`."""
+        position_3BT = np.tile((index_B + offsets_B)[:, None], (3, 1, 1))
         ones_B = np.ones_like(rows_B)
-        return self._run(rows, rows_B, places_B, ones_B, tokens_B[:, None], position_3NT=position_3BT)
+        return self._run(kv, rows_B, index_B, ones_B, tokens_B[:, None], position_3NT=position_3BT)
 
     def _axes(self, position_3NT: np.ndarray) -> np.ndarray | None:
-        """None for a model whose positions are the places."""
-        return position_3NT if self._eyes.has_axes else None
+        """None for a model whose position is the index in the sequence."""
+        return position_3NT if self._adapter.has_axes else None
 
-    def _names(self, one: Media, count: int) -> np.ndarray:
-        """A negative number for each of an image's placeholders, made of all that the processor made of the image."""
-        tensors = [value for value in one.inputs.values() if isinstance(value, torch.Tensor)]
-        if (names := self._known.get(tensors[0])) is None or len(names) != count:
+    def _keys_of(self, image: Media, count: int) -> np.ndarray:
+        """A negative key for each of the image's placeholders: a hash of all outputs of the processor for the image."""
+        tensors = [value for value in image.inputs.values() if isinstance(value, torch.Tensor)]
+        if (keys := self._image_keys.get(tensors[0])) is None or len(keys) != count:
             content = hashlib.shake_128()
-            for name, value in sorted(one.inputs.items()):
+            for name, value in sorted(image.inputs.items()):
                 content.update(name.encode())
                 if isinstance(value, torch.Tensor):
                     content.update(value.contiguous().view(torch.uint8).numpy().tobytes())
                 else:
                     content.update(repr(value).encode())
             words = np.frombuffer(content.digest(4 * count), dtype=np.uint32)
-            names = self._known[tensors[0]] = -2 - (words >> 2).astype(np.int32)
-        return names
+            keys = self._image_keys[tensors[0]] = -2 - (words >> 2).astype(np.int32)
+        return keys
 
-    def _try(self, sight: VisionPrompt) -> None:
-        """Compare the slots with the model's own pass on a prompt with images: masks of its own would show here."""
-        token_1T, media = sight.token_ids_N[None].astype(np.int64), sight.media
-        kinds_1T = self._eyes.kinds(sight.token_ids_N, media)[None]
-        rows = KVCache(self.shapes, dtype=self._dtype, device=self._device, budget=1 << 40)
-        rows.resize(1, token_1T.shape[1])
+    def _verify(self, prompt: VisionPrompt) -> None:
+        """Compare logits over the cache with the model's own pass, on a prompt with images.
+
+        They differ if the model uses another mask for images, for example bidirectional attention.
+        """
+        token_1T, media = prompt.token_ids_N[None].astype(np.int64), prompt.media
+        kinds_1T = self._adapter.kinds(prompt.token_ids_N, media)[None]
+        kv = KVCache(self.kv_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
+        kv.resize(1, token_1T.shape[1])
         zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
-        # where an image begins: a token that saw what comes after it would say so there
-        keep = self._tensor(np.array([*(one.start for one in media[:8]), token_1T.shape[1] - 1]))
-        with self._eyes.seeing(self._tensor(token_1T), self._tensor(kinds_1T), media) as given:
-            axes = self._axes(sight.position_3N[:, None])
-            slots_KV = self._run(rows, zero, zero, length, token_1T, given=given, position_3NT=axes, keep=keep)[0]
-            # on its own, it works out the positions too
-            lists = {name: value for name, value in self._eyes.merged(media).items() if name not in given}
-            own_KV = self._model(**given, **lists, use_cache=False, logits_to_keep=keep).logits[0].float()
-        gap, scale = (slots_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
+        # the first token of an image: its logits show whether it attends to the tokens after it
+        keep = self._tensor(np.array([*(image.start for image in media[:8]), token_1T.shape[1] - 1]))
+        with self._adapter.seeing(self._tensor(token_1T), self._tensor(kinds_1T), media) as model_inputs:
+            cache_KV = self._run(
+                kv,
+                zero,
+                zero,
+                length,
+                token_1T,
+                model_inputs=model_inputs,
+                position_3NT=self._axes(prompt.position_3N[:, None]),
+                logits_to_keep=keep,
+            )[0]
+            # in a pass of its own, the model computes the positions too, and may need further inputs for that
+            others = {name: value for name, value in self._adapter.merged(media).items() if name not in model_inputs}
+            own_KV = self._model(**model_inputs, **others, use_cache=False, logits_to_keep=keep).logits[0].float()
+        difference, scale = (cache_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
         limit = scale * (1e-3 if self._dtype == torch.float32 else 1e-1)
-        if not gap <= limit:
+        if not difference <= limit:  # also if the difference is NaN
             raise EngineError(
-                f"{type(self._model).__name__} answers differently over the slots of the embedded engine once it sees an "
-                f"image (its logits differ by {gap:.3g}, more than {limit:.3g}): its images do not attend as text does. "
-                f"Take another model, or serve it with another engine"
+                f"{type(self._model).__name__} computes other logits over the cache of the embedded engine when the prompt "
+                f"holds an image (they differ by {difference:.3g}, more than {limit:.3g}): its images do not attend as text "
+                f"does. Use another model, or serve this model with another engine"
             )

@@ -1,0 +1,276 @@
+"""Which sequence of tokens lies in which row of the KV cache: reuse of prefixes, allocation and LRU eviction.
+
+A slot is a resident token sequence. It has a KV row as long as it is resident, and the row may change when rows are moved.
+Knows tokens and recency. Does not know requests, sampling or the model.
+
+    slot   0          1          2
+    row    1          0          -           row_S = [1, 0, FREE]
+    state  running    idle       free        idle slots are reused, copied from, or evicted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnwise.engines.local.kv_cache import INITIAL_CAPACITY, INITIAL_ROWS, KVCache
+from turnwise.engines.local.prefix_index import BLOCK, PrefixIndex
+
+__all__ = ["FREE", "PrefixCache", "PrefixMatch"]
+
+FREE = -1
+"""No slot, or no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The slot that shares the longest prefix with a prompt, and the length of that prefix in tokens."""
+
+    slot: int = FREE
+    tokens: int = 0
+
+
+class PrefixCache:
+    """The resident sequences. Arrays with the suffix S are indexed by slot, the tensors of `kv` by `row_S[slot]`."""
+
+    def __init__(self, kv: KVCache, *, num_slots: int, context: int) -> None:
+        self.kv = kv
+        self.num_slots = num_slots
+        self.context = context
+        """The largest number of tokens in a sequence."""
+        self.evictions = 0
+        self.layout = 0
+        """A counter that changes whenever a slot has moved to another row."""
+        self.row_S = np.full(num_slots, FREE, dtype=np.int64)
+        self.length_S = np.zeros(num_slots, dtype=np.int64)
+        """Tokens whose keys and values are in the row."""
+        self.tokens_SC = np.zeros((num_slots, 0), dtype=np.int32)
+        self.running_S = np.zeros(num_slots, dtype=bool)
+        """Whether a request is running in the slot."""
+        self._prefilling_S = np.zeros(num_slots, dtype=bool)
+        self._stale_S = np.zeros(num_slots, dtype=bool)  # computed, at least partly, with earlier weights
+        self._last_used_S = np.zeros(num_slots, dtype=np.int64)
+        self._clock = 0
+        self._conversation_S: list[str | None] = [None] * num_slots
+        self._slot_of: dict[str, int] = {}
+        self._index = PrefixIndex(num_slots)
+
+    # prefix search
+
+    def longest_prefix(self, tokens_N: np.ndarray) -> tuple[PrefixMatch, PrefixMatch]:
+        """The longest prefix of these tokens that is computed, and the longest that is being prefilled in this round."""
+        shared_S = self._index.shared_tokens(tokens_N)
+        # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
+        # at the same time
+        usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S
+        computed = self._best_match(
+            tokens_N, np.where(usable_S, np.minimum(shared_S, self.length_S), -1), self.length_S
+        )
+        if not self._prefilling_S.any():
+            return computed, PrefixMatch()
+        no_limit_S = np.full(self.num_slots, len(tokens_N))
+        return computed, self._best_match(tokens_N, np.where(self._prefilling_S, shared_S, -1), no_limit_S)
+
+    def _best_match(self, tokens_N: np.ndarray, shared_S: np.ndarray, limit_S: np.ndarray) -> PrefixMatch:
+        """Extend the best match in whole blocks (`shared_S`, -1 for slots that do not count) token by token."""
+        best = int(shared_S.max())
+        if best < 0:
+            return PrefixMatch()
+        slots = np.flatnonzero(shared_S == best)
+        start = best - best % BLOCK
+        tail_T = tokens_N[start : start + BLOCK]
+        tail_T = tail_T[: max(0, self.tokens_SC.shape[1] - start)]
+        equal_M = (self.tokens_SC[slots, start : start + len(tail_T)] == tail_T).cumprod(axis=1).sum(axis=1)
+        total_M = np.minimum(start + equal_M, limit_S[slots])
+        slot = int(slots[total_M.argmax()])
+        return PrefixMatch(slot, self.common_prefix(slot, tokens_N[: int(total_M.max())]))
+
+    def common_prefix(self, slot: int, tokens_N: np.ndarray) -> int:
+        """The number of leading tokens that the slot shares with `tokens_N`, compared token by token."""
+        length = len(tokens_N) if self._prefilling_S[slot] else min(len(tokens_N), int(self.length_S[slot]))
+        differs_N = self.tokens_SC[slot, :length] != tokens_N[:length]
+        return int(differs_N.argmax()) if differs_N.any() else length
+
+    def batch_prefix(self, slots_B: np.ndarray) -> int:
+        """The number of leading tokens that all these slots share, computed with the same weights."""
+        if self._stale_S[slots_B].any():
+            return 0
+        length = int(self.length_S[slots_B].min())
+        equal_L = (self.tokens_SC[slots_B, :length] == self.tokens_SC[slots_B[0], :length]).all(axis=0)
+        return length if equal_L.all() else int(equal_L.argmin())
+
+    # the life of a slot
+
+    def idle_slot_of(self, conversation: str) -> int:
+        """The slot of a conversation, or FREE if it has none or a request is running in it."""
+        slot = self._slot_of.get(conversation, FREE)
+        return FREE if slot != FREE and self.running_S[slot] else slot
+
+    def is_released(self, slot: int) -> bool:
+        """Whether the slot is idle and its conversation is over: its contents may be overwritten."""
+        return not self.running_S[slot] and self._conversation_S[slot] is None
+
+    def start_request(self, slot: int, conversation: str, tokens_N: np.ndarray, cached: int) -> None:
+        """A request runs in the slot from now on. The row holds the first `cached` tokens before the prefill starts."""
+        if self._slot_of.get(conversation, slot) == slot:
+            self._slot_of[conversation] = slot
+            self._conversation_S[slot] = conversation
+        self.running_S[slot] = self._prefilling_S[slot] = True
+        self.length_S[slot] = cached
+        self.tokens_SC[slot, : len(tokens_N)] = tokens_N
+        self._index.set(slot, tokens_N)
+
+    def finish_prefill(self, slot: int, length: int) -> None:
+        """The first `length` tokens of the slot are in its row."""
+        self.length_S[slot] = length
+        self._prefilling_S[slot] = False
+
+    def finish_request(self, slot: int) -> None:
+        """No request runs in the slot any more. Its contents stay for later turns and for other prompts."""
+        self.running_S[slot] = self._prefilling_S[slot] = False
+        self._clock += 1
+        self._last_used_S[slot] = self._clock
+        if self._stale_S[slot]:
+            self._free(slot)
+        else:
+            self._index.set(slot, self.tokens_SC[slot, : self.length_S[slot]])
+
+    def release(self, conversation: str) -> None:
+        """The conversation is over. Its slot still serves as a source of prefixes."""
+        slot = self._slot_of.pop(conversation, None)
+        if slot is not None:
+            self._conversation_S[slot] = None
+
+    def invalidate(self) -> None:
+        """The weights have changed: free idle slots now, and running slots when their request finishes."""
+        for slot in np.flatnonzero(self.row_S != FREE):
+            if self.running_S[slot]:
+                self._stale_S[slot] = True
+            else:
+                self._free(int(slot))
+        if self.kv.num_rows and not self.running_S.any() and self.kv.max_rows(self.kv.capacity) < self.num_slots:
+            # a single long conversation has made the rows long and few: start again with short rows
+            self.kv.resize(0, 0)
+
+    def clear(self) -> None:
+        """Free all slots and all memory."""
+        for slot in np.flatnonzero(self.row_S != FREE):
+            self._free(int(slot))
+        self.kv.resize(0, 0)
+
+    def _free(self, slot: int) -> None:
+        conversation = self._conversation_S[slot]
+        if conversation is not None and self._slot_of.get(conversation) == slot:
+            del self._slot_of[conversation]
+        self._conversation_S[slot] = None
+        self.row_S[slot] = FREE
+        self.length_S[slot] = 0
+        self._index.clear(slot)
+        self.running_S[slot] = self._prefilling_S[slot] = self._stale_S[slot] = False
+
+    # allocation and eviction
+
+    def allocate(self, capacity: int, pinned: Collection[int]) -> int | None:
+        """A slot with an empty row of at least `capacity` tokens, or None if there is no room now.
+
+        Takes the first of: an unused row, the row of a released slot, a new row, the row of the idle slot that was used least
+        recently. Slots in `pinned` keep their rows.
+        """
+        if self.ensure_capacity(capacity, pinned=pinned) is None:
+            return None
+        resident = int((self.row_S != FREE).sum())
+        if resident == self.kv.num_rows:
+            released = [slot for slot in self._idle_slots(pinned) if self._conversation_S[slot] is None]
+            max_rows = min(self.num_slots, self.kv.max_rows(self.kv.capacity))
+            if released:
+                self._free(released[0])
+            elif max_rows > self.kv.num_rows:
+                self._resize(min(max_rows, 2 * self.kv.num_rows), self.kv.capacity)
+            elif idle := self._idle_slots(pinned):
+                self._evict(idle[0])
+            else:
+                return None
+        slot = int((self.row_S == FREE).argmax())
+        used_rows = set(self.row_S.tolist())
+        self.row_S[slot] = next(row for row in range(self.kv.num_rows) if row not in used_rows)
+        return slot
+
+    def ensure_capacity(
+        self, capacity: int, *, pinned: Collection[int] = (), preemptible: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Make all rows at least `capacity` tokens long. Within the memory budget, longer rows may mean fewer rows: first
+        idle slots are evicted (except `pinned`), then running slots are freed in the order of `preemptible`.
+
+        Returns the running slots that lost their rows; None, and changes nothing, if there is not enough room.
+        """
+        if capacity <= self.kv.capacity:
+            return []
+        resident = int((self.row_S != FREE).sum())
+        smallest = min(-(-capacity // 64) * 64, self.context, self.kv.max_capacity())
+        roomy = min(max(2 * self.kv.capacity, INITIAL_CAPACITY, smallest), self.context)
+        # twice the capacity if enough rows of that length fit, else only as much as is needed
+        for new_capacity, min_rows in ((roomy, min(INITIAL_ROWS, self.num_slots)), (smallest, 1)):
+            max_rows = min(self.num_slots, self.kv.max_rows(new_capacity))
+            if max_rows >= max(min_rows, resident):
+                self._resize(min(max(self.kv.num_rows, INITIAL_ROWS), max_rows), new_capacity)
+                return []
+        max_rows = self.kv.max_rows(smallest)
+        excess = resident - max_rows
+        idle = self._idle_slots(pinned)[:excess]
+        preempted = list(preemptible[: excess - len(idle)])
+        if max_rows == 0 or len(idle) + len(preempted) < excess:
+            return None
+        for slot in idle:
+            self._evict(slot)
+        for slot in preempted:
+            self._free(slot)
+        self._resize(max_rows, smallest)
+        return preempted
+
+    def _idle_slots(self, pinned: Collection[int]) -> list[int]:
+        """Idle slots in the order of eviction: released ones first, then the least recently used."""
+        idle = [int(slot) for slot in np.flatnonzero((self.row_S != FREE) & ~self.running_S) if slot not in pinned]
+        return sorted(idle, key=lambda slot: (self._conversation_S[slot] is not None, self._last_used_S[slot]))
+
+    def _evict(self, slot: int) -> None:
+        """Free an idle slot. If its conversation continues, its tokens are prefilled again."""
+        self.evictions += 1
+        self._free(slot)
+
+    # rows
+
+    def _resize(self, num_rows: int, capacity: int) -> None:
+        """Change the number and the capacity of the rows. Slots in rows beyond `num_rows` are moved down first."""
+        displaced = np.flatnonzero(self.row_S >= num_rows)
+        if len(displaced):
+            used_rows = set(self.row_S.tolist())
+            targets = [row for row in range(num_rows) if row not in used_rows][: len(displaced)]
+            # entire rows, not `length_S` tokens: a copy of this round may still read further tokens from such a row
+            self.kv.copy_rows(self.row_S[displaced].tolist(), targets, min(self.kv.capacity, capacity))
+            self.row_S[displaced] = targets
+            self.layout += 1
+        self.kv.resize(num_rows, capacity)
+        if capacity > self.tokens_SC.shape[1]:
+            tokens_SC = np.zeros((self.num_slots, capacity), dtype=np.int32)
+            tokens_SC[:, : self.tokens_SC.shape[1]] = self.tokens_SC
+            self.tokens_SC = tokens_SC
+            self._index.grow(capacity)
+
+    def compact(self, slots: Sequence[int]) -> None:
+        """Move these slots into the first rows, so that attention over them reads one contiguous range of memory."""
+        moving = [slot for slot in slots if self.row_S[slot] >= len(slots)]
+        if not moving:
+            return
+        occupied = {int(self.row_S[slot]) for slot in slots}
+        targets = [row for row in range(len(slots)) if row not in occupied]
+        slot_at = {int(row): slot for slot, row in enumerate(self.row_S) if row != FREE}
+        tokens = max(int(self.length_S[slot]) for slot in moving)
+        tokens = max([tokens, *(int(self.length_S[slot_at[row]]) for row in targets if row in slot_at)])
+        self.kv.swap_rows([int(self.row_S[slot]) for slot in moving], targets, tokens)
+        self.layout += 1
+        for slot, target in zip(moving, targets, strict=True):
+            if target in slot_at:
+                self.row_S[slot_at[target]] = self.row_S[slot]
+            self.row_S[slot] = target
