@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
@@ -17,6 +17,7 @@ from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
 from turnwise.rollout.limits import Limits
 from turnwise.types import Sampling
+from turnwise.user_code.object_references import resolve
 
 USER = '''
 from turnwise.environments.environment import SingleTurn, environment, say
@@ -90,10 +91,10 @@ def a_config(**parts: Any) -> Config:
 
 
 def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> None:
-    assert build.resolve("turnwise.environments.environment:SingleTurn", key="k") is SingleTurn
-    assert build.resolve("json:decoder.JSONDecoder", key="k") is json.JSONDecoder
-    assert build.resolve(f"{user}:NUMBER", key="k") == 5
-    assert build.resolve(f"{user}:Mine", key="k") is build.resolve(f"{user}:Mine", key="other")  # imported once
+    assert resolve("turnwise.environments.environment:SingleTurn", key="k") is SingleTurn
+    assert resolve("json:decoder.JSONDecoder", key="k") is json.JSONDecoder
+    assert resolve(f"{user}:NUMBER", key="k") == 5
+    assert resolve(f"{user}:Mine", key="k") is resolve(f"{user}:Mine", key="other")  # imported once
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> Non
 )
 def test_a_reference_to_nothing_is_told(reference: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build.resolve(reference, key="k")
+        resolve(reference, key="k")
     assert message in str(error.value)
 
 
@@ -125,9 +126,9 @@ def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
         path = tmp_path / f"bad{number}.py"
         path.write_text(text)
         with pytest.raises(ConfigError, match=rf"k: {path} could not be imported: .*{problem}"):
-            build.resolve(f"{path}:x", key="k")
+            resolve(f"{path}:x", key="k")
         path.write_text("x = 1")
-        assert build.resolve(f"{path}:x", key="k") == 1  # and may be put right
+        assert resolve(f"{path}:x", key="k") == 1  # and may be put right
 
 
 # environments and tools
@@ -226,7 +227,7 @@ def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
     ]
     asked = [list(one.function([None, None])) for one in scorer.groups]  # type: ignore[arg-type, list-item]
     assert asked == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
-    assert build.resolve(f"{user}:Shortest", key="k").made == 1
+    assert resolve(f"{user}:Shortest", key="k").made == 1
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_rows_of_both_sets_and_the_smallest_of_the_limits(tmp_path: Path) -> Non
 def test_scripts_are_lists_of_texts_a_line(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('["a", "b"]\n\n[]\n["c\u2028d\x85"]\n', encoding="utf-8")
-    assert build.scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
+    assert build.read_scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
 
 
 @pytest.mark.parametrize(
@@ -320,16 +321,16 @@ def test_a_script_that_is_none_is_told_with_its_line(tmp_path: Path, text: str, 
     path = tmp_path / "lines.jsonl"
     path.write_text(text)
     with pytest.raises(DataError) as error:
-        build.scripts(str(path))
+        build.read_scripts(str(path))
     assert str(error.value).startswith(f"{path}{message}")
 
 
 def test_a_script_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"engine\.script: there is no file {tmp_path / 'no.jsonl'}"):
-        build.scripts(str(tmp_path / "no.jsonl"))
+        build.read_scripts(str(tmp_path / "no.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes(b'["caf\xe9"]')
     with pytest.raises(DataError, match=r"latin\.jsonl is not UTF-8: "):
-        build.scripts(str(tmp_path / "latin.jsonl"))
+        build.read_scripts(str(tmp_path / "latin.jsonl"))
 
 
 TRIED_OUT = """
@@ -392,4 +393,4 @@ def test_what_is_made_to_be_tried_out_is_closed_also_where_close_is_async(
         make("Place")
     assert file.with_suffix(".log").read_text().splitlines() == ["Box made", "Box closed", "Place made", "Place closed"]
     make("Unready")  # warned of only: it was not begun
-    assert "made to be tried out, could not be closed: AttributeError: not begun" in caplog.text
+    assert "built as a check, could not be closed: AttributeError: not begun" in caplog.text

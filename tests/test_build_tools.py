@@ -15,7 +15,8 @@ from rich.console import Console
 
 from support.conversations import RENDERER, Says, call, hold
 from support.tiny import save_model, save_rows
-from turnwise.build import parts as build
+from turnwise import build
+from turnwise.build.tools import tool as tool_of
 from turnwise.commands.rollout import collect
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
@@ -111,12 +112,12 @@ def test_classes_functions_and_ready_made_tools_are_named_alike(user: str) -> No
 
 
 def test_what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else(user: str) -> None:
-    (tool,) = [build._tool(use, key="k") for use in a_config(tools=[f"{user}:find"]).tools]
+    (tool,) = [tool_of(use, key="k") for use in a_config(tools=[f"{user}:find"]).tools]
     assert (tool.timeout, tool.retries) == (7.0, 0)  # type: ignore[union-attr]
-    (tool,) = [build._tool(use, key="k") for use in a_config(tools=[{"use": f"{user}:find", "timeout": 2}]).tools]
+    (tool,) = [tool_of(use, key="k") for use in a_config(tools=[{"use": f"{user}:find", "timeout": 2}]).tools]
     assert tool.timeout == 2.0  # type: ignore[union-attr]
     options = {"use": f"{user}:box", "retries": 2, "retry_timeouts": True}
-    (box,) = [build._tool(use, key="k") for use in a_config(tools=[options]).tools]
+    (box,) = [tool_of(use, key="k") for use in a_config(tools=[options]).tools]
     assert [(one.retries, one.retry_timeouts, one.timeout) for one in box.tools] == [(2, True, 30.0)]  # type: ignore[union-attr]
 
 

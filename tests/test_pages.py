@@ -13,7 +13,7 @@ import yaml
 
 import turnwise
 from support.conversations import Says, a_row, hold_all
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.types import Group

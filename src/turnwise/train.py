@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
@@ -233,14 +233,14 @@ def assemble(config: Config) -> Run:
     held_out = build.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
     opened.compare_rows(rows)
     scorer, credit = build.scorer(config), build.credit(config)
-    mask = build.loss_mask(config)
+    mask = build.turn_weighting(config)
     renderer = Renderer.from_pretrained(
         opened.source, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
     )
     opened.compare_tokenizer(renderer)
     findings = preflight(config, renderer)
-    rows, left_out = build.short_enough(config, rows, renderer)
-    held_out, held_out_left_out = build.short_enough(config, held_out, renderer)
+    rows, left_out = build.drop_long_prompts(config, rows, renderer)
+    held_out, held_out_left_out = build.drop_long_prompts(config, held_out, renderer)
     findings += [*left_out, *(f"held-out rows: {note}" for note in held_out_left_out)]
     environments = build.environment_factory(config, encode=renderer.encode)
     every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
@@ -248,7 +248,7 @@ def assemble(config: Config) -> Run:
     policy = _policy(config, opened)
     limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
     table = RolloutContext(
-        engine=build.local_engine(config, policy.model, renderer, version=opened.step),
+        engine=build.engine(config, renderer, policy.model, version=opened.step),
         renderer=renderer,
         make_environment=environments,
         sampling=build.sampling(config),
@@ -290,7 +290,7 @@ def _policy(config: Config, opened: OpenedRun) -> Policy:
     return Policy(
         model,
         sampling=build.sampling(config),
-        options=build.optimization(config),
+        options=build.optimizer_config(config),
         reference=opened.reference(model),
         share_prompts=config.train.share_prompts,
         threads=1 if config.deterministic else 0,

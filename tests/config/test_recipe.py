@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from turnwise.config.known_names import ABSENT, CALLED
-from turnwise.config.parts import Part, changed
+from turnwise.config.part import Part, changed_options
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config, LocalEngine, ScriptedEngine
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -350,7 +350,7 @@ def test_the_recipes_that_come_with_the_repository_are_good() -> None:
     assert len(recipes) >= 1
     for path in recipes:
         config = loaded(path)
-        (refuse_sft_without_effect if changed(config.sft) else refuse_without_effect)(config)
+        (refuse_sft_without_effect if changed_options(config.sft) else refuse_without_effect)(config)
 
 
 def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:

@@ -18,7 +18,7 @@ from support import byte_tokenizer
 from support.conversations import RENDERER
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
@@ -378,9 +378,9 @@ def fine_tuned(recipe: Path, overrides: Sequence[str], out: Path) -> str:
     [
         "steps=1",
         "epochs=2",
-        "batch_rows=2",
+        "batch_size=2",
         "lr=0.002",
-        "schedule=constant",
+        "lr_schedule=constant",
         "warmup_steps=1",
         "weight_decay=0.5",
         "betas=[0.5, 0.5]",
@@ -401,8 +401,8 @@ def test_an_option_of_fine_tuning_changes_what_is_learnt(
     [
         ("eval_every=0", [0, 2], (6, 3)),
         ("eval_every=1", [0, 1, 2], (6, 3)),
-        ("eval_rows=1", [0, 2], (6, 1)),
-        ("record_rows=2", [0, 2], (2, 2)),
+        ("max_eval_rows=1", [0, 2], (6, 1)),
+        ("max_recorded_rows=2", [0, 2], (2, 2)),
     ],
 )
 def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
@@ -443,7 +443,7 @@ def test_the_thinking_policy_reaches_the_loop(name: str, tmp_path: Path, recipe:
 
 
 def engine(recipe: Path, *overrides: str) -> LocalEngine:
-    made = build.local_engine(load(recipe, ["deterministic=false", *overrides])[0], tiny_model(), RENDERER)
+    made = build.engine(load(recipe, ["deterministic=false", *overrides])[0], RENDERER, tiny_model())
     assert isinstance(made, LocalEngine)
     return made
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
 from support.tiny import save_model, save_rows
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import load

@@ -12,7 +12,7 @@ import yaml
 
 from support.conversations import RENDERER, Says, a_row, call, hold, scripted
 from support.servers import Answer, serving
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.config.schema import Config
 from turnwise.environments.modelled_user import ModelledUser

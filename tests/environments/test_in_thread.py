@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, call, hold, hold_all
-from turnwise.build.parts import environment_factory
+from turnwise.build import environment_factory
 from turnwise.config.schema import Config
 from turnwise.environments.environment import SingleTurn, say
 from turnwise.environments.in_thread import InThread

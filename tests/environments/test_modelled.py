@@ -13,7 +13,7 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
 from support.servers import Answer, serving
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.modelled_user import Endpoint, ModelledUser

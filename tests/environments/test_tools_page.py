@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from support.conversations import Says, a_row, call, hold
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.config.schema import Config, ToolCalls, ToolUse
 from turnwise.environments.mcp.servers import McpServers
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fuzz.mutations import accepted_or_refused, mutated_text, mutated_tree, write
-from turnwise.build.parts import scripts
+from turnwise.build import read_scripts
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import from_swift_arguments
 from turnwise.compat.verl.arguments import from_verl_arguments
@@ -34,7 +34,7 @@ SERVERS = {
 FILES: list[tuple[Callable[..., Any], Any]] = [
     (lambda path: McpServers.from_file(path), SERVERS),
     (read_corpus, {"id": "7", "title": "Paris", "text": "Paris is the capital."}),
-    (lambda path: scripts(str(path)), ["Hello.", "Bye."]),
+    (lambda path: read_scripts(str(path)), ["Hello.", "Bye."]),
 ]
 
 
@@ -71,7 +71,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "rows": lambda path: read_rows(f"{path}.jsonl"),
     "directory": lambda path: read_rows(f"./{path}") if path[0] != "~" else read_rows(path),
     "recipe": load,
-    "script": scripts,
+    "script": read_scripts,
     "corpus": lambda path: read_corpus(Path(path)),
     "servers": lambda path: McpServers.from_file(path),
     "reference": lambda path: resolve(f"{path}.py:name", key="environment.use"),

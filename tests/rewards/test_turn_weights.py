@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from support.tiny import save_model, save_rows
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.commands.rollout import collect
 from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
@@ -187,11 +187,11 @@ def recipe(path: Path, *overrides: str) -> Config:
 def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
     assert tuple(TURN_WEIGHTINGS) == LOSS_MASKS
     one = said(*TWO_QUESTIONS)
-    assert build.loss_mask(recipe(tmp_path)) is TURN_WEIGHTINGS["all"]
-    assert build.loss_mask(recipe(tmp_path, "loss_mask=last_round")) is TURN_WEIGHTINGS["last_round"]
-    scaled = build.loss_mask(recipe(tmp_path, "loss_mask=mine.py:weight", "loss_mask.arguments.scale=0.5"))
+    assert build.turn_weighting(recipe(tmp_path)) is TURN_WEIGHTINGS["all"]
+    assert build.turn_weighting(recipe(tmp_path, "loss_mask=last_round")) is TURN_WEIGHTINGS["last_round"]
+    scaled = build.turn_weighting(recipe(tmp_path, "loss_mask=mine.py:weight", "loss_mask.arguments.scale=0.5"))
     assert kept(scaled, one) == [0, 0.5, 1, 1.5]
-    assert kept(build.loss_mask(recipe(tmp_path, "loss_mask={use: mine.py:of_both}")), one) == [4] * 4
+    assert kept(build.turn_weighting(recipe(tmp_path, "loss_mask={use: mine.py:of_both}")), one) == [4] * 4
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
 )
 def test_what_is_no_loss_mask_is_told(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        build.loss_mask(recipe(tmp_path, override))
+        build.turn_weighting(recipe(tmp_path, override))
     assert message in str(error.value)
 
 

@@ -1,1 +1,39 @@
-"""From a checked recipe to live objects: environments, rewards, engine, optimizer."""
+"""From a recipe to objects: environment, tools, rewards, engine, rows and values. `from turnwise import build` is the way in.
+
+Every object that a recipe names is imported and checked here, before a run begins.
+"""
+
+from turnwise.build.data import drop_long_prompts, rows
+from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
+from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
+from turnwise.build.rewards import credit, scorer, turn_weighting
+from turnwise.build.values import (
+    evaluation_sampling,
+    learning_rate,
+    limits,
+    model_context,
+    optimizer_config,
+    sampling,
+)
+
+__all__ = [
+    "EnvironmentSource",
+    "Environments",
+    "Scripts",
+    "credit",
+    "drop_long_prompts",
+    "engine",
+    "engine_model",
+    "environment_factory",
+    "evaluation_sampling",
+    "learning_rate",
+    "limits",
+    "model_context",
+    "optimizer_config",
+    "read_scripts",
+    "rows",
+    "sampling",
+    "scorer",
+    "scripted_engine",
+    "turn_weighting",
+]

@@ -1,4 +1,4 @@
-"""Closing what was made only to see whether it can be made: environments and classes of tools, sync or async."""
+"""Closing objects that were built only to check that they can be: environments and classes of tools, sync or async."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from turnwise.errors import Failed, boundary
 
 __all__ = ["close_tried", "close_tried_environment"]
 
-_CLOSING_SECONDS = 30.0
+_CLOSE_TIMEOUT = 30.0
+"""Seconds."""
 _log = logging.getLogger(__name__)
 
 
 def close_tried(close: Callable[[], Any]) -> None:
-    """Close what was made to see whether it can be; an async `close` runs in a loop of its own, with a bound."""
+    """Close an object that was built as a check. An async `close` runs in its own event loop, for at most 30 seconds."""
 
     async def wait() -> None:
-        async with asyncio.timeout(_CLOSING_SECONDS):
-            await found
+        async with asyncio.timeout(_CLOSE_TIMEOUT):
+            await result
 
-    found = close()
-    if inspect.isawaitable(found):
-        with ThreadPoolExecutor(1) as thread:  # this thread may have a loop that runs
+    result = close()
+    if inspect.isawaitable(result):
+        with ThreadPoolExecutor(1) as thread:  # this thread may already run an event loop
             thread.submit(lambda: asyncio.run(wait())).result()
 
 
 def close_tried_environment(close: Callable[[], Any], name: str) -> None:
-    """`close_tried` for an environment: where it fails, a warning, since it was not begun."""
+    """`close_tried` for an environment. A failure is a warning only: an environment that never began may not be closable."""
     try:
         with boundary("environment"):
             close_tried(close)
-    except Failed as failed:  # not begun, and so perhaps not ready to be closed
-        _log.warning("environment: %s, made to be tried out, could not be closed: %s", name, failed.failure.message)
+    except Failed as failed:
+        _log.warning("environment: %s, built as a check, could not be closed: %s", name, failed.failure.message)

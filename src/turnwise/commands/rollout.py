@@ -12,13 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.doctor.preflight import preflight
-from turnwise.engines.engine import Engine
-from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, RolloutError
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
@@ -48,13 +46,16 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
 async def _collect(
     config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
 ) -> dict[str, Any]:
-    rows, notes = build.short_enough(config, build.rows(config, limit=config.rollout.max_rows), renderer)
+    rows, notes = build.drop_long_prompts(config, build.rows(config, limit=config.rollout.max_rows), renderer)
     for note in notes:
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
-    scorer, mask = build.scorer(config), build.loss_mask(config)
+    scorer, mask = build.scorer(config), build.turn_weighting(config)
     rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
-    engine, longest, groups = _engine(config, renderer, groups)
+    groups, scripts = _assign_scripts(config, groups)
+    model = build.engine_model(config)
+    engine = build.engine(config, renderer, model, scripts=scripts)
+    longest = build.model_context(model.config.to_dict()) if model is not None else None
     table = RolloutContext(
         engine=engine,
         renderer=renderer,
@@ -106,26 +107,25 @@ async def _collect(
     return summary
 
 
-def _engine(config: Config, renderer: Renderer, groups: list[Group]) -> tuple[Engine, int | None, list[Group]]:
-    """The engine, the longest context that it allows, and the groups that it can serve."""
-    if isinstance(config.engine, ScriptedEngine):
-        lines = build.scripts(config.engine.script)
-        trajectories = [one for group in groups for one in group.trajectories]
-        if len(lines) > len(trajectories):
-            raise DataError(
-                f"{config.engine.script} has {len(lines)} scripts, and {len(groups)} rows with rollout.samples_per_row="
-                f"{config.rollout.samples_per_row} make {len(trajectories)} conversations; there must be a row for each script"
-            )
-        named = {one.id: script for one, script in zip(trajectories, lines, strict=False)}
-        for group in groups:  # the script says how many conversations there are
-            group.trajectories = [one for one in group.trajectories if one.id in named]
-        engine = Scripted(named, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
-        return engine, None, [group for group in groups if group.trajectories]
+def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group], build.Scripts | None]:
+    """The groups of the recipe's scripts, and the script of each trajectory, for the scripted engine; else all groups and None.
 
-    from turnwise.models.loading import load_model
-
-    model = load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
-    return build.local_engine(config, model, renderer), build.model_context(model.config.to_dict()), groups
+    The scripts say how many conversations there are: trajectories without a script are dropped. Raises DataError if there are
+    more scripts than trajectories.
+    """
+    if not isinstance(config.engine, ScriptedEngine):
+        return list(groups), None
+    scripts = build.read_scripts(config.engine.script)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if len(scripts) > len(trajectories):
+        raise DataError(
+            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with rollout.samples_per_row="
+            f"{config.rollout.samples_per_row} make {len(trajectories)} conversations; there must be a row for each script"
+        )
+    by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}
+    for group in groups:
+        group.trajectories = [trajectory for trajectory in group.trajectories if trajectory.id in by_id]
+    return [group for group in groups if group.trajectories], by_id
 
 
 class _Writer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from turnwise.config.parts import Part
+from turnwise.config.part import Part
 from turnwise.config.schema import Config, Use
 from turnwise.errors import ConfigError, RunError, nearest
 

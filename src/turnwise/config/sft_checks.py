@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from turnwise.config.parts import Part, Sft, changed
+from turnwise.config.optimization import Sft
+from turnwise.config.part import Part, changed_options
 from turnwise.config.schema import Config, Data, LocalEngine
 from turnwise.config.train_checks import file_problems
 from turnwise.errors import ConfigError
@@ -16,7 +17,7 @@ def refuse_sft_without_effect(config: Config) -> None:
     Raises ConfigError.
     """
     sft, data = config.sft, config.data
-    of_sft = changed(sft)
+    of_sft = changed_options(sft)
     evaluation = next((name for name in ("eval_every", "max_eval_rows") if name in of_sft), None)
     problems = [
         (
@@ -67,7 +68,7 @@ def refuse_sft_without_effect(config: Config) -> None:
 
 
 def _engine(config: Config) -> list[str]:
-    return sorted(changed(config.engine)) if config.engine.name == "local" else []
+    return sorted(changed_options(config.engine)) if config.engine.name == "local" else []
 
 
 def _other_sections(config: Config) -> list[tuple[bool, str]]:
@@ -82,11 +83,11 @@ def _other_sections(config: Config) -> list[tuple[bool, str]]:
         "tool_calls": (config.tool_calls, "no tool is run: the data holds what it answered"),
     }
     for section, (part, why) in sections.items():
-        for name in sorted(changed(part)):
+        for name in sorted(changed_options(part)):
             ours = {"max_rows": "max_eval_rows", "every": "eval_every"}.get(name, "") if section == "eval" else name
             instead = f"use sft.{ours}" if section in ("train", "eval") and ours in Sft.model_fields else "remove it"
             found.append((True, f"{section}.{name} has no effect in fine-tuning ({why}); {instead}"))
-    for name in sorted(changed(config.limits) - {"context"}):
+    for name in sorted(set(changed_options(config.limits)) - {"context"}):
         text = "(the data says how long a conversation is; of the limits only limits.context counts); remove it"
         found.append((True, f"limits.{name} has no effect in fine-tuning {text}"))
     return found
@@ -101,4 +102,4 @@ def _tool_problems(config: Config) -> list[tuple[bool, str]]:
         for place, tool in enumerate(config.tools)
         for name in names
     ]
-    return found + [(name in changed(config.mcp), f"mcp.{name} {why}") for name in names]
+    return found + [(name in changed_options(config.mcp), f"mcp.{name} {why}") for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.config.parts import changed
+from turnwise.config.part import changed_options
 from turnwise.config.schema import LOSS_MASKS, Config, Data, LocalEngine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
@@ -24,10 +24,10 @@ def refuse_without_effect(config: Config) -> None:
     """
     train, data = config.train, config.data
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
-    of_train, of_sft = changed(train), sorted(changed(config.sft))
+    of_train, of_sft = changed_options(train), changed_options(config.sft)
     problems: list[tuple[bool, str]] = [
         (
-            on_policy and bool({"clip_low", "clip_high"} & of_train),
+            on_policy and bool({"clip_low", "clip_high"} & set(of_train)),
             "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
             "1): remove them, or set train.minibatches, train.ppo_epochs or train.overlap",
         ),
@@ -71,16 +71,16 @@ def refuse_without_effect(config: Config) -> None:
             f"thinking={config.thinking} has no effect with limits.turns=1: nothing goes on after the first turn. Remove it",
         ),
         (
-            data.eval is None and bool(changed(config.eval)),
-            f"eval.{next(iter(changed(config.eval)), '')} has no effect without held-out rows: set data.eval",
+            data.eval is None and bool(changed_options(config.eval)),
+            f"eval.{next(iter(changed_options(config.eval)), '')} has no effect without held-out rows: set data.eval",
         ),
         (
             data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
             "data.eval_split has no effect without data.eval",
         ),
         (
-            bool(changed(config.rollout)),
-            f"rollout.{min(changed(config.rollout), default='')} has no effect in training: it is an option of `turnwise "
+            bool(changed_options(config.rollout)),
+            f"rollout.{next(iter(changed_options(config.rollout)), '')} has no effect in training: it is an option of `turnwise "
             f"rollout`; the rows and conversations of a step are train.batch_size and train.group_size",
         ),
         (bool(of_sft), f"sft.{next(iter(of_sft), '')} has no effect in training: it is an option of `turnwise sft`"),
@@ -138,9 +138,9 @@ def file_problems(data: Data) -> list[tuple[bool, str]]:
     only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
     return [
         (
-            is_file(data.train) and "split" in changed(data),
+            is_file(data.train) and "split" in changed_options(data),
             f"data.split has no effect on the single file {data.train}",
         ),
-        (is_file(data.eval) and "eval_split" in changed(data), f"data.eval_split has no effect on {data.eval}"),
+        (is_file(data.eval) and "eval_split" in changed_options(data), f"data.eval_split has no effect on {data.eval}"),
         (only_files and data.subset is not None, f"data.subset has no effect on the single file {data.train}"),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.stop_tokens import generation_stops
 from turnwise.config.schema import Config
@@ -105,7 +105,7 @@ def _tried(name: str, ask: Callable[[], Check]) -> Check:
 
 
 def _rule(config: Config | None) -> TurnWeighting | None:
-    return None if config is None else build.loss_mask(config)
+    return None if config is None else build.turn_weighting(config)
 
 
 def _renderer(path: str, config: Config | None) -> Renderer:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from turnwise.build import parts as build
-from turnwise.config.parts import Part, changed
+from turnwise import build
+from turnwise.config.part import Part, changed_options
 from turnwise.config.schema import Config, ScriptedEngine, Use
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
@@ -67,7 +67,7 @@ def _weights(config: Config) -> list[float] | str:
     if ":" in config.loss_mask.use:
         return f"{config.loss_mask.use}({config.loss_mask.arguments})"
     one = _trajectory("1")
-    build.loss_mask(config)(one)
+    build.turn_weighting(config)(one)
     return [turn.weight for turn in one.turns]
 
 
@@ -123,7 +123,7 @@ def _trajectory(name: str) -> Trajectory:
 
 
 _SAMPLING, _LIMITS = Shown(build.sampling), Shown(lambda config: build.limits(config, longest=None))
-_OPTIMIZATION, _REWARDS, _DATA = Shown(build.optimization), Shown(_reward_functions), Shown(_rows)
+_OPTIMIZATION, _REWARDS, _DATA = Shown(build.optimizer_config), Shown(_reward_functions), Shown(_rows)
 
 
 def _effects(name: str) -> Proven:
@@ -319,7 +319,7 @@ def take_effect(config: Config) -> Check:
 
 def fine_tunes(config: Config) -> bool:
     """Whether the recipe is one for `turnwise sft`: it sets an option of that command."""
-    return bool(changed(config.sft))
+    return bool(changed_options(config.sft))
 
 
 def _made(evidence: Shown, config: Config) -> Any:

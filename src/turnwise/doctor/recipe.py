@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.media import has_media, ready_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, ScriptedEngine
@@ -16,7 +16,6 @@ from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
-from turnwise.engines.scripted import ScriptedEngine as Scripted
 from turnwise.errors import DataError, TurnwiseError
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.metrics import failures
@@ -86,7 +85,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
 
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
     """A few conversations of the recipe, as `train` holds and scores them, short ones."""
-    scorer, mask, credit = build.scorer(config), build.loss_mask(config), build.credit(config)
+    scorer, mask, credit = build.scorer(config), build.turn_weighting(config), build.credit(config)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     limits = build.limits(config, longest=None)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
@@ -116,10 +115,11 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
 
 
 def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
+    """The recipe's engine; answers of its own where there is no model, or the recipe's script is for other conversations."""
     if model is not None and not isinstance(config.engine, ScriptedEngine):
-        return build.local_engine(config, model, renderer)
-    lines = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
-    return Scripted(lines, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0])
+        return build.engine(config, renderer, model)
+    answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
+    return build.engine(config, renderer, scripts=answers)
 
 
 def _sums(whole: Sequence[Trajectory], config: Config) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, EnvironmentUse
@@ -209,7 +209,7 @@ def assemble(config: Config) -> SftRun:
     rows = _conversations(config)
     held_out = _conversations(config, held_out=True) if config.data.eval is not None else []
     opened.compare_rows(rows)
-    mask = build.loss_mask(config)
+    mask = build.turn_weighting(config)
     renderer = Renderer.from_pretrained(
         opened.source, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
     )

@@ -10,8 +10,8 @@ import functools
 import sys
 from collections.abc import Sequence
 
+from turnwise import build
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.scripted import ScriptedEngine
 from turnwise.errors import Failed, boundary
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.limits import Limits
@@ -48,11 +48,8 @@ async def replay(
                 scripts[one.id] = lines(renderer, opening, said, one.row.fields.get("tools", tools))
         except Failed as failed:
             one.fail(failed.failure)
-    stop = renderer.stop_token_ids[0]
     table = RolloutContext(
-        engine=ScriptedEngine(
-            scripts, encode=renderer.encode, stop_token_id=stop, encode_behind=renderer.encode_continuation
-        ),
+        engine=build.scripted_engine(renderer, scripts, continue_prompt=True),
         renderer=renderer,
         make_environment=functools.partial(Replay, tools),
         sampling=Sampling(),

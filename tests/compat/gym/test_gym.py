@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from support.conversations import Says, a_row, call, hold, hold_all
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.compat.gym import GymEnvironments
 from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, hold, hold_all
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 
 from support.conversations import a_row
 from support.swift import learnt, play, whole
-from turnwise.build.parts import loss_mask
+from turnwise.build import turn_weighting
 from turnwise.commands.convert import converted
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
@@ -59,7 +59,7 @@ def weighed(trajectory: Trajectory, tmp_path: Path) -> list[float]:
 
     recipe.write_text(as_recipe(converted("swift", [str(script)])))
     config, _ = load(recipe)
-    loss_mask(config)(trajectory)
+    turn_weighting(config)(trajectory)
     return [turn.weight for turn in trajectory.turns]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from support.conversations import Says, a_row, hold, hold_all
 from support.swift import whole
-from turnwise.build.parts import scorer
+from turnwise.build import scorer
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import Reward, scheduler
 from turnwise.compat.swift.args import Args

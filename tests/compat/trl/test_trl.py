@@ -12,7 +12,7 @@ from PIL import Image
 
 from support.conversations import Says, a_row, call, hold, hold_all, scripted
 from support.vision import save_vision_model
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.config.schema import Config

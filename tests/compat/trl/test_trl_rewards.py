@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, call, hold_all
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.compat.trl_rewards import TrlReward
 from turnwise.config.schema import Config

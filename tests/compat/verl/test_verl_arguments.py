@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from compat.verl.verl_files import an_interaction, written
-from turnwise.build import parts as build
+from turnwise import build
 from turnwise.cli import main
 from turnwise.compat.converted import Converted
 from turnwise.compat.verl.arguments import from_verl_arguments

@@ -11,7 +11,7 @@ import pytest
 
 from compat.verl.verl_files import a_tool, an_interaction, set_up, user_module
 from support.conversations import a_row, call, hold
-from turnwise.build.parts import scorer
+from turnwise.build import scorer
 from turnwise.compat.verl import CustomScore, data_source_score
 from turnwise.compat.verl.reward import num_turns
 from turnwise.compat.verl.reward_score import compute_score, extract_solution

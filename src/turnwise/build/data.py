@@ -1,0 +1,47 @@
+"""The rows of a recipe: read, limited, and without prompts that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.data.rows import read_rows
+from turnwise.errors import DataError
+from turnwise.types import Row
+
+__all__ = ["drop_long_prompts", "rows"]
+
+
+def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
+    """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound beside data.max_rows.
+
+    Raises DataError.
+    """
+    data = config.data
+    bounds = [bound for bound in (limit, data.max_rows) if bound is not None]
+    source = data.eval if held_out and data.eval is not None else data.train
+    return read_rows(
+        source,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system_prompt,
+        limit=min(bounds, default=None),
+    )
+
+
+def drop_long_prompts(config: Config, rows: Sequence[Row], renderer: Renderer) -> tuple[list[Row], list[str]]:
+    """The rows whose prompts have at most data.max_prompt_tokens tokens, and a note with the number of the others.
+
+    Raises DataError if no row is left.
+    """
+    longest = config.data.max_prompt_tokens
+    if longest is None:
+        return list(rows), []
+    kept = [row for row in rows if len(renderer.encode_opening(row.messages, ()).token_ids) <= longest]
+    if rows and not kept:
+        raise DataError(f"all {len(rows)} prompts have more than data.max_prompt_tokens={longest} tokens: raise it")
+    dropped = len(rows) - len(kept)
+    note = f"{dropped} of {len(rows)} rows are left out: data.max_prompt_tokens={longest}"
+    return kept, [note] if dropped else []

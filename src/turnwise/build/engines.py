@@ -1,0 +1,95 @@
+"""The one choice of an engine: training, rollouts, fine-tuning and the doctor all get theirs here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config, ScriptedEngine
+from turnwise.engines import scripted
+from turnwise.engines.engine import Engine
+from turnwise.errors import ConfigError, DataError
+from turnwise.json_yaml import parse_json, read_text
+
+__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "scripted_engine"]
+
+Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
+"""The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
+
+
+def engine(
+    config: Config, renderer: Renderer, model: Any | None = None, *, scripts: Scripts | None = None, version: int = 0
+) -> Engine:
+    """The engine of a recipe: the embedded engine on a loaded `model`, or the scripted engine.
+
+    `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
+    `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
+    """
+    options = config.engine
+    if scripts is not None:
+        return scripted_engine(renderer, scripts)
+    if isinstance(options, ScriptedEngine):
+        return scripted_engine(renderer, read_scripts(options.script))
+    if model is None:
+        raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
+    from turnwise.engines.local import LocalEngine  # torch
+
+    return LocalEngine(
+        model,
+        slots=options.slots,
+        memory_gb=options.memory_gb,
+        threads=1 if config.deterministic else options.threads,
+        decode=renderer.decode,
+        version=version,
+    )
+
+
+def engine_model(config: Config) -> Any | None:
+    """The model that the recipe's engine samples from, loaded from model.path; None for an engine without weights.
+
+    For runs without training: a trainer has loaded its model already.
+    """
+    if isinstance(config.engine, ScriptedEngine):
+        return None
+    from turnwise.models.loading import load_model  # torch
+
+    return load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
+
+
+def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:
+    """An engine that answers with given texts, for a recipe or for a replay of data.
+
+    `continue_prompt` encodes each text as a continuation of the prompt's last token, for tokenizers that split a text
+    differently at its beginning.
+    """
+    return scripted.ScriptedEngine(
+        scripts,
+        encode=renderer.encode,
+        stop_token_id=renderer.stop_token_ids[0],
+        encode_behind=renderer.encode_continuation if continue_prompt else None,
+    )
+
+
+def read_scripts(path: str) -> list[list[str]]:
+    """The scripts of a scripted engine: each line of the file is a JSON list of texts.
+
+    Raises DataError, with the line's number.
+    """
+    file = Path(path)
+    if not os.path.isfile(file):
+        raise DataError(f"engine.script: there is no file {file.absolute()}")
+    scripts: list[list[str]] = []
+    # split, not splitlines: a text may hold U+2028
+    for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
+        if not line.strip():
+            continue
+        texts = parse_json(line, where=f"{path}:{number}: this line", error=DataError)
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise DataError(f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."]')
+        scripts.append(texts)
+    if not scripts:
+        raise DataError(f"{path} has no scripts; each line is a list of texts")
+    return scripts

@@ -1,0 +1,133 @@
+"""The environment of a recipe: checked once, then built for each conversation, with the recipe's tools in front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.build.references import named_callable
+from turnwise.build.tools import mcp_servers, refuse_unused_tool_options, tool, truncation
+from turnwise.build.trial import close_tried_environment
+from turnwise.config.schema import Config
+from turnwise.environments.environment import Environment, EnvironmentFactory
+from turnwise.environments.in_thread import InThread
+from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.tools.tool import copy_containers
+from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
+from turnwise.errors import ConfigError, Failed, boundary
+
+__all__ = ["EnvironmentSource", "Environments", "environment_factory"]
+
+PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
+
+
+@runtime_checkable
+class EnvironmentSource(Protocol):
+    """An object that a recipe may name instead of an environment: built once per run, it makes the environments."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools that its environments will have, so that they can be checked before the run."""
+        ...
+
+    def make(self, in_front: PutInFront) -> Environment:
+        """A new environment. `in_front(tools, environment)` puts these tools and the recipe's tools in front of it."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close what its environments share."""
+        ...
+
+
+class Environments:
+    """Makes the environment of each conversation. Holds what the environments share, such as MCP servers, until `aclose`."""
+
+    def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
+        self._make = make
+        self._shared = shared
+
+    def __call__(self) -> Environment:
+        return self._make()
+
+    async def aclose(self) -> None:
+        """Close what is shared. Call it after the last conversation, however the run ends."""
+        for resource in self._shared:
+            if resource is not None:
+                await resource.aclose()
+
+
+def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
+    """The factory of the recipe's environments, with the recipe's tools in front of each.
+
+    `encode` gives the token ids of a text; it is needed to truncate texts of tools by tokens. Raises ConfigError if a
+    reference is wrong, the object is not an environment, an option has no effect, or an MCP server cannot be reached.
+    """
+    constructor = named_callable(config.environment, key="environment")
+
+    def make() -> Any:
+        # each conversation has its own copy of lists and dicts, so no conversation sees another's changes
+        return constructor(**copy_containers(config.environment.arguments))
+
+    tools = [tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
+    source, environment_tools = _check_environment(config, make, tools)
+    refuse_unused_tool_options(config, environment_has_tools=bool(environment_tools))
+    max_parallel_calls, cut = config.tool_calls.max_parallel_calls, truncation(config, encode)
+    servers = mcp_servers(config)
+    if servers is not None:
+        tools += _mcp_tools(config, servers, [*tools, *environment_tools])
+
+    def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
+        both = [*tools, *more]
+        return Tools(both, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if both else then
+
+    if source is not None:
+        return Environments(lambda: source.make(in_front), servers, source)
+    if config.environment.thread:
+        return Environments(lambda: in_front((), InThread(make)), servers)
+    return Environments(lambda: in_front((), make()), servers)
+
+
+def _check_environment(
+    config: Config, make: Callable[[], Any], tools: Sequence[Tool | Toolbox]
+) -> tuple[EnvironmentSource | None, Sequence[Tool]]:
+    """Build one environment and close it. Returns the source, if it is a source, and the tools that it has itself.
+
+    Raises ConfigError.
+    """
+    name = config.environment.use
+    try:
+        with boundary("environment"):
+            built = make()
+            source = built if isinstance(built, EnvironmentSource) else None
+            environment_tools = source.tools() if source is not None else ()
+            Tools([*tools, *environment_tools])  # refuses two tools of one name
+    except Failed as failed:
+        raise ConfigError(f"environment: {name} cannot be made: {failed.failure.message}") from failed
+    if source is not None:
+        if config.environment.thread:
+            raise ConfigError(
+                f"environment.thread has no effect with {name}, which runs the methods of other classes: make those of them "
+                f"that block sync (`def` instead of `async def`); sync methods run in threads"
+            )
+        return source, environment_tools
+    if not isinstance(built, Environment):
+        missing = [method for method in ("begin", "step", "close") if not hasattr(built, method)]
+        raise ConfigError(
+            f"environment: {name} makes a {type(built).__name__} without {', '.join(missing)}; an environment has async "
+            f"begin(row), step(turn) and close(), or is an async generator under @environment"
+        )
+    close_tried_environment(built.close, name)
+    return None, ()
+
+
+def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Toolbox]) -> list[Tool]:
+    """The tools that the MCP servers offer. Raises ConfigError, with the servers stopped."""
+    options = config.mcp
+    try:
+        offered = servers.tools(
+            options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
+        )
+        Tools([*others, *offered])  # refuses two tools of one name
+    except ConfigError:
+        servers.close()
+        raise
+    return list(offered)

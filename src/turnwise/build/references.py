@@ -1,0 +1,35 @@
+"""Callables that a recipe names: imported, and checked against their arguments before the run begins."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from turnwise.config.schema import Use
+from turnwise.errors import ConfigError
+from turnwise.user_code.object_references import resolve
+
+__all__ = ["named_callable", "reference_name"]
+
+
+def named_callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functools.partial[Any]:
+    """The callable that `use` names, with its arguments bound. `given` stands for the positional arguments of later calls.
+
+    Raises ConfigError, with `key` as the place in the recipe, if the object cannot be imported, cannot be called, or does not
+    accept the arguments.
+    """
+    target = resolve(use.use, key=key)
+    if not callable(target):
+        raise ConfigError(f"{key}: {use.use} is a {type(target).__name__} and cannot be called")
+    try:
+        inspect.signature(target).bind(*given, **use.arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        raise ConfigError(f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}") from None
+    return functools.partial(target, **use.arguments)
+
+
+def reference_name(use: Use) -> str:
+    """The name behind the colon: `length` of `rewards.py:length`."""
+    return use.use.rpartition(":")[2]

@@ -1,0 +1,114 @@
+"""The tools of a recipe: functions, classes and MCP servers, and the options that hold for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from turnwise.build.trial import close_tried
+from turnwise.config.schema import Config, ToolUse, changed_options
+from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.tools.toolbox import Tool, Toolbox, Truncation
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.user_code.object_references import resolve
+
+__all__ = ["mcp_servers", "refuse_unused_tool_options", "tool", "truncation"]
+
+
+def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
+    """The tool that a recipe names; a class is a toolbox, which is built once to check that it can be.
+
+    Raises ConfigError.
+    """
+    target = resolve(use.use, key=key)
+    options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
+    if isinstance(target, type):
+        return _toolbox(target, use.arguments, options, key=key)
+    if use.arguments:
+        raise ConfigError(
+            f"{key}: arguments are for classes, which are made for each conversation; {use.use} is a "
+            f"{type(target).__name__}, whose arguments the model gives: remove them"
+        )
+    if isinstance(target, Tool):
+        return dataclasses.replace(target, **options)
+    if isinstance(target, Toolbox):
+        return dataclasses.replace(
+            target, tools=tuple(dataclasses.replace(method, **options) for method in target.tools)
+        )
+    if not callable(target):
+        raise ConfigError(f"{key}: {use.use} is a {type(target).__name__} and cannot be called")
+    return Tool.of(target, **options)
+
+
+def _toolbox(target: type, arguments: dict[str, Any], options: dict[str, Any], *, key: str) -> Toolbox:
+    thread = bool(options.pop("thread", False))
+    box = Toolbox.of(target, arguments=arguments, **options)
+    if thread:
+        box = _threaded(box)
+    _check_construction(box, key=key)
+    return box
+
+
+def _threaded(box: Toolbox) -> Toolbox:
+    """The toolbox with its async methods in threads. Raises ConfigError if it has no async method."""
+    tools = [
+        dataclasses.replace(method, thread=True) if inspect.iscoroutinefunction(method.function) else method
+        for method in box.tools
+    ]
+    if not any(method.thread for method in tools):
+        raise ConfigError(
+            f"thread=True of {box.name} has no effect: it has no async method, and sync methods run in threads anyway; "
+            f"leave it out"
+        )
+    return dataclasses.replace(box, tools=tuple(tools))
+
+
+def _check_construction(box: Toolbox, *, key: str) -> None:
+    """Build one instance and close it again, so that an error shows before the first conversation. Raises ConfigError."""
+    try:
+        with boundary("tool"):
+            instance = box.make()
+            if box.closes:
+                close_tried(instance.close)
+    except Failed as failed:
+        raise ConfigError(f"{key}: {box.name} cannot be made: {failed.failure.message}") from failed
+
+
+def mcp_servers(config: Config) -> McpServers | None:
+    """The MCP servers of the recipe, not started yet; None if it names no servers. Raises ConfigError."""
+    options = config.mcp
+    if options.servers is None:
+        return None
+    kind = resolve(options.use, key="mcp.use")
+    if not (isinstance(kind, type) and issubclass(kind, McpServers)):
+        raise ConfigError(f"mcp.use: {options.use} must be a subclass of turnwise.environments.mcp:McpServers")
+    return kind.from_file(options.servers, start_timeout=options.start_timeout)
+
+
+def truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) -> Truncation | None:
+    """How long texts of tools are truncated; None keeps the default. `encode` gives a text's token ids."""
+    options = config.tool_calls
+    if options.max_tool_response_length is None:
+        return None
+    return Truncation(
+        options.max_tool_response_length,
+        side=options.tool_response_truncate_side,
+        unit=options.tool_response_unit,
+        encode=encode,
+    )
+
+
+def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -> None:
+    """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
+    mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
+    if mcp and config.mcp.servers is None:
+        raise ConfigError(f"mcp.{mcp[0]} has no effect without servers: set mcp.servers to a file that names them")
+    if calls and not config.tools and config.mcp.servers is None and not environment_has_tools:
+        raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers")
+    of_truncation = [name for name in calls if name.startswith("tool_response_")]
+    if of_truncation and config.tool_calls.max_tool_response_length is None:
+        raise ConfigError(
+            f"tool_calls.{of_truncation[0]} has no effect without a length: set tool_calls.max_tool_response_length"
+        )

@@ -1,0 +1,52 @@
+"""The sections `model` and `data` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from turnwise.config.part import NonEmpty, Part, Positive
+
+__all__ = ["Data", "Model"]
+
+
+class Model(Part):
+    """The model that is trained."""
+
+    path: NonEmpty
+    """The model to train: a model directory, or a name on the Hugging Face hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The data type of the model's parameters. With bfloat16 the optimizer keeps a float32 copy of them."""
+    device: NonEmpty = "auto"
+    """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+
+
+class Data(Part):
+    """The rows that conversations start from."""
+
+    train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
+    """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
+    list of these."""
+    eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
+    split: NonEmpty = "train"
+    """The split of `data.train`, where it is a data set with splits."""
+    eval_split: NonEmpty = "test"
+    """The split of `data.eval`, where it is a data set with splits."""
+    subset: NonEmpty | None = None
+    """The configuration of a hub data set that has several. Null: its default configuration."""
+    columns: dict[str, str] = {}
+    """Names of columns, from turnwise's name to the name in the data: `{prompt: question}`."""
+    system_prompt: str | None = None
+    """A system message to put before prompts that have none. Null: no system message is added."""
+    shuffle: bool = True
+    """Whether rows are taken in random order, another one in each pass over the data. False: in the order of the data."""
+    max_rows: Positive | None = None
+    """The number of rows to use, from the first on. Null: all rows."""
+    max_prompt_tokens: Positive | None = None
+    """The longest prompt in tokens, after the chat template and without tools; rows with longer prompts are left out. Null: no
+    row is left out."""
+    return_multi_modal_inputs: bool | None = None
+    """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
+    `multi_modal_inputs`). False or null: each conversation processes its own images."""

@@ -1,0 +1,95 @@
+"""The sections `train` and `sft` of a recipe, and the options of the optimizer that both have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from turnwise.config.part import NotNegative, Part, Positive
+
+__all__ = ["Optimization", "Sft", "Train"]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optimization(Part):
+    """Options of the optimizer, AdamW, and of the batches that it gets."""
+
+    steps: Positive | None = None
+    """The number of steps."""
+    batch_size: Positive = 16
+    """The number of rows of each step."""
+    lr: NotNegative = 1e-6
+    """The learning rate of AdamW, reached after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate changes after the warm-up: it stays (`constant`), or falls to 0 at the last step in a straight line
+    (`linear`) or as half a cosine wave (`cosine`)."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """The number of first steps over which the learning rate rises linearly to its full value. 0: no warm-up."""
+    weight_decay: NotNegative = 0.0
+    """The weight decay of AdamW: each step takes this share of the learning rate off every parameter. 0: none."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """The decay rates of AdamW's two moving averages, of the gradient and of its square."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The largest norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
+    loss_average: Literal["token", "sequence"] = "token"
+    """How the loss of a batch is averaged: over tokens, so that a long trajectory counts more than a short one (`token`), or over
+    trajectories, which all count the same (`sequence`)."""
+    micro_batch_tokens: Positive | None = None
+    """The number of tokens of one forward pass. It trades memory for speed and does not change the result. Null: 2048 on a CPU,
+    16384 on a GPU."""
+
+
+class Train(Optimization):
+    """What `turnwise train` does: reinforcement learning."""
+
+    steps: Positive = 100
+    """The number of training steps. Each step samples new trajectories."""
+    batch_size: Positive = 16
+    """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""
+    group_size: Positive = 8
+    """The number of trajectories that are sampled for each row (the group whose rewards are compared)."""
+    minibatches: Positive = 1
+    """The number of parts that a step's trajectories are split into; each part is one optimizer step."""
+    ppo_epochs: Positive = 1
+    """The number of passes over a step's trajectories; each pass repeats the optimizer steps of `train.minibatches`."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """PPO clipping: the probability ratio of a token is clipped below 1 - `train.clip_low`."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """PPO clipping: the probability ratio of a token is clipped above 1 + `train.clip_high`."""
+    kl_coef: NotNegative = 0.0
+    """The weight in the loss of the KL divergence from the model before training. 0: none, and no reference model is loaded."""
+    entropy_coef: float = 0.0
+    """The weight of the entropy bonus, which is subtracted from the loss: above 0 it keeps sampling diverse. 0: none."""
+    share_prompts: Literal["auto", "always", "never"] = "auto"
+    """Whether a prompt that the trajectories of a group share is computed once in the forward pass. `auto`: if the model gives
+    the same log-probabilities with it, which is checked at the start; `always` refuses other models."""
+    overlap: bool = False
+    """Whether the next step's trajectories are sampled while this step trains. It is faster, and makes trajectories one version
+    of the weights older (off-policy)."""
+
+
+class Sft(Optimization):
+    """What `turnwise sft` does: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
+
+    steps: Positive | None = None
+    """The number of optimizer steps. Null: as many as `sft.epochs` needs."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """The number of passes over the data, where `sft.steps` is null."""
+    batch_size: Positive = 16
+    """The number of conversations of each optimizer step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """The learning rate of AdamW, reached after the warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate changes after the warm-up: it stays (`constant`), or falls to 0 at the last step in a straight line
+    (`linear`) or as half a cosine wave (`cosine`)."""
+    too_long: Literal["leave_out", "cut"] = "leave_out"
+    """What happens to a conversation with more tokens than `limits.context`: it is left out and counted (`leave_out`), or its
+    first tokens are trained on (`cut`)."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """The number of steps between two measurements of the held-out loss. 0: only before and after training."""
+    max_eval_rows: Positive | None = None
+    """The number of held-out conversations to use, from the first on. Null: all of them."""
+    max_recorded_rows: Annotated[int, Field(ge=0)] = 32
+    """The number of conversations to write to trajectories.jsonl with all tokens: the first that are trained on. 0: none."""

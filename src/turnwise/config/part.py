@@ -1,0 +1,57 @@
+"""The base class of the sections of a recipe, and types that several sections share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = ["NonEmpty", "NotNegative", "Part", "Positive", "Seconds", "Use", "changed_options", "expand_reference"]
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise PydanticCustomError("empty", "it must not be empty")
+    return text
+
+
+Positive = Annotated[int, Field(gt=0)]
+NonEmpty = Annotated[str, AfterValidator(_not_empty)]
+NotNegative = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Part(BaseModel, frozen=True):
+    """A section of a recipe: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        coerce_numbers_to_str=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+def changed_options(part: Part) -> list[str]:
+    """The names of the options that differ from their defaults, in the order of the schema.
+
+    Values are compared, not presence: the config.yaml of a run names every option and must stay a valid recipe.
+    """
+    return [name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default]
+
+
+def expand_reference(value: Any) -> Any:
+    """The mapping that a plain text is short for: `file.py:name` becomes `{use: file.py:name}`."""
+    return {"use": value} if isinstance(value, str) else value
+
+
+class Use(Part):
+    """A reference to a Python object. A plain text is short for `{use: text}`."""
+
+    use: NonEmpty
+    """The object: `package.module:name` or `path/to/file.py:name`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments: of the constructor for a class or an environment, of each call for a function."""
+
+    _expand = model_validator(mode="before")(expand_reference)
