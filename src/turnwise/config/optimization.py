@@ -44,7 +44,7 @@ class Optimization(Part):
 class Train(Optimization):
     """What `turnwise train` does: reinforcement learning."""
 
-    steps: Positive = 100
+    steps: Positive = 100  # pyright: ignore[reportIncompatibleVariableOverride]  # parts are frozen
     """The number of training steps. Each step samples new trajectories."""
     batch_size: Positive = 16
     """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""

@@ -22,11 +22,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Part(BaseModel, frozen=True):
+class Part(BaseModel):
     """A section of a recipe: frozen, and strict about its keys."""
 
     model_config = ConfigDict(
         extra="forbid",
+        frozen=True,
         coerce_numbers_to_str=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
