@@ -12,10 +12,12 @@ import pytest
 import yaml
 
 import turnwise
-from support.conversations import Says, a_row, hold_all
+from support.conversations import Says, a_row, hold, hold_all
 from turnwise import build
+from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
+from turnwise.environments.tools.tool import Tool
 from turnwise.types import Group
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +77,47 @@ def test_the_examples_with_a_trained_model_run(
 def test_a_checkpoint_of_the_demo_is_right_for_a_server() -> None:
     found = {one.name: one.status for one in examine(str(ROOT / "demo" / "model"), weights="never")}
     assert (found["stop tokens"], found["tool calls"], found["headers"]) == ("ok", "ok", "ok")
+
+
+def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path) -> None:
+    code, tool = blocks(README, "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
+    row = a_row("Guess.", secret="42")
+    one = hold(["50", "no idea", "41", " 42\n"], names["guess"], row=row)
+    said = [message["content"] for message in one.messages if message["role"] == "user"]
+    assert said == ["Guess.", "Lower!", "Lower!", "Higher!"]
+    assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.0, 0.0, pytest.approx(0.4)])
+    one = hold(["1"] * 5, lambda: names["guess"](tries=2), row=row)
+    assert (one.stop, one.reward, len(one.turns)) == ("done", None, 3)
+    exec(compile(tool, "README.md", "exec"), names)
+    assert Tool.of(names["search"]).schema["function"]["parameters"]["required"] == ["query"]
+
+
+def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe,) = blocks(README, "yaml")
+    config = Config.model_validate(yaml.safe_load(recipe))
+    assert (config.train.steps, config.train.batch_size, config.train.group_size) == (200, 16, 8)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^turnwise \w+ .*guess.*$", README, re.MULTILINE)
+    assert len(commands) == 5
+    for line in commands:  # known commands and options, which miss nothing but their files
+        assert main(line.partition("#")[0].split()[1:]) == 1
+        assert "guess" in capsys.readouterr().err
+
+
+def test_every_link_of_the_pages_leads_to_a_file() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    assert {f"(docs/{page.name})" for page in (ROOT / "docs").glob("*.md")} <= set(
+        re.findall(r"\(docs/\w+\.md\)", README)
+    )
 
 
 def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None:

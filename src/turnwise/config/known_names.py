@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "CALLED", "called_here"]
+__all__ = ["ABSENT", "CALLED", "RENAMED", "called_here"]
 
 CALLED: dict[str, tuple[str, ...]] = {
     "train.lr": ("learning_rate",),
@@ -80,6 +80,27 @@ ABSENT: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What is said about names that have no counterpart."""
 
+RENAMED: dict[str, str] = {
+    "concurrent": "max_concurrent",
+    "data.limit": "data.max_rows",
+    "data.system": "data.system_prompt",
+    "eval.rows": "eval.max_rows",
+    "eval.samples": "eval.samples_per_row",
+    "reward.seconds": "reward.timeout",
+    "rollout.rows": "rollout.max_rows",
+    "rollout.samples": "rollout.samples_per_row",
+    "sanity": "tokenization_sanity_check",
+    "sft.batch_rows": "sft.batch_size",
+    "sft.eval_rows": "sft.max_eval_rows",
+    "sft.record_rows": "sft.max_recorded_rows",
+    "sft.schedule": "sft.lr_schedule",
+    "train.epochs": "train.ppo_epochs",
+    "train.group": "train.group_size",
+    "train.rows": "train.batch_size",
+    "train.schedule": "train.lr_schedule",
+}
+"""Options of earlier versions of turnwise, and their present names."""
+
 _CALLED = {name: ours for ours, names in CALLED.items() for name in names}
 _ABSENT = {name: told for told, names in ABSENT.items() for name in names}
 
@@ -90,6 +111,8 @@ def called_here(name: str, *, section: str = "", options: frozenset[str] = froze
     `section` is the part of the recipe in which the name stands, with its `options`: of two places the nearer one is named.
     """
     name = name.replace("-", "_").lower()
+    if (new := RENAMED.get(f"{section}.{name}" if section else name)) is not None:
+        return f"; it is called {new} here"
     if (told := _ABSENT.get(name)) is not None:
         return f"; {told}"
     ours = _CALLED.get(name)
