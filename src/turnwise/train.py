@@ -131,7 +131,7 @@ async def _hold(run: Run, step: int) -> _Rollouts:
         advance()
         await score(trajectory)
 
-    await rollout_groups(groups, run.table, done=done)
+    await rollout_groups(groups, run.table, on_finished=done)
     return _Rollouts(groups, time.perf_counter() - started)
 
 

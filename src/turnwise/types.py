@@ -439,3 +439,8 @@ class Reply:
     `after_last_user` give them weight 1. `{0}` where a first answer is a training record of its own."""
     sampling: SamplingChange | None = None
     """Changes the sampling of the following turns, in place of an earlier change; None: no change."""
+    tools: Sequence[ToolSchema] | None = None
+    """Replaces the tools that the model is offered from the next turn on; None: no change. An empty list offers none.
+
+    Templates write the tools into the prompt, so other tools begin a new segment, with the whole history rendered again. Give new
+    schemas: one that was offered must not be edited in place."""

@@ -59,7 +59,7 @@ def test_environments_in_threads_block_nobody_else(caplog: pytest.LogCaptureFixt
 def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnwise.rollout.rollout._CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr("turnwise.rollout.guarded_environment._CLOSING_SECONDS", 0.2)
     limits = Limits(seconds_per_turn=0.3)
     made = iter([InThread(lambda: Blocks(20.0)), InThread(lambda: Blocks(0.01))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=limits)

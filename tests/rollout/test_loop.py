@@ -598,7 +598,7 @@ def test_done_is_awaited_once_for_each_conversation_that_ended_also_the_broken_o
         ended.clear()
         groups = [new_group(a_row(id=str(n)), size=2, seed=0) for n in range(2)]
         engine = scripted(["a"], ["b"], ["c"])  # and none for the fourth
-        asyncio.run(rollout_groups(groups, a_table(engine, lockstep=lockstep, concurrent=3), done=done))
+        asyncio.run(rollout_groups(groups, a_table(engine, lockstep=lockstep, concurrent=3), on_finished=done))
         assert sorted(ended) == ["0/0", "0/1", "1/0", "1/1"]
         assert [one.failed for group in groups for one in group.trajectories] == [False, False, False, True]
 

@@ -86,8 +86,8 @@ def test_a_mask_of_tokens_that_were_cut_off_is_no_mistake() -> None:
         (Reply(masked={1: [0]}), r"masked=\{1: ...\}\): there is no turn 1; the turns are 0 to 0"),
         (Reply(learn_from=[1]), r"learn_from=\[1\]\): there is no turn 1; the turns are 0 to 0"),
         (Reply(masked={0: [3]}), r"turn 0 sampled 3 tokens, 0 to 2"),
-        (Reply(prefill="x", done=True), "nobody speaks any more"),
-        (Reply(prefill="x", resume=Resume()), "nor has it a prefill"),
+        (Reply(prefill="x", done=True), "there is no following turn"),
+        (Reply(prefill="x", resume=Resume()), "no messages, no rewrite and no prefill, and is not done"),
     ],
 )
 def test_a_reply_that_makes_no_sense_breaks_its_own_conversation(reply: Reply, why: str) -> None:

@@ -165,8 +165,8 @@ def test_whatever_is_cut_the_record_holds_a_beginning_of_what_was_sampled(
             r"ValueError: Resume\(keep=99\) of an answer of 2 characters; keep 0 to 2 of it",
         ),
         (Reply(resume=Resume(keep=-1)), r"keep 0 to 2 of it"),
-        (Reply(resume=Resume(), done=True), r"a Reply with `resume` has no messages, no rewrite and is not done"),
-        (Reply(resume=Resume(), messages=[{"role": "user", "content": "x"}]), r"has no messages"),
+        (Reply(resume=Resume(), done=True), r"it has no messages, no rewrite and no prefill, and is not done"),
+        (Reply(resume=Resume(), messages=[{"role": "user", "content": "x"}]), r"it has no messages"),
     ],
 )
 def test_a_resume_that_makes_no_sense_breaks_its_own_conversation(reply: Reply, why: str) -> None:

@@ -18,7 +18,7 @@ from support.conversations import Says, a_row, a_table, call, hold, hold_all
 from turnwise.environments.environment import Environment, SingleTurn, environment, say
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.rollout import rollout as loop
+from turnwise.rollout import guarded_environment
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Opening, Reply, Row, Stop, Trajectory, Turn
@@ -236,7 +236,7 @@ def test_deadlines_hold_for_an_environment_that_swallows_cancellation(place: str
 def test_closing_ends_for_an_environment_that_swallows_cancellation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loop, "_CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(guarded_environment, "_CLOSING_SECONDS", 0.2)
     started = time.monotonic()
     assert hold(Says("a"), lambda: Swallows("close")).stop is Stop.DONE
     assert time.monotonic() - started < 20
@@ -494,7 +494,7 @@ def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
         group = new_group(a_row(), size=5, seed=0)
         with pytest.raises(OSError, match="the disk is full"):
-            await rollout_groups([group], a_table(Says("a", seconds=0.01)), done=done)
+            await rollout_groups([group], a_table(Says("a", seconds=0.01)), on_finished=done)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
@@ -504,16 +504,16 @@ def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves
 
 
 def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    from turnwise.user_code import calls as user_code
+    from turnwise.user_code.loop_watch import collector_time
 
     @environment
     async def collects(row: Row):  # type: ignore[no-untyped-def]
         yield Opening(messages=row.messages)
         began = time.monotonic()
-        user_code._collecting("start", {})
+        collector_time("start", {})
         while time.monotonic() - began < 0.4:  # computes, as a collection does
             pass
-        user_code._collecting("stop", {})
+        collector_time("stop", {})
         yield Reply(done=True)
 
     with caplog.at_level(logging.WARNING):

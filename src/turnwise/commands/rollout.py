@@ -89,7 +89,7 @@ async def _collect(
                 mask(one)  # nothing is learnt here, but the record shows what would be
                 writer.add(one)
 
-        await rollout_groups(groups, table, done=done)
+        await rollout_groups(groups, table, on_finished=done)
     await engine.close()
     if (told := template_mismatches([one for group in groups for one in group.trajectories])) is not None:
         console.print(told, style="yellow", highlight=False, markup=False, soft_wrap=True)

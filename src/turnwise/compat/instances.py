@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from turnwise.errors import Failed
 from turnwise.types import Failure
-from turnwise.user_code.calls import conversation_name, in_lockstep, waiting_for_others
+from turnwise.user_code.deadlines import conversation_name, in_lockstep, waiting_for_others
 
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 

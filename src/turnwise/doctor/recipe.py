@@ -105,7 +105,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
         async def done(trajectory: Trajectory) -> None:
             await score(trajectory)
 
-        await rollout_groups(groups, table, done=done)
+        await rollout_groups(groups, table, on_finished=done)
         await table.engine.close()
     for group in groups:
         for one in group.trajectories:

@@ -12,7 +12,7 @@ from typing import Any
 
 from turnwise.engines.engine import Engine
 from turnwise.types import Completion, Request
-from turnwise.user_code.calls import waiting_for_others
+from turnwise.user_code.deadlines import waiting_for_others
 
 __all__ = ["Batched"]
 

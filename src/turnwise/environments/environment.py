@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
-from turnwise.user_code import calls as user_code
+from turnwise.user_code.calls import leave_running, wait_for_left
 from turnwise.user_code.threaded_object import ThreadedObject
 
 __all__ = ["Environment", "EnvironmentFactory", "Exposes", "FinalReward", "SingleTurn", "environment", "say"]
@@ -146,11 +146,11 @@ class _Async:
         self._step: asyncio.Task[Any] | None = None
 
     async def first(self) -> Any:
-        self._step = user_code.leave_running()
+        self._step = leave_running()
         return await anext(self._generator, _OVER)
 
     async def send(self, turn: Turn) -> Any:
-        self._step = user_code.leave_running()
+        self._step = leave_running()
         try:
             return await self._generator.asend(turn)
         except StopAsyncIteration:
@@ -159,7 +159,7 @@ class _Async:
     async def close(self) -> None:
         step = self._step
         if step is not None and step is not asyncio.current_task() and not step.done():
-            await user_code.wait_for_left(step, _CLEANING_SECONDS)
+            await wait_for_left(step, _CLEANING_SECONDS)
         await self._generator.aclose()
 
 

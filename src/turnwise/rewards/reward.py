@@ -23,7 +23,8 @@ from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Failure, Group, Trajectory, Turn
-from turnwise.user_code.calls import call, call_blocking, conversation, deadline
+from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.deadlines import conversation, deadline
 from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["GroupReward", "Scorer", "TrajectoryReward", "TurnReward"]

@@ -1,7 +1,8 @@
-"""The loop: the model and its environment are introduced to each other. There is no other one.
+"""The multi-turn loop, the same for every engine, environment and mode.
 
-It is the same for every engine, every environment and every mode. What breaks in a conversation is written into that
-conversation, and never reaches its siblings.
+`converse` is the loop: the model samples a turn, the environment replies, until a stop condition. `rollout` runs it for one
+trajectory and turns failures into data. `rollout_groups` runs many trajectories at the same time; a failed conversation does not
+affect the others.
 """
 
 from __future__ import annotations
@@ -11,82 +12,33 @@ import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.batched import Batched
-from turnwise.engines.engine import Engine
-from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, FinalReward
 from turnwise.errors import Failed, boundary
+from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.guarded_environment import GuardedEnvironment
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.session import Session
-from turnwise.types import Failure, Group, Opening, Reply, Row, Sampling, Stop, Trajectory, Turn
-from turnwise.user_code.calls import call, call_blocking, conversation, deadline, forget
-from turnwise.user_code.reward_number import reward_number
+from turnwise.types import Failure, Group, Row, Stop, Trajectory
+from turnwise.user_code.calls import forget
+from turnwise.user_code.deadlines import conversation, deadline
 
 __all__ = ["RolloutContext", "new_group", "rollout", "rollout_group", "rollout_groups"]
 
 T = TypeVar("T")
-_CLOSING_SECONDS = 30.0  # an environment that hangs in `close` must not hold up the run
+OnFinished = Callable[[Trajectory], Awaitable[None]]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
-    """Who sits at the table: everything that a conversation needs besides its row."""
-
-    engine: Engine
-    renderer: Renderer
-    make_environment: EnvironmentFactory
-    sampling: Sampling
-    limits: Limits
-    thinking: Thinking = "keep"
-    """What becomes of earlier thoughts when a conversation goes on."""
-    max_concurrent: int = 256
-    """Conversations that are held at once."""
-    lockstep: bool = False
-    """Whether the engine answers all of them together, in an order that depends on no timing."""
-
-
-class _UserEnvironment:
-    """A user's environment: each of its methods runs in a task of its own, in the context of the conversation.
-
-    All methods raise Failed, of the kind `environment`.
-    """
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-        self._name = f"the environment {type(environment).__name__}"
-
-    async def begin(self, row: Row) -> Opening:
-        return await self._call(lambda: self._environment.begin(row), "begin")
-
-    async def step(self, turn: Turn) -> Reply:
-        return await self._call(lambda: self._environment.step(turn), "step")
-
-    async def final_reward(self) -> float:
-        """What it adds to the last turn's reward, when a limit has ended the conversation; 0 where it does not say."""
-        if not isinstance(self._environment, FinalReward):
-            return 0.0
-        return await self._call(self._environment.final_reward, "final_reward")
-
-    async def close(self) -> None:
-        await self._call(self._environment.close, "close")
-
-    async def _call(self, method: Callable[[], Awaitable[Any]], what: str) -> Any:
-        return await call(method, kind="environment", name=f"{self._name}.{what}")
-
-
-async def converse(session: Session, environment: _UserEnvironment, table: RolloutContext) -> Stop:
-    """The model speaks, the environment answers, until one of them or a limit says stop."""
-    seconds = table.limits.seconds_per_turn
-    async with deadline(seconds):
+async def converse(session: Session, environment: GuardedEnvironment, limits: Limits) -> Stop:
+    """Let the model and the environment take turns until one of them or a limit ends the conversation."""
+    async with deadline(limits.seconds_per_turn):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     while (stop := session.stop_reason()) is None:
-        async with deadline(seconds):
+        async with deadline(limits.seconds_per_turn):
             turn = await session.generate()
             if turn.finish_reason == "length":
                 return session.truncation_reason
@@ -99,129 +51,126 @@ async def converse(session: Session, environment: _UserEnvironment, table: Rollo
     return stop
 
 
-async def rollout(trajectory: Trajectory, table: RolloutContext) -> Trajectory:
-    """Fill a trajectory with one conversation. What breaks is recorded in it; only cancellation is raised."""
+async def rollout(trajectory: Trajectory, context: RolloutContext) -> Trajectory:
+    """Fill an empty trajectory with one conversation. A failure is recorded in it; only cancellation is raised."""
     trajectory.started, started = time.time(), time.perf_counter()
-    limits = table.limits
-    session = Session(
-        trajectory,
-        engine=table.engine,
-        renderer=table.renderer,
-        sampling=table.sampling,
-        limits=limits,
-        thinking=table.thinking,
-    )
-    environment: _UserEnvironment | None = None
-    with conversation(trajectory.id, lockstep=table.lockstep):
+    environment: GuardedEnvironment | None = None
+    with conversation(trajectory.id, lockstep=context.lockstep):
         try:
-            made = call_blocking(table.make_environment, kind="environment", name="making an environment", shared=True)
-            environment = _UserEnvironment(made)
+            environment = GuardedEnvironment(context.make_environment)
             with boundary("internal"):
-                await _converse_in_time(session, environment, table)
-            with boundary("environment"):
-                trajectory.environment = made.exposed() if isinstance(made, Exposes) else None
+                await _complete(Session(trajectory, context), environment, context.limits)
+            trajectory.environment = environment.exposed()
         except Failed as failed:
             trajectory.fail(failed.failure)
-            _log.info("%s broke: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))
+            _log.info("%s failed: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))
         finally:
-            table.engine.release(trajectory.id)
+            context.engine.release(trajectory.id)
             trajectory.seconds = time.perf_counter() - started
             if environment is not None:
-                await _close(environment, trajectory.id)
+                await environment.close(trajectory.id)
     return trajectory
 
 
-async def _converse_in_time(session: Session, environment: _UserEnvironment, table: RolloutContext) -> None:
-    """Raises Failed, of the kind `deadline` where the conversation took too long."""
-    limits, trajectory = table.limits, session.trajectory
-    whole = deadline(limits.seconds)
+async def _complete(session: Session, environment: GuardedEnvironment, limits: Limits) -> None:
+    """One conversation within `limits.seconds`, from the opening to the final reward and the sanity check.
+
+    Raises Failed, of the kind `deadline` if it takes too long.
+    """
+    trajectory, time_limit = session.trajectory, deadline(limits.seconds)
     try:
-        async with whole:
-            stop = await converse(session, environment, table)
+        async with time_limit:
+            stop = await converse(session, environment, limits)
             if stop is not Stop.DONE and trajectory.turns:
                 async with deadline(limits.seconds_per_turn):
-                    final = await environment.final_reward()
-                with boundary("environment"):
-                    trajectory.turns[-1].add_reward(reward_number(final, "final_reward()"), "final_reward")
+                    reward = await environment.final_reward()
+                trajectory.turns[-1].add_reward(reward, "final_reward")
             session.finish(stop)
     except TimeoutError:
         turn = session.turns_answered
-        if whole.expired:
+        if time_limit.expired:
             message = f"the conversation was in turn {turn} when limits.seconds={limits.seconds:g} was over"
         else:
             message = f"turn {turn} took longer than limits.seconds_per_turn={limits.seconds_per_turn:g}"
         raise Failed(Failure("deadline", message)) from None
 
 
-async def rollout_group(group: Group, table: RolloutContext) -> Group:
-    """Hold the conversations of a group, `context.max_concurrent` at a time."""
-    await rollout_groups([group], table)
+async def rollout_group(group: Group, context: RolloutContext) -> Group:
+    """Run the conversations of a group, at most `context.max_concurrent` at the same time."""
+    await rollout_groups([group], context)
     return group
 
 
 async def rollout_groups(
-    groups: Sequence[Group], table: RolloutContext, *, done: Callable[[Trajectory], Awaitable[None]] | None = None
+    groups: Sequence[Group], context: RolloutContext, *, on_finished: OnFinished | None = None
 ) -> Sequence[Group]:
-    """Hold the conversations of several groups, `context.max_concurrent` at a time; `done` is awaited as each of them ends."""
-    trajectories = [one for group in groups for one in group.trajectories]
-    if table.lockstep:
-        for start in range(0, len(trajectories), table.max_concurrent):
-            part = trajectories[start : start + table.max_concurrent]
-            together = replace(table, engine=Batched(table.engine, [one.id for one in part]))
-            for one in await _all(rollout(one, together) for one in part):
-                if done is not None:
-                    await done(one)
-        return groups
+    """Run the conversations of several groups, at most `context.max_concurrent` at the same time.
 
-    places = asyncio.Semaphore(table.max_concurrent)
-
-    async def hold(trajectory: Trajectory) -> None:
-        async with places:
-            await rollout(trajectory, table)
-        if done is not None:
-            await done(trajectory)
-
-    await _all(hold(trajectory) for trajectory in trajectories)
+    `on_finished` is awaited with each trajectory when its conversation has ended.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    run = _rollout_in_lockstep if context.lockstep else _rollout_concurrently
+    await run(trajectories, context, on_finished)
     return groups
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them return. Where one raises, the others are cancelled, and waited for."""
-    tasks = [asyncio.create_task(one) for one in coroutines]
+async def _rollout_concurrently(
+    trajectories: Sequence[Trajectory], context: RolloutContext, on_finished: OnFinished | None
+) -> None:
+    """Each conversation starts as soon as there is room for it."""
+    slots = asyncio.Semaphore(context.max_concurrent)
+
+    async def rollout_when_free(trajectory: Trajectory) -> None:
+        async with slots:
+            await rollout(trajectory, context)
+        if on_finished is not None:
+            await on_finished(trajectory)
+
+    await _run_all(rollout_when_free(trajectory) for trajectory in trajectories)
+
+
+async def _rollout_in_lockstep(
+    trajectories: Sequence[Trajectory], context: RolloutContext, on_finished: OnFinished | None
+) -> None:
+    """One batch of conversations after the other. The engine receives the requests of a batch together, in a fixed order."""
+    for start in range(0, len(trajectories), context.max_concurrent):
+        batch = trajectories[start : start + context.max_concurrent]
+        engine = Batched(context.engine, [trajectory.id for trajectory in batch])
+        batch_context = dataclasses.replace(context, engine=engine)
+        finished = await _run_all(rollout(trajectory, batch_context) for trajectory in batch)
+        if on_finished is not None:
+            for trajectory in finished:
+                await on_finished(trajectory)
+
+
+async def _run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time and return their results in order. If one raises, the others are cancelled and awaited."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        left = [task for task in tasks if not task.done()]
-        for task in left:
+        unfinished = [task for task in tasks if not task.done()]
+        for task in unfinished:
             task.cancel()
-        if left:
-            await asyncio.wait(left)
+        if unfinished:
+            await asyncio.wait(unfinished)
         for task in tasks:
             forget(task)
 
 
 def new_group(row: Row, *, size: int, seed: int, prefix: str = "") -> Group:
-    """A group of empty trajectories with ids `<prefix><row id>/<n>`, each with a random stream of its own.
+    """A group of empty trajectories with the ids `<prefix><row id>/<n>`. Each has a random stream of its own.
 
-    The streams depend on `seed`, `prefix`, row and number only: not on timing, and not on what else is in the batch.
+    The streams depend on `seed`, `prefix`, the row's id and n only: not on timing, and not on the rest of the batch.
     """
-    name = f"{prefix}{row.id}"
+    group_id = f"{prefix}{row.id}"
     trajectories = [
-        Trajectory(id=f"{name}/{n}", group=name, row=row, seed=_seed(f"{seed}:{name}/{n}")) for n in range(size)
+        Trajectory(id=f"{group_id}/{n}", group=group_id, row=row, seed=_seed(f"{seed}:{group_id}/{n}"))
+        for n in range(size)
     ]
-    return Group(id=name, row=row, trajectories=trajectories)
+    return Group(id=group_id, row=row, trajectories=trajectories)
 
 
 def _seed(text: str) -> int:
+    """A seed of 63 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-async def _close(environment: _UserEnvironment, name: str) -> None:
-    try:
-        async with deadline(_CLOSING_SECONDS):
-            await environment.close()
-    except (Failed, TimeoutError) as error:
-        # the conversation is whole: it is told, and kept
-        _log.warning(
-            "the environment of %s could not be closed: %s", name, str(error) or f"no answer in {_CLOSING_SECONDS:g} s"
-        )

@@ -1,10 +1,17 @@
-"""What was said so far in a segment, as the template was given it: for the sanity check, and for what becomes of thoughts.
+"""The messages behind the tokens of one segment, as the chat template was given them.
 
-Many templates leave out what the model has thought in earlier turns. The policy says what that means for a conversation that
-goes on: `keep` (it goes on with all its tokens), `branch` (wherever a server would show the model another prompt, a new
-segment begins with that prompt: a thought is left out, emptied or inserted), `strip_at_user` (a new segment without earlier
-thoughts begins at every user message, whatever the template would do). A token is sampled in
-one segment only and context in all later ones, so nothing is trained twice.
+They answer two questions. Do the tokens agree with what the template writes for these messages (the sanity check)? And does
+the conversation continue in this segment, or must a new one begin?
+
+Many templates leave out the reasoning of earlier turns. The thinking policy (`RolloutContext.thinking`) says what follows:
+
+- `keep`: the segment continues with all of its tokens.
+- `branch`: a new segment begins wherever an inference server would send another prompt, because the template leaves out,
+  empties or inserts reasoning. The new segment begins with the server's prompt.
+- `strip_at_user`: a new segment without earlier reasoning begins at each user message, whatever the template does.
+
+Under each policy a new segment also begins when the offered tools change, because the template writes them into the prompt.
+A token is sampled in one segment only and is context in all later ones, so no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -14,110 +21,150 @@ from dataclasses import replace
 
 from turnwise.chat.base_conversations import Before, system_role
 from turnwise.chat.one_pass import Held, OnePass
-from turnwise.chat.renderer import EncodedMessages, ParsedTurn, Renderer, Thinking
+from turnwise.chat.renderer import EncodedMessages, ParsedTurn
+from turnwise.rollout.context import RolloutContext
 from turnwise.types import Message, Segment, ToolSchema
 
 __all__ = ["SegmentHistory"]
 
 
 class SegmentHistory:
-    """The messages of one segment, all sides."""
+    """One segment and its messages, all roles.
 
-    def __init__(self, renderer: Renderer, thinking: Thinking) -> None:
-        self._renderer = renderer
-        self._one_pass = OnePass(renderer)
-        self._thinking: Thinking = thinking
+    The messages include those of earlier segments that this segment's prompt repeats. `encode_next` says which tokens come
+    next; nothing is appended to the segment here.
+    """
+
+    def __init__(self, context: RolloutContext) -> None:
+        self.segment = Segment()
+        """Empty until the session has appended the first prompt."""
         self.tools: Sequence[ToolSchema] = ()
-        self._tools_answered = False
+        """The tools in the segment's prompt."""
+        self._context = context
+        """The renderer and the thinking policy."""
         self._messages: list[Message] = []
-        self._said: dict[int, ParsedTurn] = {}
-        """The model's turns, by their place in `_messages`."""
-        self._thoughts: set[int] = set()
-        """Places of the turns whose thoughts stand in the segment, empty ones too."""
-        self._cue_thinks = False
-        """Whether the last generation prompt opens a thought, or writes an empty one."""
-        self._texts: dict[int, str] = {}
-        """What was encoded, by its place in the segment."""
+        """As the template was given them. `_messages[:_first]` are in the segment's first prompt and were sampled or appended
+        in an earlier segment; the others have their tokens in this segment, in the same order."""
         self._first = 0
-        """Place of the first message of which the tokens were sampled or appended in this segment."""
-        self._resumed: set[int] = set()
-        """Places in the segment of words that an environment has put into the model's mouth."""
+        self._turns: dict[int, ParsedTurn] = {}
+        """The model's turns by their index in `_messages`."""
+        self._thoughts: set[int] = set()
+        """Indexes in `_messages` of the turns whose reasoning is in the segment, empty reasoning included."""
+        self._tools_answered = False
+        """Whether one of `_messages` has the role `tool`."""
+        self._context_texts: dict[int, str] = {}
+        """The text of each encoded context by its position in the segment, in ascending order."""
+        self._injected: set[int] = set()
+        """Positions in the segment where text begins that an environment wrote into a turn of the model."""
 
-    def append_messages(self, piece: EncodedMessages, place: int) -> None:
-        """Messages became tokens, at `place` of the segment."""
-        self._messages.extend(piece.messages)
-        self._tools_answered = self._tools_answered or any(message["role"] == "tool" for message in piece.messages)
-        if piece.text:
-            self._texts[place] = piece.text
-            self._cue_thinks = self._renderer.marks.without_open_thought(piece.text) != piece.text
+    def encode_opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages:
+        """The prompt of a conversation that begins, or whose history was replaced.
 
-    @property
-    def before(self) -> Before:
-        """What stands in the segment, the model's last turn included."""
-        return Before(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
+        Raises TemplateError if the template refuses the messages, or if tools are offered and the format of tool calls is
+        unknown.
+        """
+        self.tools = tools
+        self._refuse_unreadable_calls()
+        return self._context.renderer.encode_opening(messages, tools)
 
-    def append_turn(self, said: ParsedTurn) -> None:
-        """The model has spoken, in its own words."""
-        place = len(self._messages)
-        self._messages.append(self._renderer.to_template_message(said))
-        self._said[place] = said
-        if self._renderer.thinks and (said.reasoning or self._cue_thinks or self._renderer.marks.thoughts(said.text)):
-            self._thoughts.add(place)
+    def encode_bridge(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages | None:
+        """What follows the model's last turn in this segment: the new messages and the next generation prompt.
 
-    def pop_turn(self) -> str:
-        """Forget the last turn, for it goes on; returns what was said in it."""
+        None where a new segment must begin instead. Raises TemplateError if the template refuses the messages.
+        """
+        if tools != self.tools:
+            return None
+        bridge = self._context.renderer.encode_bridge(self.segment.token_ids[-1], messages, self._before)
+        return None if self._thinking_needs_new_segment(messages, bridge) else bridge
+
+    def restart(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages:
+        """Begin a new segment, and return its first prompt: all messages so far and the new ones, rendered in full.
+
+        Reasoning is left out where the thinking policy or the template says so.
+        """
+        self.tools, renderer = tools, self._context.renderer
+        self._refuse_unreadable_calls()
+        if self._strips_reasoning_before(messages):
+            self._messages = [self._without_reasoning(index, message) for index, message in enumerate(self._messages)]
+            self._thoughts = set()
+        new_messages = renderer.template.plan(messages, self._before).apply(messages)
+        encoded = renderer.encode_full([*self._messages, *new_messages], tools)
+        self.segment, self._first = Segment(), len(self._messages)
+        self._context_texts, self._injected = {}, set()
+        return replace(encoded, messages=new_messages)
+
+    def append_messages(self, encoded: EncodedMessages, position: int) -> None:
+        """Note messages whose tokens begin at `position` of the segment."""
+        self._messages.extend(encoded.messages)
+        self._tools_answered = self._tools_answered or any(message["role"] == "tool" for message in encoded.messages)
+        if encoded.text:
+            self._context_texts[position] = encoded.text
+
+    def mark_injected(self, position: int) -> None:
+        """Note that text which the environment wrote into a turn of the model begins at `position` of the segment."""
+        self._injected.add(position)
+
+    def append_turn(self, turn: ParsedTurn) -> None:
+        """Note the model's turn."""
+        renderer, index = self._context.renderer, len(self._messages)
+        self._messages.append(renderer.to_template_message(turn))
+        self._turns[index] = turn
+        if renderer.thinks and (turn.reasoning or self._prompt_opens_thought() or renderer.marks.thoughts(turn.text)):
+            self._thoughts.add(index)
+
+    def pop_turn(self) -> ParsedTurn:
+        """Forget the model's last turn, because it will be continued, and return it."""
         self._messages.pop()
         self._thoughts.discard(len(self._messages))
-        return self._said.pop(len(self._messages)).text
+        return self._turns.pop(len(self._messages))
 
-    def mark_injected(self, place: int) -> None:
-        """What begins at `place` of the segment is an environment's, and stands in a turn of the model."""
-        self._resumed.add(place)
+    def template_mismatch(self) -> str | None:
+        """How the segment's tokens differ from what the template writes for its messages, for people; None if they agree."""
+        return OnePass(self._context.renderer).drift(self._held(), served=self._context.thinking == "branch")
 
-    def clear(self) -> None:
-        """A new segment begins."""
-        self._messages, self._said, self._thoughts, self._resumed = [], {}, set(), set()
-        self._texts, self._first = {}, 0
-        self._tools_answered = False
+    @property
+    def _before(self) -> Before:
+        """What precedes the next messages, the model's last turn included."""
+        return Before(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
 
-    def template_mismatch(self, segment: Segment) -> str | None:
-        """What the sanity check finds in the segment, or None."""
-        return self._one_pass.drift(self._held(segment), served=self._thinking == "branch")
+    def _refuse_unreadable_calls(self) -> None:
+        if self.tools:
+            _ = self._context.renderer.tool_format  # raises TemplateError, before a token is sampled
 
-    def needs_new_segment(self, segment: Segment, heard: Sequence[Message], bridge: EncodedMessages) -> bool:
-        """Whether the policy begins a new segment before the model answers `heard`, to which `bridge` would lead on."""
-        if self._thinking == "keep" or not self._renderer.thinks:
+    def _prompt_opens_thought(self) -> bool:
+        """Whether the last generation prompt opens a thought, or writes an empty one."""
+        text = next(reversed(self._context_texts.values()), "")
+        return self._context.renderer.marks.without_open_thought(text) != text
+
+    def _thinking_needs_new_segment(self, messages: Sequence[Message], bridge: EncodedMessages) -> bool:
+        """Whether the thinking policy begins a new segment instead of appending `bridge`, the encoded `messages`."""
+        renderer, policy = self._context.renderer, self._context.thinking
+        if policy == "keep" or not renderer.thinks:
             return False
-        if self._thinking == "strip_at_user":
-            return bool(self._thoughts) and any(message["role"] == "user" for message in heard)
-        return self._one_pass.serves_otherwise(self._held(segment), bridge.messages, bridge)
+        if policy == "strip_at_user":
+            return self._strips_reasoning_before(messages)
+        return OnePass(renderer).serves_otherwise(self._held(), bridge.messages, bridge)
 
-    def encode_restart(self, heard: Sequence[Message]) -> EncodedMessages:
-        """The first tokens of a new segment: everything so far, without the thoughts that are left out."""
-        if self._thinking == "strip_at_user":
-            self._messages = [self._stripped(place, message) for place, message in enumerate(self._messages)]
-        handed = self._renderer.template.plan(heard, self.before).apply(heard)
-        piece = self._renderer.encode_full([*self._messages, *handed], self.tools)
-        self._first, self._thoughts, self._resumed, self._texts = len(self._messages), set(), set(), {}
-        return replace(piece, messages=handed)
+    def _strips_reasoning_before(self, messages: Sequence[Message]) -> bool:
+        """Whether the policy `strip_at_user` removes earlier reasoning before these messages."""
+        strips = self._context.thinking == "strip_at_user" and bool(self._thoughts)
+        return strips and any(message["role"] == "user" for message in messages)
 
-    def _held(self, segment: Segment) -> Held:
-        turns = [place for place in sorted(self._said) if place >= self._first]
+    def _without_reasoning(self, index: int, message: Message) -> Message:
+        """The message at `index`; a turn of the model without its reasoning."""
+        if index not in self._turns:
+            return message
+        renderer = self._context.renderer
+        message = {name: value for name, value in message.items() if name != renderer.template.reasoning_key}
+        return {**message, "content": renderer.without_thoughts(str(message["content"] or ""))}
+
+    def _held(self) -> Held:
+        turns = [index for index in sorted(self._turns) if index >= self._first]
         return Held(
-            segment=segment,
+            segment=self.segment,
             messages=self._messages,
             tools=self.tools,
-            texts=self._texts,
-            injected=self._resumed,
-            called=[number for number, place in enumerate(turns) if self._messages[place].get("tool_calls")],
+            texts=self._context_texts,
+            injected=self._injected,
+            called=[number for number, index in enumerate(turns) if self._messages[index].get("tool_calls")],
         )
-
-    def _stripped(self, place: int, message: Message) -> Message:
-        if place not in self._said:
-            return message
-        key = self._renderer.template.reasoning_key
-        bare = {name: value for name, value in message.items() if name != key}
-        return {
-            **bare,
-            "content": self._renderer.without_thoughts(str(bare["content"] or "")),
-        }

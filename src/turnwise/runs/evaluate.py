@@ -34,6 +34,6 @@ async def evaluate(
     async def done(trajectory: Trajectory) -> None:
         await score(trajectory)
 
-    await rollout_groups(groups, table, done=done)
+    await rollout_groups(groups, table, on_finished=done)
     seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
     return {"step": step, **conversation_metrics(groups), **seconds}, groups

@@ -22,7 +22,8 @@ from turnwise.environments.tools.schema import Arguments, FromSchema, WrongArgum
 from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
-from turnwise.user_code import calls as user_code
+from turnwise.user_code.calls import call as call_user_code
+from turnwise.user_code.deadlines import deadline
 from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Tool", "Toolbox", "copy_containers", "requires"]
@@ -163,8 +164,8 @@ class Tool:
             await asyncio.sleep(min(_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
-        async with user_code.deadline(self.timeout):
-            return await user_code.call(lambda: self._call(given), kind="tool", name=f"the tool {self.name}")
+        async with deadline(self.timeout):
+            return await call_user_code(lambda: self._call(given), kind="tool", name=f"the tool {self.name}")
 
     async def _call(self, given: Mapping[str, Any]) -> Result:
         with boundary("tool"):

@@ -21,7 +21,8 @@ from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
-from turnwise.user_code.calls import call, deadline, own_context, spawn
+from turnwise.user_code.calls import call, own_context, spawn
+from turnwise.user_code.deadlines import deadline
 from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]

@@ -1,0 +1,62 @@
+"""A user's environment as the loop calls it: no method can end the run, and each is called in a task of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, FinalReward
+from turnwise.errors import Failed, boundary
+from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.deadlines import deadline
+from turnwise.user_code.reward_number import reward_number
+
+__all__ = ["GuardedEnvironment"]
+
+T = TypeVar("T")
+_CLOSING_SECONDS = 30.0  # an environment that hangs in `close` must not stop the run
+_log = logging.getLogger(__name__)
+
+
+class GuardedEnvironment:
+    """The environment of one conversation. All methods raise Failed, of the kind `environment`, whatever the user's code raises;
+    `close` raises nothing."""
+
+    def __init__(self, make_environment: EnvironmentFactory) -> None:
+        self._environment: Environment = call_blocking(
+            make_environment, kind="environment", name="making an environment", shared=True
+        )
+
+    async def begin(self, row: Row) -> Opening:
+        return await self._call(lambda: self._environment.begin(row), "begin")
+
+    async def step(self, turn: Turn) -> Reply:
+        return await self._call(lambda: self._environment.step(turn), "step")
+
+    async def final_reward(self) -> float:
+        """What is added to the last turn's reward after a limit ended the conversation; 0 without a method of that name."""
+        if not isinstance(self._environment, FinalReward):
+            return 0.0
+        reward = await self._call(self._environment.final_reward, "final_reward")
+        with boundary("environment"):
+            return reward_number(reward, "final_reward()")
+
+    def exposed(self) -> EnvironmentHandle | None:
+        """The object that reward functions may read after the conversation, if the environment exposes one."""
+        with boundary("environment"):
+            return self._environment.exposed() if isinstance(self._environment, Exposes) else None
+
+    async def close(self, conversation: str) -> None:
+        """Close the environment. If that fails, the conversation is kept and a warning is logged."""
+        try:
+            async with deadline(_CLOSING_SECONDS):
+                await self._call(self._environment.close, "close")
+        except (Failed, TimeoutError) as error:
+            reason = str(error) or f"no answer in {_CLOSING_SECONDS:g} s"
+            _log.warning("the environment of %s could not be closed: %s", conversation, reason)
+
+    async def _call(self, method: Callable[[], Awaitable[T]], method_name: str) -> T:
+        name = f"the environment {type(self._environment).__name__}.{method_name}"
+        return await call(method, kind="environment", name=name)

@@ -1,0 +1,143 @@
+"""Checks of what an environment returns, before any of it is applied to a conversation.
+
+Each check raises TypeError or ValueError with the value, the rule and the fix. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from turnwise.types import Message, Opening, Reply, Resume, SamplingChange, ToolOutcome, ToolSchema, Turn
+
+__all__ = ["check_opening", "check_reply"]
+
+
+def check_opening(opening: Opening) -> None:
+    """Raises TypeError or ValueError."""
+    if not opening.messages:
+        raise ValueError("the environment's Opening has no messages; there is nothing to answer")
+    _check_messages(opening.messages)
+    if opening.sampling is not None:
+        _check_sampling(opening.sampling, "Opening")
+
+
+def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
+    """Check a reply to `turn`, the last of `turns`. Raises TypeError or ValueError."""
+    if not isinstance(reply, Reply):
+        raise TypeError(f"the environment answered with a {type(reply).__name__}; step must return a Reply")
+    for messages in (reply.rewrite or (), reply.messages):
+        _check_messages(messages)
+    _check_types(reply)
+    if reply.done:
+        _check_done(reply)
+    if reply.resume is not None:
+        _check_resume(reply, reply.resume, turn)
+    for index, positions in reply.masked.items():
+        _check_masked(index, positions, turns)
+    for index in reply.learn_from:
+        if index not in range(len(turns)):
+            raise ValueError(f"Reply(learn_from=[{index}]): {_no_turn(index, turns)}")
+
+
+def _check_types(reply: Reply) -> None:
+    if not isinstance(reply.info, Mapping):
+        raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
+    if not isinstance(reply.prefill, str):
+        raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
+    if not isinstance(reply.masked, Mapping):
+        raise TypeError(f"Reply(masked={reply.masked!r:.80}): masked must be a dictionary of token positions by turn")
+    for outcome in reply.outcomes:
+        if not isinstance(outcome, ToolOutcome):
+            raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
+    if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
+        raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
+    if reply.tools is not None:
+        _check_tools(reply.tools)
+    if reply.sampling is not None:
+        _check_sampling(reply.sampling, "Reply")
+
+
+def _check_done(reply: Reply) -> None:
+    """A last reply has nothing that only a following turn could use."""
+    if reply.prefill:
+        raise ValueError(
+            f"Reply(prefill={reply.prefill!r:.80}, done=True): there is no following turn; leave one of them out"
+        )
+    if reply.sampling is not None:
+        raise ValueError("Reply(sampling=..., done=True): there is no following turn; leave one of them out")
+    if reply.tools is not None:
+        raise ValueError("Reply(tools=..., done=True): there is no following turn; leave one of them out")
+
+
+def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
+    """A resumed turn continues in its segment, so nothing may come before its next token but the text of the resume."""
+    if reply.messages or reply.done or reply.prefill or reply.rewrite is not None:
+        raise ValueError(
+            "a Reply with `resume` continues the model's turn, so it has no messages, no rewrite and no prefill, and is not done"
+        )
+    if reply.tools is not None:
+        raise ValueError(
+            "Reply(resume=..., tools=...): the resumed turn continues behind a prompt that lists the present tools; change the "
+            "tools in the reply to the whole turn"
+        )
+    keep = resume.keep
+    if keep is not None and not 0 <= keep <= len(turn.text):
+        raise ValueError(
+            f"Resume(keep={keep}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
+        )
+
+
+def _check_sampling(change: SamplingChange, where: str) -> None:
+    if not isinstance(change, SamplingChange):
+        raise TypeError(f"{where}(sampling={change!r:.80}): give SamplingChange(max_tokens=..., stop=[...])")
+    most, stop = change.max_tokens, change.stop
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise ValueError(
+            f"SamplingChange(max_tokens={most!r:.80}): max_tokens must be an integer of at least 1; None is the recipe's limit"
+        )
+    if stop is not None and not (
+        isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
+    ):
+        raise ValueError(f"SamplingChange(stop={stop!r:.80}): stop must be a list of texts that are not empty")
+
+
+def _check_tools(tools: Sequence[ToolSchema]) -> None:
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"Reply(tools={tools!r:.80}): tools must be a list of schemas; an empty list offers no tool")
+    names: list[str] = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise TypeError(
+                f"Reply(tools=...): one of them is {tool!r:.80}; each must be a schema in the OpenAI format: "
+                f"{{'type': 'function', 'function': {{'name': ..., 'description': ..., 'parameters': ...}}}}"
+            )
+        if name in names:
+            raise ValueError(f"Reply(tools=...): two tools have the name {name!r}; the names must differ")
+        names.append(name)
+
+
+def _check_masked(index: int, positions: Collection[int], turns: Sequence[Turn]) -> None:
+    if index not in range(len(turns)):
+        raise ValueError(f"Reply(masked={{{index}: ...}}): {_no_turn(index, turns)}")
+    completion = turns[index].completion
+    count = 0 if completion is None else len(completion.token_ids)
+    if wrong := [position for position in positions if position not in range(count)]:
+        raise ValueError(
+            f"Reply(masked={{{index}: {wrong[:3]}}}): turn {index} sampled {count} tokens, 0 to {count - 1}"
+        )
+
+
+def _no_turn(index: int, turns: Sequence[Turn]) -> str:
+    return f"there is no turn {index}; the turns are 0 to {len(turns) - 1}"
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, Iterator):  # it could be read only once
+        raise TypeError(f"messages must be a list; got a {type(messages).__name__}: put list(...) around it")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise TypeError(
+                f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
+            )

@@ -1,0 +1,173 @@
+"""Measures how long the code of users blocks the event loop, and where.
+
+User code runs in stretches: from one `await` to the next. While a stretch runs, no other conversation continues. The time of
+all stretches is added up, and a stretch that blocks the loop for long is reported with its function and line. A thread looks
+at the event loop's stack to find the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from types import FrameType
+from typing import NamedTuple
+
+from turnwise.errors import OWN_CODE
+
+__all__ = ["LoopWatch", "Stretch", "loop_watch"]
+
+BLOCKED = 0.25
+"""Seconds without an `await` after which a call is reported as blocking the event loop."""
+STUCK = 10.0
+"""Seconds after which a call that still blocks the event loop is reported while it does so."""
+_INTERVAL = 0.05
+"""Seconds between two looks of the watching thread."""
+_MAX_REPORTS = 100
+_log = logging.getLogger(__name__)
+
+
+class _CollectorTime:
+    """Seconds that Python's garbage collector has taken in this process, for `gc.callbacks`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.monotonic()
+        else:
+            self.seconds += time.monotonic() - self._began
+
+
+collector_time = _CollectorTime()
+gc.callbacks.append(collector_time)
+
+
+class Stretch(NamedTuple):
+    """A running stretch of a call."""
+
+    name: str
+    """Of the call."""
+    began: float
+    """`time.monotonic()`."""
+    outer: Stretch | None
+    """The stretch inside which this one began, if any."""
+    thread_time: float
+    """CPU seconds of the event loop's thread when it began."""
+    collected: float
+    """Seconds of garbage collection when it began."""
+
+
+class LoopWatch:
+    """How long the code of users has blocked one event loop."""
+
+    def __init__(self) -> None:
+        self.blocked = 0.0
+        """Seconds, of all calls together, short ones included."""
+        self._loop_thread = threading.get_ident()
+        self._running: Stretch | None = None
+        """The innermost stretch that runs now. Read by the watching thread."""
+        self._seen: tuple[Stretch, str] | None = None
+        """The stretch that the watching thread has looked at last, and the line where it was. Written by that thread."""
+        self._reported: set[str] = set()
+        self._watcher: threading.Thread | None = None
+
+    def begin(self, name: str) -> Stretch:
+        """A stretch of the call `name` begins. What is returned is handed to `end`."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="loop-watch", daemon=True)
+            self._watcher.start()
+        stretch = Stretch(name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds)
+        self._running = stretch
+        return stretch
+
+    def end(self, stretch: Stretch) -> float:
+        """The stretch has ended. Returns the seconds for which its conversation is responsible."""
+        seconds = time.monotonic() - stretch.began
+        self._running = stretch.outer
+        if stretch.outer is not None:  # the outer stretch includes this time
+            return 0.0
+        self.blocked += seconds
+        # a garbage collection of a large process takes a second, and begins in whichever call allocates next
+        seconds = max(0.0, seconds - (collector_time.seconds - stretch.collected))
+        if seconds >= BLOCKED:
+            # if neither the watching thread ran nor this one computed, the machine was busy with other processes
+            computed = time.thread_time() - stretch.thread_time >= seconds / 2
+            if computed or self._line_of(stretch):
+                self._report(stretch, seconds)
+        return seconds
+
+    def look(self) -> None:
+        """Note the line of the call that blocks the event loop now. Runs in the watching thread."""
+        stretch = self._running
+        if stretch is None:
+            return
+        seconds = time.monotonic() - stretch.began
+        if seconds >= BLOCKED / 2 and (not self._line_of(stretch) or seconds >= STUCK):
+            frame = sys._current_frames().get(self._loop_thread)
+            if frame is not None and self._running is stretch:
+                self._seen = (stretch, _line(frame))
+        if seconds >= STUCK:
+            self._report(stretch, seconds, still=True)
+
+    def _line_of(self, stretch: Stretch) -> str:
+        seen = self._seen
+        return seen[1] if seen is not None and seen[0] is stretch else ""
+
+    def _report(self, stretch: Stretch, seconds: float, *, still: bool = False) -> None:
+        """Log a warning, once for each line."""
+        line = self._line_of(stretch)
+        key = f"{still}{line or stretch.name}"
+        if key in self._reported or len(self._reported) > _MAX_REPORTS:
+            return
+        self._reported.add(key)
+        _log.warning(
+            "%s %s the event loop for %.1f s%s, and all other conversations waited for it (their deadlines are extended by "
+            "that). Await instead of blocking, make it a sync function, or run it in a thread (docs/environments.md, "
+            "What can go wrong)",
+            stretch.name,
+            "has blocked" if still else "blocked",
+            seconds,
+            f" in {line}" if line else "",
+        )
+
+
+def _watch(reference: weakref.ref[LoopWatch]) -> None:
+    while True:
+        time.sleep(_INTERVAL)
+        watch = reference()
+        if watch is None:
+            return
+        watch.look()
+        del watch
+
+
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+
+
+def _line(innermost: FrameType) -> str:
+    """The innermost line of a user's own code: `solve (tools.py:12)`."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        if not file.startswith((*_LIBRARIES, OWN_CODE)):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+_watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = weakref.WeakKeyDictionary()
+
+
+def loop_watch() -> LoopWatch:
+    """The watch of the running event loop."""
+    return _watches.setdefault(asyncio.get_running_loop(), LoopWatch())
