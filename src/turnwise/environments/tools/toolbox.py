@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from turnwise.environments.tools.result import Answer, ToolResponse, failed
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, nearest
-from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, Turn
+from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
 from turnwise.user_code.calls import call, own_context, spawn
 from turnwise.user_code.deadlines import deadline
 from turnwise.user_code.run_in_thread import run_in_thread
@@ -69,35 +69,48 @@ class Tools:
         self._instances = [_Instance(one) for one in ready if isinstance(one, Toolbox)]
         self._shared: dict[str, _Instance] = {}
         """Of tools that share an instance with others: that instance."""
-        self._offered_behind: set[str] = set()
+        self._offered_behind: Set[str] = frozenset()
         """Names of tools that the environment behind offers, and answers, itself."""
 
     async def begin(self, row: Row) -> Opening:
         opening = await self._then.begin(row)
-        self._offered_behind = {tool["function"]["name"] for tool in opening.tools}
-        for name in self._tools:
-            if name in self._offered_behind:
-                _refuse_twice(name)
+        self._take_offered_behind(opening.tools)
         for instance in self._instances:
             for tool in await instance.make():
                 self._tools[tool.name] = tool
                 self._shared[tool.name] = instance
-        return replace(opening, tools=(*opening.tools, *(tool.schema for tool in self._tools.values())))
+        return replace(opening, tools=self._with_own(opening.tools))
 
     async def step(self, turn: Turn) -> Reply:
         behind = [call for call in turn.calls if call.error is None and call.name in self._offered_behind]
         ours = [call for call in turn.calls if call not in behind]
         if not ours or (behind and all(call.error is not None for call in ours)):
-            return await self._then.step(turn)  # who answers the others tells of those that cannot be read too
+            return await self._step_behind(turn)  # who answers the others tells of those that cannot be read too
         if not behind:
-            answers = await self._answer(ours)
-            return _reply(answers)
-        answering = spawn(self._answer(ours), context=own_context())
+            return _reply(await self._answer(ours, turn.tools))
+        answering = spawn(self._answer(ours, turn.tools), context=own_context())
         try:
-            reply = await self._then.step(replace(turn, calls=tuple(behind)))
+            reply = await self._step_behind(replace(turn, calls=tuple(behind)))
             return _joined(turn, _reply(await answering), reply)
         finally:
             answering.cancel()  # where the side behind broke; otherwise it is over
+
+    async def _step_behind(self, turn: Turn) -> Reply:
+        """The reply of the environment behind. If it changes its tools, those of this layer stay beside them."""
+        reply = await self._then.step(turn)
+        if reply.tools is None:
+            return reply
+        self._take_offered_behind(reply.tools)
+        return replace(reply, tools=self._with_own(reply.tools))
+
+    def _take_offered_behind(self, tools: Sequence[ToolSchema]) -> None:
+        self._offered_behind = _names_of(tools)
+        for name in self._tools:
+            if name in self._offered_behind:
+                _refuse_twice(name)
+
+    def _with_own(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+        return (*tools, *(tool.schema for tool in self._tools.values()))
 
     async def final_reward(self) -> float:
         return await self._then.final_reward() if isinstance(self._then, FinalReward) else 0.0
@@ -114,9 +127,15 @@ class Tools:
         if told := [problem for problem in problems if problem is not None]:
             raise Failed(Failure("environment", "; ".join(told)))
 
-    async def _answer(self, calls: Sequence[ToolCall]) -> list[Answer]:
-        """Run calls together; those that are too many are told so, and those that cannot be run do not count."""
-        runnable = [call for call in calls if call.error is None and call.name in self._tools]
+    async def _answer(self, calls: Sequence[ToolCall], offered: Sequence[ToolSchema]) -> list[Answer]:
+        """Run calls together; those that are too many are told so, and those that cannot be run do not count.
+
+        `offered` are the tools that the model was offered: an environment in front of this layer may have withdrawn some.
+        """
+        withdrawn = self._tools.keys() - _names_of(offered) if offered else frozenset[str]()
+        runnable = [
+            call for call in calls if call.error is None and call.name in self._tools and call.name not in withdrawn
+        ]
         too_many = {id(call) for call in runnable[self._most :]} if self._most is not None else set()
 
         async def one(call: ToolCall) -> Answer:
@@ -126,7 +145,7 @@ class Tools:
                     f"{len(runnable)}: this one was not made; make it in your next turn"
                 )
                 return failed(call, "parallel", text)
-            return await self._run(call)
+            return await self._run(call, withdrawn)
 
         if len(calls) == 1:
             return [await one(calls[0])]
@@ -137,12 +156,12 @@ class Tools:
             for task in tasks:
                 task.cancel()  # those that are left when somebody is cancelled
 
-    async def _run(self, call: ToolCall) -> Answer:
+    async def _run(self, call: ToolCall, withdrawn: Set[str]) -> Answer:
         if call.error is not None:
             return failed(call, "malformed", call.error)
         tool = self._tools.get(call.name)
-        if tool is None:
-            names = [*self._offered_behind, *self._tools]
+        if tool is None or call.name in withdrawn:
+            names = [name for name in (*self._offered_behind, *self._tools) if name not in withdrawn]
             have = ", ".join(sorted(names))
             return failed(
                 call,
@@ -233,6 +252,11 @@ async def _closed(close: Callable[[], Awaitable[None]], name: str) -> str | None
     except TimeoutError:
         return f"{name} did not close in {_CLOSING_SECONDS:g} s"
     return None
+
+
+def _names_of(tools: Sequence[ToolSchema]) -> Set[str]:
+    """The names of the tools with these schemas."""
+    return {str(tool["function"]["name"]) for tool in tools}
 
 
 def _ready(tool: Tool | Toolbox | Callable[..., Any], truncation: Truncation | None) -> Tool | Toolbox:
