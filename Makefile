@@ -1,4 +1,4 @@
-# Everything runs in .venv, made on first use from this project's own files. Python 3.11 or newer is all that is needed.
+# Everything runs in .venv, which is created on first use. Only Python 3.11 or newer must be installed.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,19 +6,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: help demo test test-slow lint check format bench mutants clean
 
-help:            ## this list
+help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/ready  ## set up, train the tiny model, show what it has learnt
+demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise train recipes/calculator.yaml output=runs/demo replace=true
 
-test: $(VENV)/ready-dev  ## set up, run the quick tests
+test: $(VENV)/ready-dev  ## install, run the quick tests
 	$(BIN)/python -m pytest -m 'not slow'
 
-test-slow: $(VENV)/ready-dev  ## the tests that kill, resume and train for real
+test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs
 	$(BIN)/python -m pytest -m slow
 
-lint: $(VENV)/ready-dev  ## format, lint, types, and that what is made by a command is up to date
+lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
@@ -30,33 +30,33 @@ lint: $(VENV)/ready-dev  ## format, lint, types, and that what is made by a comm
 	$(BIN)/python scripts/doctor_page.py --check
 	$(BIN)/python scripts/measure.py --check
 
-check: lint test  ## what a change must pass
+check: lint test  ## everything that a change must pass
 
-format: $(VENV)/ready-dev  ## put the code into shape
+format: $(VENV)/ready-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/ready-dev  ## the benchmarks, a table each
+bench: $(VENV)/ready-dev  ## run the benchmarks
 	$(BIN)/python benchmarks/tokens.py
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/local_engine.py
 	$(BIN)/python benchmarks/against_trl.py
 
-# PARTS="training rollout" and SAMPLE=100 keep it short; scripts/mutants.py says more
-mutants: $(VENV)/ready-dev  ## which small changes of the code does no quick test notice? (hours; not in CI)
+# PARTS="training rollout" and SAMPLE=100 make it shorter; see scripts/mutants.py
+mutants: $(VENV)/ready-dev  ## list small code changes that no quick test notices (takes hours; not in CI)
 	$(PIP) -c constraints.txt -e '.[mutants]'
 	nice -n 15 $(BIN)/python scripts/mutants.py $(PARTS) --sample $(or $(SAMPLE),0)
 
-clean:           ## forget the environment and the caches; runs are kept
+clean:           ## delete the environment and the caches, but no runs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; give its path: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first: a version that is fine already is not fetched again with what the others would accept
+# torch first: otherwise pip may replace an installed torch that is already suitable
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "setting up $(VENV) (a few minutes, once)"
+	@echo "installing into $(VENV) (a few minutes, once)"
 	$(PIP) -c constraints.txt torch numpy
 	$(PIP) -c constraints.txt -e .
 	@touch $@
