@@ -14,7 +14,7 @@ import transformers as hf
 from engines.test_local_vision import ask
 from support.vision import MARKS, TEMPLATE, image_part, image_processor, picture, text_part, vision_tokenizer
 from training.test_vision import trajectory
-from turnwise.chat.media import Vision
+from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
 from turnwise.models.loading import load_model
@@ -201,23 +201,23 @@ def gemma3() -> tuple[Any, ...]:
     return hf.Gemma3ForConditionalGeneration(config), made, hf.Gemma3Processor(images, made, image_seq_length=4)
 
 
-def saved(make: Callable[[], tuple[Any, ...]], path: Path) -> tuple[Any, Vision]:
+def saved(make: Callable[[], tuple[Any, ...]], path: Path) -> tuple[Any, MediaProcessor]:
     """Through a model directory, as users have it."""
     torch.manual_seed(0)
     for part in make():
         part.save_pretrained(path)
-    found = Vision.from_pretrained(path, hf.AutoTokenizer.from_pretrained(path))
+    found = MediaProcessor.from_pretrained(path, hf.AutoTokenizer.from_pretrained(path))
     assert found is not None
     return load_model(path, dtype="float32", device="cpu"), found
 
 
-def hear(segment: Segment, vision: Vision, *parts: Any) -> None:
+def hear(segment: Segment, vision: MediaProcessor, *parts: Any) -> None:
     messages = [{"role": "user", "content": list(parts)}]
     reader = vision.processor.tokenizer
     text = reader.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     text, found = vision.expand(text, vision.parts(messages))
     ids = reader.encode(text, add_special_tokens=False)
-    segment.append_context(ids, vision.place(ids, found))
+    segment.append_context(ids, vision.locate(ids, found))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
             segment.append_completion(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
 
     asyncio.run(hold())
-    pad = vision.pads["image"]
+    pad = vision.token_ids["image"]
     spans = [segment.token_ids[one.start : one.start + one.length] for one in segment.media]
     assert [list(span).count(pad) for span in spans] == pads
     policy = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-3), threads=1)

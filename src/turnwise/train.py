@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
@@ -243,7 +243,7 @@ def assemble(config: Config) -> Run:
     held_out, held_out_left_out = build.drop_long_prompts(config, held_out, renderer)
     findings += [*left_out, *(f"held-out rows: {note}" for note in held_out_left_out)]
     environments = build.environment_factory(config, encode=renderer.encode)
-    every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    every = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
     policy = _policy(config, opened)
     limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))

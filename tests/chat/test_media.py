@@ -11,7 +11,9 @@ import torch
 from support import byte_tokenizer
 from support.tiny import save_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_tokenizer
-from turnwise.chat.media import Vision, has_media, ready_media, refuse_media
+from turnwise.chat.media import MediaProcessor
+from turnwise.chat.media_parts import has_media, refuse_media
+from turnwise.chat.row_media import process_row_media
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.types import Message, Row, Segment
 
@@ -20,8 +22,8 @@ PAD = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Vision:
-    found = Vision.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), TOKENIZER)
+def vision(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
+    found = MediaProcessor.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), TOKENIZER)
     assert found is not None
     return found
 
@@ -34,11 +36,11 @@ def written(messages: list[Message]) -> str:
     return TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def test_a_placeholder_becomes_as_many_as_the_image_has_cells(vision: Vision) -> None:
+def test_a_placeholder_becomes_as_many_as_the_image_has_cells(vision: MediaProcessor) -> None:
     messages = asked(text_part("a"), image_part(picture(16, 24)), text_part("b"), image_part(picture(8, 8)))
     text, found = vision.expand(written(messages), vision.parts(messages))
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    first, second = vision.place(ids, found)
+    first, second = vision.locate(ids, found)
     assert (first.length, second.length) == (6, 1)  # a token for 8 x 8 pixels
     assert ids[first.start : first.start + 6] == [PAD] * 6
     assert ids[second.start] == PAD
@@ -48,7 +50,7 @@ def test_a_placeholder_becomes_as_many_as_the_image_has_cells(vision: Vision) ->
     assert set(first.inputs) == {"pixel_values", "image_grid_thw"}
 
 
-def test_tokens_and_pixels_are_those_of_the_whole_processor(vision: Vision) -> None:
+def test_tokens_and_pixels_are_those_of_the_whole_processor(vision: MediaProcessor) -> None:
     images = [picture(16, 24), picture(16, 16, seed=1)]
     messages = asked(*(image_part(image) for image in images), text_part("?"))
     text, found = vision.expand(written(messages), vision.parts(messages))
@@ -58,7 +60,7 @@ def test_tokens_and_pixels_are_those_of_the_whole_processor(vision: Vision) -> N
         assert torch.equal(torch.cat([one.inputs[name] for one in found]), whole[name])
 
 
-def test_messages_of_any_role_may_hold_images(vision: Vision) -> None:
+def test_messages_of_any_role_may_hold_images(vision: MediaProcessor) -> None:
     for role in ("user", "tool", "system"):
         messages = asked(image_part(picture()), text_part("look"), role=role)
         assert [part.kind for part in vision.parts(messages)] == ["image"]
@@ -66,27 +68,27 @@ def test_messages_of_any_role_may_hold_images(vision: Vision) -> None:
         assert text.count("<|image_pad|>") == found[0].length == 4
 
 
-def test_equal_images_are_processed_once(vision: Vision) -> None:
+def test_equal_images_are_processed_once(vision: MediaProcessor) -> None:
     messages = [asked(image_part(picture(seed=5))), asked(image_part(picture(seed=5).copy()))]
     found = [vision.expand(written(one), vision.parts(one))[1][0] for one in messages]
     assert found[0].inputs is found[1].inputs
 
 
-def test_kept_images_are_not_processed_again(vision: Vision) -> None:
+def test_kept_images_are_not_processed_again(vision: MediaProcessor) -> None:
     messages = asked(image_part(picture(seed=6)), image_part(picture(seed=7)))
-    ready = vision.keep(messages)
+    ready = vision.preprocess(messages)
     found = vision.expand(written(messages), vision.parts(messages))[1]
     assert [len(ready[name]) for name in ("pixel_values", "image_grid_thw")] == [2, 2]
     assert all(one.inputs["pixel_values"] is kept for one, kept in zip(found, ready["pixel_values"], strict=True))
 
 
-def test_a_text_that_says_the_placeholder_is_refused(vision: Vision) -> None:
+def test_a_text_that_says_the_placeholder_is_refused(vision: MediaProcessor) -> None:
     for content in ("What is <|image_pad|>?", [text_part("What is <|image_pad|>?"), image_part(picture())]):
-        with pytest.raises(TemplateError, match="Take it out of the text"):
+        with pytest.raises(TemplateError, match="Remove it from the text"):
             vision.parts([{"role": "user", "content": content}])
 
 
-def test_a_template_that_leaves_an_image_out_is_refused_with_both_counts(vision: Vision) -> None:
+def test_a_template_that_leaves_an_image_out_is_refused_with_both_counts(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(image_part(picture()), image_part(picture())))
     with pytest.raises(TemplateError, match=r"wrote 1 of the placeholder '<\|image_pad\|>' and the messages hold 2"):
         vision.expand("<|image_pad|>", parts)
@@ -94,36 +96,36 @@ def test_a_template_that_leaves_an_image_out_is_refused_with_both_counts(vision:
         vision.expand("<|image_pad|>" * 3, parts)
 
 
-def test_tokens_that_do_not_fit_the_images_are_refused_with_both_counts(vision: Vision) -> None:
+def test_tokens_that_do_not_fit_the_images_are_refused_with_both_counts(vision: MediaProcessor) -> None:
     messages = asked(image_part(picture()))
     text, found = vision.expand(written(messages), vision.parts(messages))
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     with pytest.raises(TurnwiseError, match=r"hold 5 image placeholders .* take 4"):
-        vision.place([*ids, PAD], found)
+        vision.locate([*ids, PAD], found)
     with pytest.raises(TurnwiseError, match=r"has 5 placeholders and its grid \[1, 4, 4\] makes 4"):
-        vision.place([*ids, PAD], [replace(found[0], length=5)])
+        vision.locate([*ids, PAD], [replace(found[0], length=5)])
 
 
-def test_a_part_of_another_kind_or_without_a_value_is_refused(vision: Vision) -> None:
+def test_a_part_of_another_kind_or_without_a_value_is_refused(vision: MediaProcessor) -> None:
     with pytest.raises(TemplateError, match="of the type 'audio'; it must be text, image or video"):
         vision.parts(asked({"type": "audio", "audio": b""}))
     with pytest.raises(TemplateError, match="holds nothing"):
         vision.parts(asked({"type": "image"}))
 
 
-def test_an_image_that_cannot_be_read_is_told_by_its_message(vision: Vision) -> None:
+def test_an_image_that_cannot_be_read_is_told_by_its_message(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(text_part("a"), image_part("nowhere.png")))
     with pytest.raises(DataError, match=r"image \(part 2\) of a 'user' message: there is no image file"):
         vision.expand("<|image_pad|>", parts)
 
 
-def test_an_image_that_the_processor_refuses_is_told(vision: Vision) -> None:
+def test_an_image_that_the_processor_refuses_is_told(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(image_part(picture(8, 8 * 201))))
     with pytest.raises(DataError, match="is refused by the model's processor: absolute aspect ratio"):
         vision.expand("<|image_pad|>", parts)
 
 
-def test_a_video_needs_torchvision_or_is_processed(vision: Vision) -> None:
+def test_a_video_needs_torchvision_or_is_processed(vision: MediaProcessor) -> None:
     parts = vision.parts(asked({"type": "video", "video": [picture(seed=n) for n in range(4)]}))
     if vision.processor.__dict__.get("video_processor") is None:
         with pytest.raises(DataError, match=r"pip install 'turnwise\[vision\]'"):
@@ -133,31 +135,31 @@ def test_a_video_needs_torchvision_or_is_processed(vision: Vision) -> None:
 
 
 def test_a_model_that_only_reads_has_no_vision_and_refuses_images(tmp_path: Path) -> None:
-    assert Vision.from_pretrained(save_model(tmp_path / "reads"), byte_tokenizer()) is None
+    assert MediaProcessor.from_pretrained(save_model(tmp_path / "reads"), byte_tokenizer()) is None
     refuse_media([{"role": "user", "content": "Hi"}], "qwen")
     assert has_media(asked(image_part(picture())))
     with pytest.raises(TemplateError, match="and qwen takes none: its directory has no image processor"):
         refuse_media(asked(image_part(picture())), "qwen")
 
 
-def test_the_files_of_the_processor_go_with_a_checkpoint(vision: Vision, tmp_path: Path) -> None:
+def test_the_files_of_the_processor_go_with_a_checkpoint(vision: MediaProcessor, tmp_path: Path) -> None:
     vision.save_pretrained(tmp_path)
     assert (tmp_path / "preprocessor_config.json").read_text() == vision.files[0].read_text()
 
 
-def test_places_count_from_the_segment_when_images_are_appended(vision: Vision) -> None:
+def test_places_count_from_the_segment_when_images_are_appended(vision: MediaProcessor) -> None:
     messages = asked(image_part(picture()))
     text, found = vision.expand(written(messages), vision.parts(messages))
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     segment = Segment()
     for _ in range(2):
-        segment.append_context(ids, vision.place(ids, found))
+        segment.append_context(ids, vision.locate(ids, found))
     first, second = segment.media
     assert second.start == first.start + len(ids)
     assert all(segment.token_ids[one.start] == PAD for one in segment.media)
 
 
-def test_a_placeholder_that_the_model_said_stays_a_word(vision: Vision) -> None:
+def test_a_placeholder_that_the_model_said_stays_a_word(vision: MediaProcessor) -> None:
     said: list[Message] = [{"role": "assistant", "content": "so <|image_pad|> it is"}]
     messages = [*asked(image_part(picture())), *said, *asked(image_part(picture(8, 8)))]
     text, found = vision.expand(written(messages), vision.parts(messages))
@@ -166,7 +168,7 @@ def test_a_placeholder_that_the_model_said_stays_a_word(vision: Vision) -> None:
     assert "so <|image_pad|> it is" in text
 
 
-def test_images_of_rows_can_be_made_ready_at_the_start(vision: Vision) -> None:
+def test_images_of_rows_can_be_made_ready_at_the_start(vision: MediaProcessor) -> None:
     rows = [
         Row(
             id="1",
@@ -175,22 +177,22 @@ def test_images_of_rows_can_be_made_ready_at_the_start(vision: Vision) -> None:
         ),
         Row(id="2", messages=[{"role": "user", "content": "Hi"}]),
     ]
-    assert ready_media(rows, vision, wanted=None) == rows
-    assert "multi_modal_inputs" not in ready_media(rows, vision, wanted=False)[0].fields
-    ready, text = ready_media(rows, vision, wanted=True)
+    assert process_row_media(rows, vision, wanted=None) == rows
+    assert "multi_modal_inputs" not in process_row_media(rows, vision, wanted=False)[0].fields
+    ready, text = process_row_media(rows, vision, wanted=True)
     assert [grid.tolist() for grid in ready["multi_modal_inputs"]["image_grid_thw"]] == [[[1, 4, 4]], [[1, 2, 2]]]
     assert (ready["answer"], text.fields) == (1, {})
     found = vision.expand(written(list(rows[0].messages)), vision.parts(rows[0].messages))[1]
     assert found[0].inputs["pixel_values"] is ready["multi_modal_inputs"]["pixel_values"][0]
 
 
-def test_making_ready_is_refused_where_it_can_do_nothing(vision: Vision) -> None:
+def test_making_ready_is_refused_where_it_can_do_nothing(vision: MediaProcessor) -> None:
     text = Row(id="1", messages=[{"role": "user", "content": "Hi"}])
     for wanted in (True, False):
         with pytest.raises(ConfigError, match=f"return_multi_modal_inputs={str(wanted).lower()} has no effect"):
-            ready_media([text], vision, wanted=wanted)
+            process_row_media([text], vision, wanted=wanted)
     seen = Row(id="7", messages=asked(image_part(picture(8, 8 * 201))))
     with pytest.raises(DataError, match=r"row '7': image .* is refused"):
-        ready_media([seen], vision, wanted=True)
+        process_row_media([seen], vision, wanted=True)
     with pytest.raises(TemplateError, match="the model takes none"):
-        ready_media([seen], None, wanted=True)
+        process_row_media([seen], None, wanted=True)

@@ -12,7 +12,7 @@ import torch
 
 from support.tiny import tiny_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_model, vision_tokenizer
-from turnwise.chat.media import Vision
+from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Media, Request, Sampling, Segment
@@ -22,13 +22,13 @@ PAD = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Vision:
-    found = Vision.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), TOKENIZER)
+def vision(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
+    found = MediaProcessor.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), TOKENIZER)
     assert found is not None
     return found
 
 
-def heard(vision: Vision, *parts: Any) -> tuple[list[int], list[Media]]:
+def heard(vision: MediaProcessor, *parts: Any) -> tuple[list[int], list[Media]]:
     """The tokens and images of a user's message and the cue."""
     messages = [
         {"role": "user", "content": [text_part(part) if isinstance(part, str) else image_part(part) for part in parts]}
@@ -36,7 +36,7 @@ def heard(vision: Vision, *parts: Any) -> tuple[list[int], list[Media]]:
     text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     text, found = vision.expand(text, vision.parts(messages))
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    return ids, vision.place(ids, found)
+    return ids, vision.locate(ids, found)
 
 
 async def converse(
@@ -90,7 +90,7 @@ def assert_exact(model: Any, *segments: Segment) -> None:
         assert said_logprobs(segment) == pytest.approx(own_logprobs(model, segment), abs=1e-4)
 
 
-def test_a_second_image_in_the_second_turn(vision: Vision) -> None:
+def test_a_second_image_in_the_second_turn(vision: MediaProcessor) -> None:
     model = vision_model()
     engine = LocalEngine(model, threads=1)
     turns = [
@@ -105,7 +105,7 @@ def test_a_second_image_in_the_second_turn(vision: Vision) -> None:
     assert engine.stats.prefilled_tokens == sum(len(ids) for ids, _ in turns) + 2
 
 
-def test_in_company_of_other_images_and_of_text(vision: Vision) -> None:
+def test_in_company_of_other_images_and_of_text(vision: MediaProcessor) -> None:
     model = vision_model(seed=1)
     engine = LocalEngine(model, threads=1)
     openings = [
@@ -123,7 +123,7 @@ def test_in_company_of_other_images_and_of_text(vision: Vision) -> None:
     assert said_logprobs(segments[0])[:3] != pytest.approx(said_logprobs(segments[1])[:3], abs=1e-3)  # another image
 
 
-def test_a_group_computes_its_image_once(vision: Vision) -> None:
+def test_a_group_computes_its_image_once(vision: MediaProcessor) -> None:
     model = vision_model(seed=2)
     engine = LocalEngine(model, threads=1)
     opening = heard(vision, "What is this?", picture(32, 32, seed=3))
@@ -137,7 +137,7 @@ def test_a_group_computes_its_image_once(vision: Vision) -> None:
     assert engine.stats.copied_tokens == 7 * (len(opening[0]) - 1)
 
 
-def test_another_image_of_the_same_size_shares_nothing_after_it(vision: Vision) -> None:
+def test_another_image_of_the_same_size_shares_nothing_after_it(vision: MediaProcessor) -> None:
     model = vision_model(seed=2)
     engine = LocalEngine(model, threads=1)
     first, second = (heard(vision, "Quite a long text that both have", picture(seed=n), "and more") for n in (1, 2))
@@ -151,7 +151,7 @@ def test_another_image_of_the_same_size_shares_nothing_after_it(vision: Vision) 
     assert engine.stats.copied_tokens == first[1][0].start
 
 
-def test_a_conversation_that_lost_its_slot_sees_its_images_again(vision: Vision) -> None:
+def test_a_conversation_that_lost_its_slot_sees_its_images_again(vision: MediaProcessor) -> None:
     model = vision_model(seed=3)
     engine = LocalEngine(model, threads=1, slots=1)
     mine = [heard(vision, "a", picture(16, 24)), heard(vision, picture(seed=1), "b")]
@@ -165,7 +165,7 @@ def test_a_conversation_that_lost_its_slot_sees_its_images_again(vision: Vision)
     assert_exact(model, *segments)
 
 
-def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(vision: Vision) -> None:
+def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(vision: MediaProcessor) -> None:
     model = vision_model(seed=3)
     token_bytes = LocalEngine(model, threads=1)._core.cache.kv.token_bytes
     engine = LocalEngine(model, threads=1, memory_gb=3 * 192 * token_bytes / 2**30)
@@ -179,7 +179,9 @@ def test_a_request_that_loses_its_row_while_it_runs_goes_on_with_its_images(visi
     assert_exact(model, *segments)
 
 
-def test_a_long_prompt_is_cut_between_images_not_in_them(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_is_cut_between_images_not_in_them(
+    vision: MediaProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("turnwise.engines.local.scheduler.PREFILL_CHUNK_TOKENS", 20)
     model = vision_model(seed=4)
     engine = LocalEngine(model, threads=1)
@@ -188,7 +190,7 @@ def test_a_long_prompt_is_cut_between_images_not_in_them(vision: Vision, monkeyp
     assert_exact(model, segment)
 
 
-def test_a_placeholder_that_the_model_says_is_a_word(vision: Vision) -> None:
+def test_a_placeholder_that_the_model_says_is_a_word(vision: MediaProcessor) -> None:
     model = vision_model(seed=5)
     with torch.no_grad():
         model.lm_head.weight[PAD] *= 40  # says it all the time
@@ -204,7 +206,7 @@ def test_a_placeholder_that_the_model_says_is_a_word(vision: Vision) -> None:
     assert_exact(model, segment, words)
 
 
-def test_new_weights_see_with_new_eyes(vision: Vision) -> None:
+def test_new_weights_see_with_new_eyes(vision: MediaProcessor) -> None:
     model = vision_model(seed=6)
     engine = LocalEngine(model, threads=1)
     opening = heard(vision, "a", picture(24, 24))
@@ -220,7 +222,7 @@ def test_new_weights_see_with_new_eyes(vision: Vision) -> None:
     assert_exact(model, asyncio.run(hold()))
 
 
-def test_what_cannot_be_seen_is_refused(vision: Vision) -> None:
+def test_what_cannot_be_seen_is_refused(vision: MediaProcessor) -> None:
     ids, media = heard(vision, "a", picture())
     segment = Segment()
     segment.append_context(ids, media)

@@ -10,7 +10,7 @@ pytest.importorskip("PIL")
 
 from support.conversations import a_row, call, hold, scripted, spoken
 from support.vision import TEMPLATE, picture, save_vision_model, vision_tokenizer
-from turnwise.chat.media import Vision
+from turnwise.chat.media import MediaProcessor
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser
@@ -119,7 +119,7 @@ def test_where_there_is_no_room_for_an_answer_its_image_goes_with_all_of_its_pad
 def test_a_new_segment_begins_with_the_images_of_the_history(tmp_path: Path) -> None:
     thinks = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
     tokenizer = vision_tokenizer(thinks)
-    vision = Vision.from_pretrained(save_vision_model(tmp_path), tokenizer)
+    vision = MediaProcessor.from_pretrained(save_vision_model(tmp_path), tokenizer)
     renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
     said = ["<think>Let me see.</think>" + call("look", '{"side": 16}'), "A dog."]
     trajectory = hold(
@@ -139,7 +139,7 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
 ) -> None:
     forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
     tokenizer = vision_tokenizer(forgets)
-    vision = Vision.from_pretrained(save_vision_model(tmp_path), tokenizer)
+    vision = MediaProcessor.from_pretrained(save_vision_model(tmp_path), tokenizer)
     renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
     trajectory = hold(
         scripted([said, call("look", '{"side": 16}'), "A dog."], renderer=renderer),

@@ -14,7 +14,7 @@ import transformers
 from rich.console import Console
 
 from support.vision import image_processor, picture, save_vision_model, vision_tokenizer
-from turnwise.chat.media import Vision
+from turnwise.chat.media import MediaProcessor
 from turnwise.config.schema import Config
 from turnwise.errors import DataError
 from turnwise.terminal.report import Report
@@ -44,7 +44,7 @@ def video_file(path: Path, *, frames: int = 8) -> Path:
 
 
 def test_a_file_and_its_frames_become_the_models_own_placeholders(model: Path, tmp_path: Path) -> None:
-    vision = Vision.from_pretrained(model, vision_tokenizer())
+    vision = MediaProcessor.from_pretrained(model, vision_tokenizer())
     assert vision is not None
     pad = vision_tokenizer().convert_tokens_to_ids("<|video_pad|>")
     frames = [picture(32, 32, seed=n) for n in range(8)]
@@ -93,7 +93,7 @@ def test_options_for_videos_that_are_missing_leave_images(model: Path, tmp_path:
     (whole / "video_preprocessor_config.json").unlink(missing_ok=True)
     said.pop("video_processor")
     (whole / "processor_config.json").write_text(json.dumps(said))
-    vision = Vision.from_pretrained(whole, vision_tokenizer())
+    vision = MediaProcessor.from_pretrained(whole, vision_tokenizer())
     assert vision is not None
     image, video = (
         vision.parts([{"role": "user", "content": [{"type": kind, kind: value}]}])

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from engines.test_local_vision import PAD, converse, heard, own_logprobs
 from support.vision import picture, save_vision_model, vision_model, vision_tokenizer
-from turnwise.chat.media import Vision
+from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
 from turnwise.models.loading import load_model
@@ -22,8 +22,8 @@ from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Traj
 
 
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Vision:
-    found = Vision.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), vision_tokenizer())
+def vision(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
+    found = MediaProcessor.from_pretrained(save_vision_model(tmp_path_factory.mktemp("model")), vision_tokenizer())
     assert found is not None
     return found
 
@@ -44,7 +44,7 @@ def trajectory(segment: Segment, advantages: list[float], name: str = "a") -> Tr
     return Trajectory(id=name, group="1", row=row, turns=turns, segments=[segment], advantages=advantages)
 
 
-def held(model: torch.nn.Module, vision: Vision, *, threads: int = 1) -> list[Segment]:
+def held(model: torch.nn.Module, vision: MediaProcessor, *, threads: int = 1) -> list[Segment]:
     """Three conversations: two with images, of two turns, and one without any."""
     engine = LocalEngine(model, threads=threads)  # type: ignore[arg-type]
     same = heard(vision, "look", picture(16, 24, seed=1))
@@ -65,7 +65,7 @@ def policy(model: torch.nn.Module, **options: float) -> Policy:
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_the_trainer_the_engine_and_the_model_itself_agree(vision: Vision, share_prompts: bool) -> None:
+def test_the_trainer_the_engine_and_the_model_itself_agree(vision: MediaProcessor, share_prompts: bool) -> None:
     model = vision_model()
     segments = held(model, vision)
     one = policy(model)
@@ -84,7 +84,7 @@ def test_the_trainer_the_engine_and_the_model_itself_agree(vision: Vision, share
             assert one._forward.logprobs(micro)[0].tolist() == pytest.approx(own_logprobs(model, segment), abs=1e-4)
 
 
-def test_a_step_moves_the_words_and_the_eyes(vision: Vision) -> None:
+def test_a_step_moves_the_words_and_the_eyes(vision: MediaProcessor) -> None:
     model = vision_model()
     segments = held(model, vision)
     one = policy(model)
@@ -98,7 +98,7 @@ def test_a_step_moves_the_words_and_the_eyes(vision: Vision) -> None:
         assert any(part in name for name in moved), part
 
 
-def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vision: Vision) -> None:
+def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vision: MediaProcessor) -> None:
     gradients = []
     for size in (8192, 1):
         model = vision_model()
@@ -116,7 +116,7 @@ def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vis
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5, rtol=1e-3)
 
 
-def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twice(vision: Vision) -> None:
+def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twice(vision: MediaProcessor) -> None:
     def rows(*seeds: int) -> int:
         segments = []
         for seed in seeds:
@@ -140,7 +140,7 @@ def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twic
     assert rows(1, 2, 1) == 2
 
 
-def test_a_placeholder_that_was_said_is_trained_on_as_a_word(vision: Vision) -> None:
+def test_a_placeholder_that_was_said_is_trained_on_as_a_word(vision: MediaProcessor) -> None:
     model = vision_model(seed=5)
     with torch.no_grad():
         model.lm_head.weight[PAD] *= 40
@@ -150,7 +150,7 @@ def test_a_placeholder_that_was_said_is_trained_on_as_a_word(vision: Vision) -> 
     assert update.max_deviation < 1e-3
 
 
-def test_what_was_seen_after_the_last_word_is_left_out(vision: Vision) -> None:
+def test_what_was_seen_after_the_last_word_is_left_out(vision: MediaProcessor) -> None:
     segment = Segment()
     segment.append_context(*heard(vision, "look", picture(seed=1)))
     said = Completion(
@@ -162,7 +162,7 @@ def test_what_was_seen_after_the_last_word_is_left_out(vision: Vision) -> None:
     assert [len(media) for media in micro.media_B] == [1]
 
 
-def test_a_model_that_only_reads_is_not_trained_on_images(vision: Vision) -> None:
+def test_a_model_that_only_reads_is_not_trained_on_images(vision: MediaProcessor) -> None:
     from support.tiny import tiny_model
 
     segments = held(vision_model(), vision)
@@ -176,12 +176,12 @@ def test_a_checkpoint_of_a_model_that_sees_is_a_model_directory(tmp_path: Path) 
     model = load_model(source, dtype="float32", device="cpu")
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     tokenizer = AutoTokenizer.from_pretrained(source)
-    seen = Vision.from_pretrained(source, tokenizer)
+    seen = MediaProcessor.from_pretrained(source, tokenizer)
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(1, model=model, tokenizer=tokenizer, state={}, processor=seen)
     again = load_model(checkpoints.newest, dtype="float32", device="cpu")
     assert torch.equal(again.model.visual.patch_embed.proj.weight, model.model.visual.patch_embed.proj.weight)
-    found = Vision.from_pretrained(checkpoints.newest, AutoTokenizer.from_pretrained(checkpoints.newest))
+    found = MediaProcessor.from_pretrained(checkpoints.newest, AutoTokenizer.from_pretrained(checkpoints.newest))
     assert found is not None
     (one,) = found.expand(
         "<|image_pad|>", found.parts([{"role": "user", "content": [{"type": "image", "image": picture()}]}])

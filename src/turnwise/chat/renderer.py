@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.chat.base_conversations import NOTHING, Before
-from turnwise.chat.media import Vision, refuse_media
+from turnwise.chat.media import MediaProcessor
+from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.probes import PLACEHOLDER, probe_call, words
 from turnwise.chat.stop_tokens import find_stops, generation_stops, special_tokens
 from turnwise.chat.stripped_thoughts import StripRule, find_strips
@@ -78,7 +79,7 @@ class Renderer:
         sanity: SanityMode = "strict",
         generation_stop_ids: Sequence[int] = (),
         tool_format: str = "auto",
-        vision: Vision | None = None,
+        vision: MediaProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.sanity: SanityMode = sanity
@@ -127,7 +128,7 @@ class Renderer:
             sanity=sanity,
             generation_stop_ids=generation_stops(path),
             tool_format=tool_format,
-            vision=Vision.from_pretrained(path, tokenizer),
+            vision=MediaProcessor.from_pretrained(path, tokenizer),
         )
 
     def _format_named(self, name: str) -> ToolFormat:
@@ -224,7 +225,7 @@ class Renderer:
         return replace(piece, messages=messages)
 
     def _hidden(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages if self.vision is None else self.vision.said.hide(messages)
+        return messages if self.vision is None else self.vision.placeholders.hide(messages)
 
     def encode_bridge(self, last_token: int, messages: Sequence[Message], before: Before = NOTHING) -> EncodedMessages:
         """What comes between the model's turn, which ended with `last_token`, and its next cue.
@@ -340,7 +341,7 @@ class Renderer:
         whole = self.template.render(messages, tools=tools, cue=cue)
         if self.vision is not None:
             whole, _ = self.vision.expand(whole, self.vision.parts(messages))
-            whole = self.vision.said.show(whole)
+            whole = self.vision.placeholders.restore(whole)
         return whole
 
     def encode_uncached(self, text: str) -> Sequence[int]:
@@ -361,9 +362,9 @@ class Renderer:
                 token_ids=self._encode(text, last_token), messages=messages, open_thought=thinking, text=text
             )
         text, found = self.vision.expand(text, self.vision.parts(messages))
-        words, text = self.vision.said.count(text), self.vision.said.show(text)
+        literal, text = self.vision.placeholders.literal_indices(text), self.vision.placeholders.restore(text)
         ids = self._encode(text, last_token)
-        media = self.vision.place(ids, found, words=words)
+        media = self.vision.locate(ids, found, literal=literal)
         return EncodedMessages(token_ids=ids, media=media, messages=messages, open_thought=thinking, text=text)
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:

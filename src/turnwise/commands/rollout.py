@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from turnwise import build
-from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import DataError, RolloutError
@@ -50,7 +50,7 @@ async def _collect(
     for note in notes:
         console.print(note, style="dim", highlight=False, markup=False, soft_wrap=True)
     scorer, mask = build.scorer(config), build.turn_weighting(config)
-    rows = ready_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
     groups, scripts = _assign_scripts(config, groups)
     model = build.engine_model(config)

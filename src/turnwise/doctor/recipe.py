@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise import build
-from turnwise.chat.media import has_media, ready_media
+from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
@@ -34,7 +35,7 @@ def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
     Raises ConfigError where data.return_multi_modal_inputs has no effect.
     """
     seeing = [row for row in rows if has_media(row.messages)]
-    ready_media(seeing[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    process_row_media(seeing[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
         try:
             renderer.encode_opening(row.messages)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from turnwise.chat.media import for_readers
+from turnwise.chat.media_parts import without_media
 from turnwise.chat.renderer import EncodedMessages, ParsedTurn
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
@@ -317,7 +317,7 @@ class Session:
         An image that the model cannot receive becomes an error text. The call's outcome then says so too.
         """
         vision = self._context.renderer.vision
-        present = for_readers if vision is None else vision.shown
+        present = without_media if vision is None else vision.clean_tool_message
         with boundary("tokens"):
             presentable = [present(message) if message["role"] == "tool" else message for message in messages]
         errors = {

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from turnwise import build
-from turnwise.chat.media import ready_media
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, EnvironmentUse
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.data.conversations import read_conversations
@@ -215,7 +215,7 @@ def assemble(config: Config) -> SftRun:
     )
     opened.compare_tokenizer(renderer)
     found = preflight(config, renderer, tools=any(row.fields.get("tools") for row in [*rows, *held_out]))
-    every = ready_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    every = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
     policy = _policy(config, opened)
     limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))

@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"writing-\d{6,}")
 
 
 class Processor(Protocol):
-    """What prepares a model's input beside its tokenizer: `rollout.media.Vision`."""
+    """What prepares a model's input beside its tokenizer: `chat.media.MediaProcessor`."""
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write its files into a model directory."""

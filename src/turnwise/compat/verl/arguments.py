@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.chat.media import has_media
+from turnwise.chat.media_parts import has_media
 from turnwise.chat.tool_calls import FORMATS
 from turnwise.compat.converted import Converted, UnsupportedKey
 from turnwise.compat.verl import optimization
