@@ -292,20 +292,20 @@ def _recipe_of_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
         if "=" not in options.recipe and not options.recipe.startswith("~"):
             raise ConfigError(f"{options.recipe} and --config-path both say what is trained: choose one")
         words = [options.recipe, *words]
-    found = converted("verl", words, folder=options.config_path, name=options.config_name)
+    report = converted("verl", words, folder=options.config_path, name=options.config_name)
     refuse(
-        found,
+        report,
         how="Change these keys, or take them out (~key), or write a recipe with `turnwise convert` and go on from there",
     )
     source = "the recipe of verl's configuration (`turnwise convert` shows it)"
-    return checked(found.recipe, source=source), [f"left out: {left}" for left in found.left]
+    return checked(report.recipe, source=source), [f"left out: {left}" for left in report.unsupported]
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:
     from turnwise.commands.convert import as_recipe, converted
 
-    found = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
-    recipe = as_recipe(found)
+    report = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
+    recipe = as_recipe(report)
     if options.out is None:
         print(recipe, end="")
         return 0
@@ -313,14 +313,14 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"{options.out} is there already: name another file, or remove it")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(recipe, encoding="utf-8")
-    for left in found.left:
-        mark = "CHANGES THE TRAINING, left out" if left.matters else "left out"
+    for left in report.unsupported:
+        mark = "CHANGES THE TRAINING, left out" if left.changes_training else "left out"
         console.print(f"{mark}: {left}", highlight=False, markup=False, soft_wrap=True)
-    for guess in found.guessed:
-        console.print(f"guessed: {guess}", highlight=False, markup=False, soft_wrap=True)
+    for assumption in report.assumptions:
+        console.print(f"assumed: {assumption}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"{len(found.carried)} keys carried over and {len(found.left)} left out, {len(found.refused())} of which change the "
-        f"training; the recipe: {options.out}",
+        f"{len(report.converted)} keys converted and {len(report.unsupported)} left out, {len(report.refused())} of which change "
+        f"the training; the recipe: {options.out}",
         highlight=False,
         markup=False,
         soft_wrap=True,

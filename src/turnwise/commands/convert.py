@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from turnwise.compat.converted import Converted
+from turnwise.compat.conversion import ConversionReport
 from turnwise.errors import ConfigError
 
 __all__ = ["SYSTEMS", "as_recipe", "converted", "refuse"]
@@ -16,7 +16,9 @@ SYSTEMS = ("verl", "swift")
 """Systems whose configurations can be read."""
 
 
-def converted(system: str, words: Sequence[str], *, folder: str | None = None, name: str | None = None) -> Converted:
+def converted(
+    system: str, words: Sequence[str], *, folder: str | None = None, name: str | None = None
+) -> ConversionReport:
     """What a system's command line means here. `folder` and `name` are verl's `--config-path` and `--config-name`.
 
     Raises ConfigError.
@@ -32,22 +34,23 @@ def converted(system: str, words: Sequence[str], *, folder: str | None = None, n
     return from_swift_arguments(words[0] if len(words) == 1 and os.path.isfile(words[0]) else words)
 
 
-def as_recipe(converted: Converted) -> str:
-    """The recipe as YAML; what could not be carried over, and what was guessed, stands above it."""
+def as_recipe(report: ConversionReport) -> str:
+    """The recipe as YAML, below comments about the keys that are not in it and about assumptions."""
     marks = {True: "CHANGES THE TRAINING, left out", False: "left out"}
-    told = [f"{marks[left.matters]}: {left}" for left in converted.left] + [
-        f"guessed: {one}" for one in converted.guessed
-    ]
-    lines = [f"# {line}" for one in told for line in one.splitlines()]
-    recipe = yaml.safe_dump(converted.recipe, sort_keys=False, allow_unicode=True, width=120)
+    notes = [f"{marks[key.changes_training]}: {key}" for key in report.unsupported]
+    notes += [f"assumed: {key}" for key in report.assumptions]
+    lines = [f"# {line}" for note in notes for line in note.splitlines()]
+    recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*lines, *([""] if lines else []), recipe])
 
 
-def refuse(converted: Converted, *, how: str) -> None:
-    """Refuse to train on what would be another training; `how` says how a person can have it all the same.
+def refuse(report: ConversionReport, *, how: str) -> None:
+    """Refuse to train if the result would differ from the original's. `how` tells the user what to do instead.
 
     Raises ConfigError.
     """
-    if refused := converted.refused():
-        lines = "\n".join(f"  {left}" for left in refused)
-        raise ConfigError(f"this cannot be carried over, and the training would be another without it:\n{lines}\n{how}")
+    if refused := report.refused():
+        lines = "\n".join(f"  {key}" for key in refused)
+        raise ConfigError(
+            f"these keys cannot be converted, and training without them gives a different result:\n{lines}\n{how}"
+        )

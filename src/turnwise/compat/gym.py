@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from turnwise.compat.actions import Actions, NoAction
-from turnwise.compat.maker import InFront, Maker, end, messages_of, number, opened, plain, referred
+from turnwise.compat.action_parser import Actions, NoAction
+from turnwise.compat.object_factory import InFront, Maker, end, messages_of, number, opened, plain, referred
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed

@@ -18,8 +18,8 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
-from turnwise.compat.instances import EXHAUSTED, InstancePool, Lease
-from turnwise.compat.maker import InFront, Maker, end, number, opened
+from turnwise.compat.instance_pool import EXHAUSTED, InstancePool, Lease
+from turnwise.compat.object_factory import InFront, Maker, end, number, opened
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool, Toolbox

@@ -12,7 +12,7 @@ from typing import Any
 from support.conversations import RENDERER, STOP, Says, a_row, hold_all, scripted, spoken
 from support.swift import ASKED, learnt, made, play, whole
 from turnwise.compat.swift.gym import Env, envs
-from turnwise.compat.swift.rewards import ORM, ask
+from turnwise.compat.swift.rewards import ORM, call_reward_once
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.rollout.limits import Limits
 from turnwise.types import Stop
@@ -72,7 +72,7 @@ def test_a_reward_function_reads_text_in_every_message_of_every_record() -> None
             return [0.5]
 
     trajectory = whole(play(GivesIds, "one", "two", "three", max_turns=3))
-    assert asyncio.run(ask(Reads(), trajectory, "reads")) == 0.5
+    assert asyncio.run(call_reward_once(Reads(), trajectory, "reads")) == 0.5
     assert seen["completions"] == ["three"]
     told = ["Hi", "one", "More.", "two", "More.", "three"]
     assert [message["content"] for message in seen["messages"][0]] == told

@@ -115,9 +115,9 @@ def test_what_is_masked_weighs_nothing_and_nothing_is_corrected_that_needs_no_co
     (micro,) = batch.micro_batches
     assert [round(float(weight), 6) for weight in micro.weight_N] == [0.25] * 4
     converted = from_swift_arguments(["--rollout_importance_sampling_mode", "token_mask"])
-    (left,) = [left for left in converted.left if left.key == "rollout_importance_sampling_mode"]
-    assert "the engine works on the trainer's own weights" in left.reason
-    assert not left.matters
+    (left,) = [left for left in converted.unsupported if left.key == "rollout_importance_sampling_mode"]
+    assert "the engine uses the trainer's weights" in left.reason
+    assert not left.changes_training
 
 
 def test_a_thought_that_the_template_opens_is_opened_once_however_often_the_answer_goes_on() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from turnwise.compat.converted import Converted
+from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
-from turnwise.compat.swift.command import read
+from turnwise.compat.swift.command_line import read_arguments
 from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
@@ -48,15 +48,15 @@ NPROC_PER_NODE=2 nohup swift rlhf \\
 """
 
 
-def converted(text: str) -> Converted:
+def converted(text: str) -> ConversionReport:
     return from_swift_arguments(shlex.split(text))
 
 
-def left(found: Converted) -> dict[str, bool]:
-    return {one.key: one.matters for one in found.left}
+def left(found: ConversionReport) -> dict[str, bool]:
+    return {one.key: one.changes_training for one in found.unsupported}
 
 
-def valid(found: Converted) -> Config:
+def valid(found: ConversionReport) -> Config:
     config = Config.model_validate(found.recipe)
     refuse_without_effect(config)
     return config
@@ -135,10 +135,10 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "--loss_type cispo --advantage_estimator rloo --epsilon 0.2 --truncation_strategy left --seed 7 --data_seed 8"
     )
     found = converted(words)
-    given = set(read(shlex.split(words)).values)
-    assert given == set(found.carried) | {one.key for one in found.left}
-    assert not set(found.carried) & {one.key for one in found.left}
-    assert all(one.reason for one in found.left)
+    given = set(read_arguments(shlex.split(words)).values)
+    assert given == set(found.converted) | {one.key for one in found.unsupported}
+    assert not set(found.converted) & {one.key for one in found.unsupported}
+    assert all(one.reason for one in found.unsupported)
     assert left(found) == {
         "vllm_mode": False,
         "deepspeed": False,
@@ -163,8 +163,8 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
     assert (config.train.lr_schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
     assert (config.train.loss_average, config.train.batch_size, config.seed) == ("sequence", 2, 42)
     assert config.data.columns == {"prompt": "messages"}
-    (lora,) = found.left
-    assert (lora.key, lora.value, lora.matters) == ("tuner_type", "lora", True)
+    (lora,) = found.unsupported
+    assert (lora.key, lora.value, lora.changes_training) == ("tuner_type", "lora", True)
     assert "all parameters are trained here" in lora.reason
 
 
@@ -207,12 +207,13 @@ def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> 
 @pytest.mark.parametrize(("key", "node"), [("save_steps", "checkpoint"), ("eval_steps", "eval")])
 def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> None:
     found = converted(FULL + f"--val_dataset e.jsonl --{key} 0.1")
-    (one,) = [one for one in found.left if one.key == key]
-    assert (one.value, one.matters) == (0.1, False)
+    (one,) = [one for one in found.unsupported if one.key == key]
+    assert (one.value, one.changes_training) == (0.1, False)
     assert (
-        one.reason == f"below 1 it is a share of all steps in ms-swift, and {node}.every is a number of steps: set it"
+        one.reason
+        == f"a value below 1 is a share of all steps in ms-swift, but {node}.every is a number of steps: set it"
     )
-    assert key not in found.carried
+    assert key not in found.converted
     assert "every" not in found.recipe.get(node, {})
     valid(found)
     with pytest.raises(ConfigError, match=f"--{key}: '1.5' is not an integer"):
@@ -222,28 +223,28 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
-        ("--rlhf_type dpo", "rlhf_type", "only GRPO has a place in a recipe"),
-        ("--dataset a.jsonl b.jsonl", "dataset", "data.train is one data set"),
+        ("--rlhf_type dpo", "rlhf_type", "only GRPO can be converted"),
+        ("--dataset a.jsonl b.jsonl", "dataset", "data.train takes one data set"),
         (
             "--reward_funcs cosines",
             "reward_funcs",
-            "there is no reward function 'cosines' here; there are accuracy, cosine, format",
+            "there is no reward function 'cosines'; there are accuracy, cosine, format",
         ),
         ("--reward_weights 1 2", "reward_weights", "2 weights for 0 rewards"),
-        ("--importance_sampling_level sequence", "importance_sampling_level", "the ratio is each token's here"),
-        ("--loss_scale hermes", "loss_scale", "loss_mask knows all and last_round"),
-        ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows are a file or a split of their own"),
+        ("--importance_sampling_level sequence", "importance_sampling_level", "the ratio is computed per token here"),
+        ("--loss_scale hermes", "loss_scale", "loss_mask supports all and last_round"),
+        ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows must be a separate file or split"),
         (
             "--learning_rat 1",
             "learning_rat",
-            "not known here as an argument of ms-swift; did you mean 'learning_rate'?",
+            "turnwise knows no such argument of ms-swift; did you mean 'learning_rate'?",
         ),
-        ("--reward_model R", "reward_model", "a reward model is asked by a reward function of yours here"),
+        ("--reward_model R", "reward_model", "call the reward model in a reward function"),
     ],
 )
 def test_what_would_be_another_training_is_left_and_matters(words: str, key: str, reason: str) -> None:
     found = converted(FULL + words)
-    assert [one.matters for one in found.left if one.key == key and reason in one.reason] == [True]
+    assert [one.changes_training for one in found.unsupported if one.key == key and reason in one.reason] == [True]
 
 
 def test_epochs_are_counted_in_steps_where_the_rows_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +277,8 @@ def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_pat
     assert one.recipe["train"]["lr"] == 1e-6
     over = from_swift_arguments(["swift", "rlhf", str(tmp_path / "args.yaml"), "--beta", "0.5"])
     assert over.recipe["train"]["kl_coef"] == 0.5
-    (twice,) = [one for one in over.left if one.key == "beta"]
-    assert (twice.value, twice.reason) == (0.0, "the commands give it twice; 0.5 was taken")
+    (twice,) = [one for one in over.unsupported if one.key == "beta"]
+    assert (twice.value, twice.reason) == (0.0, "the commands give different values for it; 0.5 was used")
 
 
 @pytest.mark.parametrize(
@@ -342,8 +343,8 @@ swift rlhf --rlhf_type grpo --model Qwen/Qwen3-1.7B --tuner_type full --dataset 
 """
 
 
-def guessed(found: Converted) -> dict[str, Any]:
-    return {one.key: one.value for one in found.guessed}
+def guessed(found: ConversionReport) -> dict[str, Any]:
+    return {one.key: one.value for one in found.assumptions}
 
 
 def test_a_rollout_command_in_a_comment_is_read_and_told(tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_a_rollout_command_in_a_comment_is_read_and_told(tmp_path: Path) -> None
 def test_where_the_rollout_command_is_unknown_a_single_turn_is_marked(tmp_path: Path) -> None:
     (refused,) = converted(FULL + "--vllm_mode server").refused()
     assert (refused.key, refused.value) == ("vllm_mode", "server")
-    assert "the arguments of `swift rollout`, where a scheduler would be, are not known" in refused.reason
+    assert "the arguments of `swift rollout`, which may name a scheduler, are not given" in refused.reason
     assert converted(FULL + "--vllm_mode colocate").refused() == []
 
 
@@ -391,8 +392,8 @@ def test_what_was_guessed_is_told(tmp_path: Path) -> None:
     words = "--rlhf_type grpo --tuner_type full --max_steps 1 --model Qwen/Qwen3-0.6B "
     found = converted(words + "--dataset AI-MO/NuminaMath-TIR")
     assert guessed(found) == {"columns": "messages", "model": "Qwen/Qwen3-0.6B", "dataset": "AI-MO/NuminaMath-TIR"}
-    assert "# guessed: columns='messages': the data could not be looked into here" in as_recipe(found)
-    assert "# guessed: model='Qwen/Qwen3-0.6B': ms-swift takes it from ModelScope" in as_recipe(found)
+    assert "# assumed: columns='messages': the data could not be read here" in as_recipe(found)
+    assert "# assumed: model='Qwen/Qwen3-0.6B': ms-swift loads it from ModelScope" in as_recipe(found)
     assert guessed(converted(words + "--dataset AI-MO/NuminaMath-TIR --use_hf true")) == {"columns": "messages"}
     data, model = tmp_path / "d.jsonl", tmp_path / "model"
     data.write_text('{"query": "?"}\n')

@@ -16,7 +16,6 @@ from support.swift import whole
 from turnwise.build import scorer
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import Reward, scheduler
-from turnwise.compat.swift.args import Args
 from turnwise.compat.swift.outcomes import (
     CosineReward,
     Format,
@@ -25,6 +24,7 @@ from turnwise.compat.swift.outcomes import (
     RepetitionPenalty,
     SoftOverlong,
 )
+from turnwise.compat.swift.reward_args import RewardArgs
 from turnwise.compat.swift.rewards import arguments_of, orms
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
@@ -69,7 +69,7 @@ def test_formats_are_the_whole_of_a_completion() -> None:
 
 
 def test_lengths_and_repetitions_are_paid_by_ms_swifts_arguments() -> None:
-    args = Args({"max_completion_length": 100, "soft_cache_length": 20})
+    args = RewardArgs({"max_completion_length": 100, "soft_cache_length": 20})
     ids = {"response_token_ids": [[[1] * 25, [1] * 25], [[1] * 90], [1] * 120]}
 
     def right(completions: Any, solution: Any, **kwargs: Any) -> list[float]:
@@ -84,9 +84,9 @@ def test_lengths_and_repetitions_are_paid_by_ms_swifts_arguments() -> None:
     with pytest.raises(
         ConfigError, match=r"soft_overlong needs soft_cache_length, below soft_max_length=512; it is None"
     ):
-        SoftOverlong(Args())
-    with pytest.raises(AttributeError, match=r"args has no 'beta' here; give it .* arguments: \{args: \{beta: ...\}\}"):
-        Args().beta  # noqa: B018
+        SoftOverlong(RewardArgs())
+    with pytest.raises(AttributeError, match=r"args has no 'beta' here; set it .* arguments: \{args: \{beta: ...\}\}"):
+        RewardArgs().beta  # noqa: B018
 
 
 def thoughtful(*said: str) -> Trajectory:
@@ -230,5 +230,5 @@ def test_a_script_gives_reward_functions_the_arguments_that_they_read(tmp_path: 
     (mine,) = [use for use in found.recipe["reward"]["group"] if use["name"] == "mine"]
     assert scored(group("a", "b"), {"arguments": mine["arguments"]}) == [0.0, 0.0]
     words = "--rlhf_type grpo --model M --dataset d --max_steps 1 --cosine_max_len 9"
-    left = from_swift_arguments(words.split()).left
-    assert ("cosine_max_len", False) in [(one.key, one.matters) for one in left]
+    left = from_swift_arguments(words.split()).unsupported
+    assert ("cosine_max_len", False) in [(one.key, one.changes_training) for one in left]

@@ -91,6 +91,6 @@ def test_words_of_a_command_line_are_converted_too(capsys: pytest.CaptureFixture
     assert main(["convert", "--from", "swift", "--", *words]) == 0
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed)["train"]["steps"] == 3
-    assert "# CHANGES THE TRAINING, left out: made_up=1: not known here as an argument of ms-swift" in printed
+    assert "# CHANGES THE TRAINING, left out: made_up=1: turnwise knows no such argument of ms-swift" in printed
     assert main(["convert", "--from", "swift", "absent.sh"]) == 1
     assert "absent.sh cannot be read: No such file" in capsys.readouterr().err

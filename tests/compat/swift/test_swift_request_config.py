@@ -74,14 +74,17 @@ def test_each_question_of_a_run_has_the_request_config_that_it_is_asked_with() -
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"temperature": 0.5}, "temperature=0.5. Training compares log-probabilities under one distribution"),
+        (
+            {"temperature": 0.5},
+            "temperature=0.5. Training needs all tokens to be sampled from the recipe's distribution",
+        ),
         ({"temperature": 0.5}, "set sampling.temperature in the recipe"),
         ({"top_p": 0.9}, "set sampling.top_p in the recipe"),
         ({"top_k": 4}, "set sampling.top_k in the recipe"),
         ({"min_p": 0.1}, "set sampling.min_p in the recipe"),
         (
             {"repetition_penalty": 1.2},
-            "repetition_penalty of the request_config as it is; the recipe has no such option",
+            "repetition_penalty in the request_config; the recipe has no such option",
         ),
         ({"max_tokens": 0}, "SamplingChange(max_tokens=0): max_tokens must be an integer of at least 1"),
     ],

@@ -12,7 +12,7 @@ import pytest
 from support.conversations import Says, a_row, hold
 from support.swift import play, whole
 from turnwise.compat.swift import reward, scheduler
-from turnwise.compat.swift.rewards import arguments_of, ask, orms
+from turnwise.compat.swift.rewards import arguments_of, call_reward_once, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.errors import ConfigError
 from turnwise.rewards.reward import Scorer, TrajectoryReward
@@ -76,7 +76,7 @@ def test_a_class_is_made_once_with_its_arguments_and_asked_with_the_rows_columns
     trajectory = spoken("four", solution="4!")
     assert given(trajectory, "length", external_plugins=[plugin]) == 6.0
     assert given(trajectory, f"{plugin}:Length", arguments={"per": 0.5}) == 4.0
-    with pytest.raises(ConfigError, match=r"infos is no class and is made of nothing; remove them"):
+    with pytest.raises(ConfigError, match=r"infos is a function, not a class, and takes none: remove them"):
         given(trajectory, "infos", arguments={"per": 1})
 
 
@@ -148,8 +148,10 @@ def test_anything_but_one_number_for_one_completion_breaks_the_trajectory(values
     def odd(completions: Sequence[str], **kwargs: Any) -> Any:
         return values
 
-    with pytest.raises(ValueError, match=r"the reward function odd gave .* for 1 completion; it must give a list"):
-        asyncio.run(ask(odd, spoken("x"), "odd"))
+    with pytest.raises(
+        ValueError, match=r"the reward function odd returned .* for 1 completion; it must return a list"
+    ):
+        asyncio.run(call_reward_once(odd, spoken("x"), "odd"))
 
 
 def test_a_text_among_the_numbers_is_refused() -> None:
@@ -157,7 +159,7 @@ def test_a_text_among_the_numbers_is_refused() -> None:
         return ["1.0"]
 
     with pytest.raises(TypeError, match=r"the reward function odd gave the text '1\.0'; a reward must be a number"):
-        asyncio.run(ask(odd, spoken("x"), "odd"))
+        asyncio.run(call_reward_once(odd, spoken("x"), "odd"))
 
 
 def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() -> None:
@@ -165,7 +167,7 @@ def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() 
         raise RuntimeError("no judge")
 
     trajectory = spoken("x")
-    score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: ask(breaks, one, "breaks"))])
+    score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: call_reward_once(breaks, one, "breaks"))])
     asyncio.run(score.score_group([trajectory]))
     assert trajectory.error is not None
     assert (trajectory.error.kind, trajectory.error.message.partition("RuntimeError")[2]) == ("reward", ": no judge")

@@ -122,13 +122,13 @@ def test_a_run_that_makes_no_sense_breaks_its_own_conversation() -> None:
         await self.infer_engine.infer_async(request, config)
         raise KeyError("gone")
 
-    assert "Odd.run returned before it asked its infer_engine for anything" in refused(nothing)
+    assert "Odd.run returned before it called its infer_engine" in refused(nothing)
     assert "Odd.run must return a RolloutOutput or a list of them; it returned 'text'" in refused(no_output)
     assert (
-        "the scheduler asks with temperature=2.0. Training compares log-probabilities under one distribution"
+        "the scheduler's request has temperature=2.0. Training needs all tokens to be sampled from the recipe's distribution"
         in refused(hotter)
     )
-    assert "run asks its infer_engine for a second answer before it has the first" in refused(two_at_once)
+    assert "run called its infer_engine a second time before the first response had arrived" in refused(two_at_once)
     assert "infer_engine.infer blocks until the model has answered" in refused(blocks)
     assert refused(breaks) == "KeyError: gone"
 
@@ -235,7 +235,7 @@ def test_a_game_that_there_is_not_breaks_the_conversation_with_its_name() -> Non
     assert "there is no environment 'gues'; did you mean 'guess'?; registered are: " in error.message
     error = play("gym_scheduler", "1", row=a_row("x")).error
     assert error is not None
-    assert "the row names no environment, and neither does environment.arguments.gym_env" in error.message
+    assert "neither the row nor environment.arguments.gym_env names the environment" in error.message
 
 
 def test_a_scheduler_that_pays_by_total_reward_is_paid_if_the_recipe_says_so() -> None:
@@ -304,4 +304,4 @@ def test_images_that_rollout_infos_names_stand_where_the_messages_say(tmp_path: 
         Invents, scripted(["Let me look.", "A dog."], renderer=renderer), row=row, table={"renderer": renderer}
     ).error
     assert error is not None
-    assert "the request has 1 images and its messages have places for 2" in error.message
+    assert "the request has 1 images and its messages have tags for 2" in error.message

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.conversations import RENDERER, STOP, Says, a_row, spoken
 from support.swift import ASKED, learnt, play, whole
-from turnwise.compat.swift.masks import Returned, Sampled, masked_outputs, masked_turn
+from turnwise.compat.swift.masks import ReturnedTokens, SampledTurn, mask_outputs, mask_turn
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.types import Row, Trajectory
@@ -154,12 +154,12 @@ def test_tokens_that_were_not_sampled_are_never_learnt_from_even_if_the_mask_say
     [
         (
             {"response_token_ids": [5, 6]},
-            r"turn 1: response_token_ids has 2 tokens where the model sampled 4; they differ",
+            r"turn 1: response_token_ids has 2 tokens, but the model sampled 4; they differ",
         ),
         ({"response_loss_mask": [1, 1]}, r"response_loss_mask has 2 values for 4 sampled tokens"),
-        ({"response_loss_mask": [1, 1, 2, 1]}, r"response_loss_mask holds 2; its values are 0 and 1"),
+        ({"response_loss_mask": [1, 1, 2, 1]}, r"response_loss_mask contains 2; its values must be 0 or 1"),
         ({"rollout_logprobs": [-0.1]}, r"rollout_logprobs has 1 values for 4 tokens whose mask is 1"),
-        ({"rollout_logprobs": [-0.1] * 4}, r"rollout_logprobs says -0\.1 for token 0, which was sampled with -0\.125"),
+        ({"rollout_logprobs": [-0.1] * 4}, r"rollout_logprobs has -0\.1 for token 0, which was sampled with -0\.125"),
         ({"infer_request": None}, r"Does\.step must return \{'infer_request': RolloutInferRequest"),
     ],
 )
@@ -266,9 +266,9 @@ def test_what_cannot_be_told_to_a_model_here_is_refused_and_not_left_out() -> No
         request.add_eos = True
 
     for what, why in (
-        (add_audio, "the request has audios, which cannot be told to a model here"),
-        (other_tools, "the scheduler changed the tools of a conversation that goes on"),
-        (open_end, "add_eos=True is not known here"),
+        (add_audio, "the request has audios, which is not supported here"),
+        (other_tools, "the scheduler changed the tools during a conversation"),
+        (open_end, "add_eos=True is not supported here"),
     ):
         error = does(what).error
         assert error is not None
@@ -289,13 +289,13 @@ def test_only_tokens_that_agree_with_the_sampled_ones_and_have_mask_1_are_learnt
     mask = ones[: len(given_ids)]
     if not given_ids:
         return
-    masked = masked_turn(Returned(given_ids, mask), sampled, [0.0] * len(sampled), turn=1, edited=True)
-    left = [n for n in range(len(sampled)) if n not in masked.places]
+    masked = mask_turn(ReturnedTokens(given_ids, mask), sampled, [0.0] * len(sampled), turn=1, edited=True)
+    left = [n for n in range(len(sampled)) if n not in masked.positions]
     agree = 0
     while agree < min(len(sampled), len(given_ids)) and sampled[agree] == given_ids[agree]:
         agree += 1
     assert left == [n for n in range(agree) if mask[n]]
-    assert masked.foreign == sum(mask[agree:])
+    assert masked.not_sampled == sum(mask[agree:])
 
 
 def outputs(*ids: list[list[int]], masks: Any = None) -> list[RolloutOutput]:
@@ -305,26 +305,26 @@ def outputs(*ids: list[list[int]], masks: Any = None) -> list[RolloutOutput]:
 
 
 def test_outputs_of_run_are_found_in_the_turns_and_turns_in_none_are_left_out() -> None:
-    turns = [Sampled(0, [5, 6, 2]), Sampled(1, [7, 2]), Sampled(2, [8, 9, 2])]
-    assert masked_outputs(outputs([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]), turns).masked == {}
-    assert masked_outputs(outputs([[5, 6, 2], [7, 2], [8, 9, 2]]), turns).masked == {}
-    assert masked_outputs(outputs([[8, 9, 2]]), turns).masked == {0: [0, 1, 2], 1: [0, 1]}
-    assert masked_outputs(outputs([[5, 6, 2]], [[7]], masks=[[[1, 0, 0]], [[1]]]), turns).masked == {
+    turns = [SampledTurn(0, [5, 6, 2]), SampledTurn(1, [7, 2]), SampledTurn(2, [8, 9, 2])]
+    assert mask_outputs(outputs([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]), turns).masked == {}
+    assert mask_outputs(outputs([[5, 6, 2], [7, 2], [8, 9, 2]]), turns).masked == {}
+    assert mask_outputs(outputs([[8, 9, 2]]), turns).masked == {0: [0, 1, 2], 1: [0, 1]}
+    assert mask_outputs(outputs([[5, 6, 2]], [[7]], masks=[[[1, 0, 0]], [[1]]]), turns).masked == {
         0: [1, 2],
         2: [0, 1, 2],
     }
     # between them there may be what the scheduler put there, masked
     together = [5, 6, 2, 40, 41, 7, 2]
-    assert masked_outputs(outputs([together], masks=[[[1, 1, 1, 0, 0, 1, 1]]]), turns).masked == {2: [0, 1, 2]}
-    assert masked_outputs([RolloutOutput()], turns).masked == {}
+    assert mask_outputs(outputs([together], masks=[[[1, 1, 1, 0, 0, 1, 1]]]), turns).masked == {2: [0, 1, 2]}
+    assert mask_outputs([RolloutOutput()], turns).masked == {}
 
 
 def test_each_output_of_run_is_a_record_whose_last_round_is_learnt_from_or_what_its_mask_says() -> None:
-    turns = [Sampled(0, [5, 6, 2]), Sampled(1, [7, 2]), Sampled(2, [8, 9, 2])]
+    turns = [SampledTurn(0, [5, 6, 2]), SampledTurn(1, [7, 2]), SampledTurn(2, [8, 9, 2])]
 
     def of(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
-        found = masked_outputs(outputs(*args, **kwargs), turns)
-        return found.learn_from, found.ends
+        found = mask_outputs(outputs(*args, **kwargs), turns)
+        return found.learn_from, found.output_ends
 
     assert of([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]) == ([0, 1, 2], [0, 1, 2])
     assert of([[5, 6, 2], [7, 2], [8, 9, 2]]) == ([2], [2])
@@ -332,21 +332,22 @@ def test_each_output_of_run_is_a_record_whose_last_round_is_learnt_from_or_what_
     assert of([[5, 6, 2], [7, 2]], masks=[[[1, 1, 0], [1, 1]]]) == ([0, 1], [1])
     answers = [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "assistant", "assistant")]
     whole_round = RolloutOutput(messages=answers, response_token_ids=[[5, 6, 2], [7, 2], [8, 9, 2]])
-    assert masked_outputs([whole_round], turns).learn_from == [1, 2]
-    assert masked_outputs([RolloutOutput()] * 3, turns).learn_from == [0, 1, 2]
-    assert masked_outputs([RolloutOutput()] * 2, turns).learn_from == []
+    assert mask_outputs([whole_round], turns).learn_from == [1, 2]
+    assert mask_outputs([RolloutOutput()] * 3, turns).learn_from == [0, 1, 2]
+    assert mask_outputs([RolloutOutput()] * 2, turns).learn_from == []
 
 
 def test_outputs_of_run_that_fit_no_turn_are_refused() -> None:
-    turns = [Sampled(0, [5, 6, 2])]
+    turns = [SampledTurn(0, [5, 6, 2])]
     with pytest.raises(
-        ValueError, match=r"output 1 of run: the mask is 1 at place 3 of 5 response_token_ids, and token 40"
+        ValueError,
+        match=r"output 1 of run: the mask is 1 at position 3 of 5 response_token_ids, but the model did not sample token 40",
     ):
-        masked_outputs(outputs([[5, 6, 2, 40, 41]]), turns)
+        mask_outputs(outputs([[5, 6, 2, 40, 41]]), turns)
     with pytest.raises(ValueError, match=r"response_loss_mask has 1 lists for 2 of response_token_ids"):
-        masked_outputs(outputs([[5], [6]], masks=[[[1]]]), turns)
-    with pytest.raises(ValueError, match=r"has a response_loss_mask or rollout_logprobs without response_token_ids"):
-        masked_outputs([RolloutOutput(response_loss_mask=[[1]])], turns)
+        mask_outputs(outputs([[5], [6]], masks=[[[1]]]), turns)
+    with pytest.raises(ValueError, match=r"has response_loss_mask or rollout_logprobs, but no response_token_ids"):
+        mask_outputs([RolloutOutput(response_loss_mask=[[1]])], turns)
     one = RolloutOutput(response_token_ids=[[5, 6, 2]], rollout_logprobs=[[-0.1]])
     with pytest.raises(ValueError, match=r"rollout_logprobs has 1 values for 3 tokens whose mask is 1"):
-        masked_outputs([one], turns)
+        mask_outputs([one], turns)

@@ -123,7 +123,9 @@ def test_a_run_that_is_to_be_paid_returns_its_total_reward() -> None:
 
     error = play(Unpaid, "a", use_gym_env=True).error
     assert error is not None
-    assert "use_gym_env pays what rollout_infos['total_reward'] says, and Unpaid.run returned none" in error.message
+    assert (
+        "use_gym_env takes the reward from rollout_infos['total_reward'], and Unpaid.run returned none" in error.message
+    )
 
 
 def test_a_step_may_answer_with_the_request_and_a_dictionary(vendored: str) -> None:

@@ -12,7 +12,7 @@ import yaml
 from compat.verl.verl_files import an_interaction, written
 from turnwise import build
 from turnwise.cli import main
-from turnwise.compat.converted import Converted
+from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.verl.arguments import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
 from turnwise.config.recipe import checked
@@ -57,12 +57,12 @@ def grpo(rows: str) -> list[str]:
     ]
 
 
-def matters(converted: Converted) -> dict[str, str]:
+def matters(converted: ConversionReport) -> dict[str, str]:
     """The keys that change the training, and the reasons."""
     return {left.key: left.reason for left in converted.refused()}
 
 
-def whole(converted: Converted) -> Config:
+def whole(converted: ConversionReport) -> Config:
     """The recipe, which must be one, and must be fit for training."""
     config = checked(converted.recipe, source="converted")
     refuse_without_effect(config)
@@ -97,7 +97,7 @@ def test_an_ordinary_run_is_the_same_run(grpo: list[str], rows: str) -> None:
             "trainer.experiment_name=e",
         ]
     )
-    assert found.left == []
+    assert found.unsupported == []
     config = whole(found)
     assert (config.model.path, config.model.dtype) == ("some/model", "bfloat16")
     assert (config.data.train, config.data.eval, config.data.shuffle, config.seed) == (rows, rows, False, 3)
@@ -127,10 +127,10 @@ def test_what_is_not_said_has_verl_s_value(grpo: list[str]) -> None:
     assert (config.limits.context, config.limits.tokens_per_turn) == (1024, 512)
     found = from_verl_arguments([one for one in grpo if "adv_estimator" not in one and "mini" not in one])
     assert matters(found) == {
-        "algorithm.adv_estimator": "there is grpo: algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator": "only grpo can be converted: algorithm.adv_estimator=grpo",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "the 4 rows of data.train_batch_size cannot be divided by it",
     }
-    assert {left.key: left.value for left in found.left}["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+    assert {left.key: left.value for left in found.unsupported}["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
 
 
 def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
@@ -141,15 +141,15 @@ def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
     )
     assert (config.train.minibatches, config.train.clip_low, config.train.clip_high) == (2, 0.2, 0.28)
     found = from_verl_arguments([*grpo, "actor_rollout_ref.actor.clip_ratio=0.3"])
-    assert [str(left) for left in found.left] == [
-        "actor_rollout_ref.actor.clip_ratio=0.3: has no effect with one optimizer step a batch: the ratio is 1"
+    assert [str(left) for left in found.unsupported] == [
+        "actor_rollout_ref.actor.clip_ratio=0.3: has no effect with one optimizer step per batch: the ratio is 1"
     ]
     assert "clip_low" not in found.recipe["train"]
 
 
 def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere/train.parquet"])
-    assert "which cannot be read here: say total_training_steps" in matters(found)["trainer.total_epochs"]
+    assert "which cannot be read here: set total_training_steps" in matters(found)["trainer.total_epochs"]
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", "trainer.total_training_steps=7"])
     assert (whole(found).train.steps, matters(found)) == (7, {})
     assert whole(from_verl_arguments([*grpo, "data.train_max_samples=8"])).train.steps == 6
@@ -185,8 +185,8 @@ def test_the_files_are_found_by_each_of_their_keys(keys: list[str], grpo: list[s
             "data.return_raw_chat=True",
         ]
     )
-    assert found.left == []
-    assert found.carried["data.return_raw_chat"] == "rows are always conversations"
+    assert found.unsupported == []
+    assert found.converted["data.return_raw_chat"] == "rows are always conversations"
     config = whole(found)
     assert config.environment.use == "turnwise.compat.verl:Conversations"
     assert config.environment.arguments == {"interactions": "i.yaml", "tools": "t.yaml", "max_user_turns": 3}
@@ -216,24 +216,27 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ([f"{TURNS}.max_user_turns=3"], "it counts an interaction's answers, and there is none"),
-        ([f"{TURNS}.max_assistant_turns=3"], "multi_turn is off, so there is one turn"),
+        ([f"{TURNS}.max_user_turns=3"], "it counts the answers of an interaction, and there is none"),
+        ([f"{TURNS}.max_assistant_turns=3"], "multi_turn is off, so a conversation has one turn"),
         ([f"{TURNS}.enable=False", f"{TURNS}.tool_config_path=t"], "it contradicts the interaction or tool file"),
         (
             [f"{TURNS}.tool_config_path=t", "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=u"],
-            "multi_turn.tool_config_path names another file: leave one out",
+            "multi_turn.tool_config_path names another file: remove one of the two",
         ),
         ([f"{TURNS}.function_tool_path=f.py"], "name the functions in `tools:` of the recipe"),
-        (["algorithm.use_kl_in_reward=True"], "a divergence can be in the loss, not in the reward"),
-        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], "by verl's names: token-mean, seq-mean-token-mean"),
+        (["algorithm.use_kl_in_reward=True"], "the KL divergence can be part of the loss, not of the reward"),
+        (
+            ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],
+            "train.loss_average supports these values of verl: token-mean, seq-mean-token-mean",
+        ),
         (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
-        (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the template is rendered without keywords"),
-        (["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"], "has no second bound"),
-        (["trainer.resume_mode=resume_path"], "resume knows, by verl's names: auto, disable"),
-        (["trainer.device=npu"], "model.device knows, by verl's names: cuda, cpu"),
+        (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the chat template is rendered without extra arguments"),
+        (["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"], "no second bound"),
+        (["trainer.resume_mode=resume_path"], "resume supports these values of verl: auto, disable"),
+        (["trainer.device=npu"], "model.device supports these values of verl: cuda, cpu"),
         (["actor_rollout_ref.actor.use_kl_los=True"], "did you mean 'actor_rollout_ref.actor.use_kl_loss'?"),
         (["train.lr=1e-4"], "turnwise knows no such key of verl's"),
-        (["trainer.default_local_dir=${nowhere.at_all}/x"], "it names a key or a variable that is not there"),
+        (["trainer.default_local_dir=${nowhere.at_all}/x"], "it refers to a key or a variable that does not exist"),
     ],
 )  # fmt: skip
 def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str], told: str, grpo: list[str]) -> None:
@@ -247,29 +250,29 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("trainer.n_gpus_per_node=8", "one process does it"),
-        ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and every conversation are written anyway"),
-        ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has its own"),
-        ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has its own"),
-        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has its own"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "one process does it"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "one process does it"),
-        ("critic.optim.lr=1e-5", "there is no critic with adv_estimator=grpo, in verl neither"),
-        ("algorithm.gamma=1.0", "has no effect with adv_estimator=grpo, in verl neither"),
+        ("trainer.n_gpus_per_node=8", "turnwise uses one process"),
+        ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and all conversations are always written"),
+        ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has other options"),
+        ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has other options"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has other options"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "turnwise uses one process"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "turnwise uses one process"),
+        ("critic.optim.lr=1e-5", "adv_estimator=grpo has no critic, also not in verl"),
+        ("algorithm.gamma=1.0", "has no effect with adv_estimator=grpo, also not in verl"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.01", "belongs to use_kl_loss, which is off"),
-        ("data.return_multi_modal_inputs=False", "no row holds an image"),
+        ("data.return_multi_modal_inputs=False", "no row contains an image"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "there are no held-out rows: data.val_files"),
         (
             "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
-            "val_kwargs.temperature says how an evaluation samples",
+            "val_kwargs.temperature selects how an evaluation samples",
         ),
         (f"{TURNS}.max_parallel_calls=1", "there are no tools"),
     ],
 )
 def test_a_key_that_changes_nothing_that_is_learnt_is_named(key: str, told: str, grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, key])
-    (left,) = found.left
-    assert (left.key, left.matters) == (key.lstrip("+").partition("=")[0], False)
+    (left,) = found.unsupported
+    assert (left.key, left.changes_training) == (key.lstrip("+").partition("=")[0], False)
     assert told in left.reason
     whole(found)
 
@@ -278,7 +281,7 @@ def test_every_key_is_carried_over_or_left_out(grpo: list[str]) -> None:
     """Whatever the tables know, given a value: nothing is accepted and ignored."""
     for key in [*PLAIN, *HANDLED, *FIXED, *DEFAULTS, "some.thing", "data.some"]:
         found = from_verl_arguments([*grpo, f"{key}={json.dumps(DEFAULTS.get(key, 1))}"])
-        names = [*found.carried, *(left.key for left in found.left)]
+        names = [*found.converted, *(left.key for left in found.unsupported)]
         assert key in names, key
         assert len(names) == len(set(names))
         if key not in ("some.thing", "data.some"):
@@ -301,7 +304,7 @@ def test_the_third_document_s_block_is_tools_and_a_bound(grpo: list[str], tmp_pa
         "        - {name: search, type: api, endpoint: 'http://search:3000'}\n",
     )
     found = from_verl_arguments(grpo, folder=tmp_path, name="note")
-    assert [left.key for left in found.left] == ["rollout.engine"]
+    assert [left.key for left in found.unsupported] == ["rollout.engine"]
     config = whole(found)
     assert (config.limits.turns, config.sampling.stop) == (5, ["</s>"])
     assert [(tool.use, tool.arguments) for tool in config.tools] == [
@@ -323,7 +326,7 @@ def test_a_reward_function_of_one_s_own_is_asked(grpo: list[str]) -> None:
     (use,) = whole(found).reward.trajectory
     assert use.use == "turnwise.compat.verl:CustomScore"
     assert use.arguments == {"path": "mine.py", "name": "score", "arguments": {"bonus": 2}}
-    assert found.left == []
+    assert found.unsupported == []
 
 
 def test_data_without_a_grader_needs_a_reward_function(grpo: list[str], tmp_path: Path) -> None:
@@ -347,7 +350,7 @@ def test_configuration_files_are_put_together_as_hydra_does(grpo: list[str], tmp
     config = whole(found)
     assert (config.limits.context, config.limits.tokens_per_turn, config.train.lr) == (48, 16, 1e-3)
     assert config.output == "checkpoints/verl_examples/x-32-1"
-    assert [left.key for left in found.left] == ["hydra.searchpath"]
+    assert [left.key for left in found.unsupported] == ["hydra.searchpath"]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +367,7 @@ def test_configuration_files_are_put_together_as_hydra_does(grpo: list[str], tmp
         ({"a": "x: 1"}, {"name": "a", "overrides": ["x.y=2"]}, "'x.y=2': x is 1 and has no keys"),
         ({"a": "x: 1"}, {"name": "a", "overrides": ["~z"]}, "'~z': the configuration says nothing of z"),
         ({"a": "x: 1"}, {"name": "a", "overrides": ["x=["]}, "'x=[': the value is not YAML"),
-        ({"a": "data: {train_batch_size: many}"}, {"name": "a"}, "data.train_batch_size must be a whole number; it is 'many'"),
+        ({"a": "data: {train_batch_size: many}"}, {"name": "a"}, "data.train_batch_size must be an integer; it is 'many'"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_cannot_be_read_says_why(
@@ -398,7 +401,7 @@ def test_an_evaluation_samples_as_verl_s(grpo: list[str], rows: str) -> None:
     found = from_verl_arguments([*held_out, *(f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in keys)])
     config = whole(found)
     assert config.eval.sampling.model_dump(exclude_none=True) == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    assert (config.eval.samples_per_row, found.left) == (4, [])
+    assert (config.eval.samples_per_row, found.unsupported) == (4, [])
 
 
 def test_the_objective_is_that_of_verl_s_trainer(grpo: list[str]) -> None:
@@ -408,7 +411,7 @@ def test_the_objective_is_that_of_verl_s_trainer(grpo: list[str]) -> None:
     def rewards(*keys: str) -> tuple[str | None, int, int]:
         found = from_verl_arguments([*grpo, *keys])
         config = whole(found)
-        return config.environment.arguments.get("rewards"), len(config.reward.trajectory), len(found.guessed)
+        return config.environment.arguments.get("rewards"), len(config.reward.trajectory), len(found.assumptions)
 
     assert rewards(tools) == ("record", 1, 0)  # the grader alone
     assert rewards(tools, function) == ("record", 1, 0)
@@ -440,9 +443,9 @@ def test_several_files_are_one_data_set(grpo: list[str], rows: str, tmp_path: Pa
 
 def test_overlong_prompts_are_left_out(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, "data.filter_overlong_prompts=True", "data.max_prompt_length=77"])
-    assert (whole(found).data.max_prompt_tokens, found.left) == (77, [])
+    assert (whole(found).data.max_prompt_tokens, found.unsupported) == (77, [])
     found = from_verl_arguments([*grpo, "data.filter_overlong_prompts=False"])
-    assert (whole(found).data.max_prompt_tokens, found.left) == (None, [])
+    assert (whole(found).data.max_prompt_tokens, found.unsupported) == (None, [])
 
 
 def test_a_reward_function_may_stand_where_later_versions_have_it(grpo: list[str]) -> None:
@@ -450,9 +453,9 @@ def test_a_reward_function_may_stand_where_later_versions_have_it(grpo: list[str
     found = from_verl_arguments([*grpo, *keys])
     (use,) = whole(found).reward.trajectory
     assert use.arguments == {"path": "f.py", "name": "g"}
-    assert [left.key for left in found.left] == ["reward.num_workers"]
+    assert [left.key for left in found.unsupported] == ["reward.num_workers"]
     both = from_verl_arguments([*grpo, *keys, "custom_reward_function.path=other.py"])
-    assert "is another one: leave one out" in matters(both)["custom_reward_function.path"]
+    assert "names another function: remove one of the two" in matters(both)["custom_reward_function.path"]
 
 
 def test_hydra_s_own_directory_of_verl_s_configuration_is_not_read(grpo: list[str]) -> None:
@@ -509,12 +512,12 @@ def test_a_shell_script_is_read_and_never_run(
     )
     assert (config.limits.response_tokens, config.limits.context) == (3072, 3572)
     assert (config.train.steps, matters(found)) == (2, {})  # what is given behind the script counts
-    (guessed,) = found.guessed
+    (guessed,) = found.assumptions
     assert (guessed.key, guessed.value) == ("trainer.experiment_name", "run_$(now)")
     assert not (tmp_path / "log.txt").exists()
     assert main(["convert", "run.sh"]) == 0
     told = capsys.readouterr().out
-    assert "# guessed: trainer.experiment_name='run_$(now)': only a shell knows what this is" in told
+    assert "# assumed: trainer.experiment_name='run_$(now)': its value needs a shell" in told
     assert yaml.safe_load(told)["train"]["batch_size"] == 4
 
 

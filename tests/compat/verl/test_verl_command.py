@@ -113,13 +113,13 @@ def test_verl_s_command_line_trains(words: list[str], tmp_path: Path, capsys: py
     answers = {message["content"] for one in held for message in one["messages"][2::2]}
     assert answers == {"Your response is incorrect! You need to reflect on your answer and try again."}
     assert all(len(one["turns"]) == 2 for one in held if one["stop"] == "done")  # max_user_turns
-    assert "left out: trainer.n_gpus_per_node=8: how verl spreads the work" in told
+    assert "left out: trainer.n_gpus_per_node=8: how verl distributes work" in told
 
 
 def test_what_would_be_another_training_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.lora_rank=8"]) == 1
     told = capsys.readouterr().err
-    assert "algorithm.use_kl_in_reward=True: a divergence can be in the loss" in told
+    assert "algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss" in told
     assert "actor_rollout_ref.model.lora_rank=8: all parameters are trained" in told
     assert "Change these keys, or take them out (~key)" in told
 
@@ -131,8 +131,11 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     command = ["convert", *words, "algorithm.use_kl_in_reward=True", "--out", str(out)]
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert "CHANGES THE TRAINING, left out: algorithm.use_kl_in_reward=True: a divergence can be in the loss" in told
-    assert "left out: trainer.n_gpus_per_node=8: how verl spreads the work" in told
+    assert (
+        "CHANGES THE TRAINING, left out: algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss"
+        in told
+    )
+    assert "left out: trainer.n_gpus_per_node=8: how verl distributes work" in told
     assert "1 of which change the training" in told
     config, _ = load(out)
     assert (config.model.path, config.train.steps, config.train.group_size) == (str(model), 2, 3)

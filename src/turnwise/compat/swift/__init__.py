@@ -1,4 +1,6 @@
-"""Schedulers, gym environments, plugins, reward functions and flags of ms-swift, as they are (docs/swift.md).
+"""Runs ms-swift's schedulers, gym environments, plugins and reward functions unchanged, and reads its arguments.
+
+Example of a recipe (more in docs/swift.md):
 
 environment:
   use: turnwise.compat.swift:scheduler
@@ -11,6 +13,7 @@ reward:
 from __future__ import annotations
 
 from turnwise.compat.swift.arguments import from_swift_arguments
-from turnwise.compat.swift.named import Reward, reward, scheduler
+from turnwise.compat.swift.factory import scheduler
+from turnwise.compat.swift.reward_functions import Reward, reward
 
 __all__ = ["Reward", "from_swift_arguments", "reward", "scheduler"]

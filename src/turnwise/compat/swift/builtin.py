@@ -1,4 +1,4 @@
-"""The schedulers that ms-swift brings, by its names: tips for a second try, and tools in the ReAct format."""
+"""ms-swift's own schedulers: a tip and a second try after a wrong answer, and tools in the ReAct format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from turnwise.compat.swift.protocol import (
     RolloutInferRequest,
     RolloutOutput,
 )
-from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, answer, multi_turns
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, ask_scheduler, multi_turns
 from turnwise.environments.calculator import calculate
 
 __all__ = ["MathTipsMultiTurnScheduler", "MathTipsScheduler", "ThinkingModelTipsScheduler", "ToolCallScheduler"]
@@ -23,9 +23,9 @@ _ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)
 
 
 class ThinkingModelTipsScheduler(MultiTurnScheduler):
-    """A thinking model whose answer is wrong is told so once. It does not see again what it thought before.
+    """Tells a reasoning model once that its answer is wrong. The reasoning of earlier turns is removed from the history.
 
-    So each turn is a record of its own: `run` returns one output for each.
+    So each turn is a training record, and `run` returns one output for each turn.
     """
 
     tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
@@ -62,19 +62,19 @@ class ThinkingModelTipsScheduler(MultiTurnScheduler):
             response = await self.infer_engine.infer_async(infer_request, request_config)
             choice = response.choices[0]
             infer_request.messages.append({"role": "assistant", "content": choice.message.content})
-            told = copy.deepcopy(infer_request.messages)
-            said = await answer(self, infer_request, choice, len(outputs) + 1)
+            messages = copy.deepcopy(infer_request.messages)
+            decision = await ask_scheduler(self, infer_request, choice, len(outputs) + 1)
             ids: list[int] = list(choice.token_ids or ())
-            infos = {**said.infos, "num_turns": len(outputs) + 1}
-            outputs.append(RolloutOutput(response, told, [ids], [[1] * len(ids)], infos))
-            if said.done:
+            infos = {**decision.infos, "num_turns": len(outputs) + 1}
+            outputs.append(RolloutOutput(response, messages, [ids], [[1] * len(ids)], infos))
+            if decision.done:
                 return outputs
-            infer_request = said.request
-            request_config = request_config if said.config is None else said.config
+            infer_request = decision.request
+            request_config = request_config if decision.config is None else decision.config
 
 
 class MathTipsScheduler(MultiTurnScheduler):
-    """A wrong answer is cut before its conclusion, and the model goes on with a doubt that is put into its mouth, once."""
+    """Cuts a wrong answer before its conclusion and appends `tips_prompt`; the model continues from there. Once only."""
 
     tips_prompt = "But wait... It seems I made a mistake,"
 
@@ -85,8 +85,8 @@ class MathTipsScheduler(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> bool:
-        whole = infer_request.messages[-1]["content"]
-        if self.tips_prompt in whole or self.acc_func([whole], [infer_request.data_dict["solution"]])[0] == 1:
+        answer = infer_request.messages[-1]["content"]
+        if self.tips_prompt in answer or self.acc_func([answer], [infer_request.data_dict["solution"]])[0] == 1:
             return True
         return super().check_finished(infer_request, response_choice, current_turn)
 
@@ -102,7 +102,7 @@ class MathTipsScheduler(MultiTurnScheduler):
 
 
 class MathTipsMultiTurnScheduler(MultiTurnScheduler):
-    """A wrong answer is told so by the user, once."""
+    """Adds a user message after a wrong answer, once."""
 
     tips_prompt = ThinkingModelTipsScheduler.tips_prompt
 
@@ -113,9 +113,9 @@ class MathTipsMultiTurnScheduler(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, response_choice: ChatCompletionResponseChoice, current_turn: int
     ) -> bool:
-        told = any(message["content"] == self.tips_prompt for message in infer_request.messages)
-        said = infer_request.messages[-1]["content"]
-        if told or self.acc_func([said], [infer_request.data_dict["solution"]])[0] == 1:
+        tip_given = any(message["content"] == self.tips_prompt for message in infer_request.messages)
+        answer = infer_request.messages[-1]["content"]
+        if tip_given or self.acc_func([answer], [infer_request.data_dict["solution"]])[0] == 1:
             return True
         return super().check_finished(infer_request, response_choice, current_turn)
 
@@ -127,9 +127,9 @@ class MathTipsMultiTurnScheduler(MultiTurnScheduler):
 
 
 class ToolCallScheduler(MultiTurnScheduler):
-    """Tools in the ReAct format: `Action: name`, `Action Input: text`. Their results go on with the model's own answer.
+    """Tools in the ReAct format: `Action: name`, `Action Input: text`. Results are appended to the model's answer.
 
-    All calls of a turn are answered, in their order. Sampling should stop at `Observation:`.
+    All calls of a turn are run in order. Sampling should stop at `Observation:`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

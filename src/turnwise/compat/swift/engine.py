@@ -1,7 +1,7 @@
-"""The `infer_engine` of a scheduler: whoever asks it hands the model's next turn over to the loop, and waits.
+"""The `infer_engine` of a scheduler: a call of it becomes one turn of the rollout loop, and waits for that turn.
 
-A scheduler that overrides `run` has a flow of its own. It runs as a task; each of its calls becomes one turn of the one loop
-(`conversation.Run`). Which conversation a call belongs to is told by the task that it is made in.
+A scheduler that overrides `run` has a control flow of its own, and runs as a task (`run_environment`). The context variable
+`current_run` of that task says which conversation a call belongs to.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from turnwise.compat.swift.protocol import ChatCompletionResponse, RequestConfig
 from turnwise.errors import ConfigError
 from turnwise.types import SamplingChange
 
-__all__ = ["Asks", "InferEngine", "Template", "asking", "load_tokenizer", "sampling_change"]
+__all__ = ["InferEngine", "Run", "Template", "current_run", "load_tokenizer", "sampling_change"]
 
 _FREE = {"logprobs", "top_logprobs", "prompt_logprobs", "return_details", "stream", "max_tokens", "stop"}
-"""Options of a request that do not change the distribution: a scheduler may change them."""
+"""Options of a request that do not change the sampled distribution. A scheduler may set them."""
 
 
 _OPTIONS = {"temperature", "top_k", "top_p", "min_p"}
 """Options of a request that the recipe has under `sampling`."""
 
 
-class Asks(Protocol):
-    """A conversation that a scheduler's `run` leads."""
+class Run(Protocol):
+    """The `run` of one conversation."""
 
-    async def ask(self, request: RolloutInferRequest, sampling: SamplingChange) -> ChatCompletionResponse:
-        """Let the model speak, with this change to the recipe's sampling."""
+    async def infer(self, request: RolloutInferRequest, sampling: SamplingChange) -> ChatCompletionResponse:
+        """Sample the next turn, with these changes to the recipe's sampling."""
         ...
 
 
-asking: ContextVar[Asks] = ContextVar("asking")
-"""The conversation of the task that is running."""
+current_run: ContextVar[Run] = ContextVar("current_run")
+"""The `run` that the current task belongs to."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -54,19 +54,19 @@ def load_tokenizer(path: str) -> Any:
 
 @dataclass(frozen=True)
 class TemplateMeta:
-    """What ms-swift knows of a chat template."""
+    """Properties of a chat template, as in ms-swift."""
 
     is_thinking: bool = True
-    """Whether thoughts are taken out of earlier answers: where there are none, that changes nothing."""
+    """Whether reasoning is removed from earlier answers. Without reasoning, it has no effect."""
 
 
 class Template:
-    """What schedulers use a template for: its tokenizer, and a history without the thoughts of earlier answers."""
+    """The parts of ms-swift's template that schedulers use: the tokenizer, and removing reasoning from earlier answers."""
 
     def __init__(self, engine: InferEngine) -> None:
         self._engine = engine
         self.mode = "vllm"
-        """As ms-swift has it: in `train` the thoughts of earlier answers are taken out."""
+        """As in ms-swift: in the mode `train`, reasoning is removed from earlier answers."""
         self.template_meta = TemplateMeta()
 
     @property
@@ -75,16 +75,14 @@ class Template:
         return self._engine.tokenizer
 
     def _swift_prepare_inputs(self, inputs: Any) -> None:
-        """Take the thoughts out of all answers of `inputs.messages` but one at their end."""
-        answers = [
-            one for one in inputs.messages[:-1] if one["role"] == "assistant" and isinstance(one["content"], str)
-        ]
-        for message in answers:
-            message["content"] = message["content"].rpartition("</think>")[2].strip()
+        """Remove the reasoning from all assistant messages of `inputs.messages`, except the last message."""
+        for message in inputs.messages[:-1]:
+            if message["role"] == "assistant" and isinstance(message["content"], str):
+                message["content"] = message["content"].rpartition("</think>")[2].strip()
 
 
 class InferEngine:
-    """What a scheduler finds as `self.infer_engine`."""
+    """The `self.infer_engine` of a scheduler."""
 
     def __init__(self, tokenizer: str | None = None) -> None:
         self._path = tokenizer
@@ -93,10 +91,10 @@ class InferEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that the recipe names; loaded when somebody asks for it."""
+        """The tokenizer that the recipe names, loaded on first use."""
         if self._path is None:
             raise ConfigError(
-                "the scheduler uses a tokenizer, and the recipe names none: set environment.arguments.tokenizer to the model's "
+                "the scheduler uses a tokenizer, but the recipe names none: set environment.arguments.tokenizer to the model's "
                 "directory"
             )
         return load_tokenizer(self._path)
@@ -108,7 +106,7 @@ class InferEngine:
 
     @property
     def engine(self) -> InferEngine:
-        """The engine below this one: here there is none, so it is this one."""
+        """This engine: there is no inner engine here."""
         return self
 
     async def get_tokenizer(self) -> Any:
@@ -123,26 +121,24 @@ class InferEngine:
         use_tqdm: bool | None = None,
         adapter_request: Any = None,
     ) -> ChatCompletionResponse:
-        """Let the model answer. Only for what `run` has started, and one call at a time.
+        """Sample the next turn. Only from inside `run`, and one call at a time.
 
-        Raises ValueError if the request wants something else sampled than the recipe does.
+        Raises ValueError if the request changes the distribution that the recipe samples from.
         """
         if isinstance(infer_request, dict):
             infer_request = RolloutInferRequest(**infer_request)
         change = sampling_change(request_config if request_config is not None else RequestConfig())
         if adapter_request is not None:
-            raise ValueError("adapter_request chooses weights, and there is one model here; leave it out")
-        conversation = asking.get(None)
-        if conversation is None:
-            raise RuntimeError(
-                "infer_async is for schedulers that override run; step must return the next infer_request"
-            )
-        return await conversation.ask(infer_request, change)
+            raise ValueError("adapter_request selects an adapter, but only one model is trained here; remove it")
+        run = current_run.get(None)
+        if run is None:
+            raise RuntimeError("infer_async can only be called from run; step must return the next infer_request")
+        return await run.infer(infer_request, change)
 
     def infer(
         self, infer_requests: Sequence[RolloutInferRequest], request_config: RequestConfig | None = None
     ) -> list[ChatCompletionResponse]:
-        """Refused: it would block every other conversation. Raises RuntimeError."""
+        """Not supported, because it would block all other conversations. Raises RuntimeError."""
         raise RuntimeError(
             "infer_engine.infer blocks until the model has answered; write: response = await "
             "self.infer_engine.infer_async(infer_request, request_config)"
@@ -150,21 +146,20 @@ class InferEngine:
 
 
 def sampling_change(config: RequestConfig) -> SamplingChange:
-    """What a request changes about the recipe's sampling: `max_tokens` and `stop`; the rest must have its default.
+    """The changes that a request makes to the recipe's sampling: `max_tokens` and `stop`. Other options must have their default.
 
-    Raises ValueError if it changes the distribution that tokens are sampled from, TypeError if it is no RequestConfig.
+    Raises ValueError if the request changes the sampled distribution, and TypeError if it is not a RequestConfig.
     """
     if not isinstance(config, RequestConfig):
         raise TypeError(f"request_config must be a RequestConfig; it is {config!r:.80}")
-    plain = RequestConfig()
-    changed = [name for name in vars(plain) if name not in _FREE and getattr(config, name) != getattr(plain, name)]
+    default = RequestConfig()
+    changed = [name for name in vars(default) if name not in _FREE and getattr(config, name) != getattr(default, name)]
     if changed:
         name = changed[0]
         fix = f"set sampling.{name} in the recipe" if name in _OPTIONS else "the recipe has no such option"
         raise ValueError(
-            f"the scheduler asks with {name}={getattr(config, name)!r}. Training compares log-probabilities under one "
-            f"distribution, the recipe's: leave {name} of the request_config as it is; {fix}. A scheduler may change max_tokens "
-            f"and stop"
+            f"the scheduler's request has {name}={getattr(config, name)!r}. Training needs all tokens to be sampled from the "
+            f"recipe's distribution: do not set {name} in the request_config; {fix}. A scheduler may change max_tokens and stop"
         )
     stop = [config.stop] if isinstance(config.stop, str) else config.stop
     return SamplingChange(max_tokens=config.max_tokens, stop=stop or None)

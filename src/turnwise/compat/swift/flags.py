@@ -1,7 +1,7 @@
-"""What becomes of each argument of ms-swift: tables, and nothing that computes.
+"""Tables of ms-swift's arguments.
 
-Arguments that become one option as they are, those whose value must be the one that holds here anyway, and those that are
-about machinery which is not here. `arguments` does the rest, where several arguments make one option.
+Arguments that become one option with the same value, arguments that must have the value which turnwise always uses, and
+arguments of machinery that does not exist here. `arguments` and the `convert_*` modules convert the others.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS", "REWARDS"]
+__all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS", "REWARDS", "SHARE_OF_STEPS"]
 
 REWARDS = frozenset({"math", "toolbench"})
-"""Reward functions that come with ms-swift and not with us; a plugin may have one of the same name."""
+"""Reward functions of ms-swift that turnwise does not have. A plugin may define a function of the same name."""
+
+SHARE_OF_STEPS = "a value below 1 is a share of all steps in ms-swift, but {} is a number of steps: set it"
+"""Why `save_steps` and `eval_steps` are not converted; the place is for the option."""
 
 DEFAULTS: Mapping[str, Any] = {
     "temperature": 0.9,
@@ -31,7 +34,7 @@ DEFAULTS: Mapping[str, Any] = {
     "num_train_epochs": 3.0,
     "seed": 42,
 }
-"""Of ms-swift, where they differ from ours or are needed to compute with."""
+"""ms-swift's defaults that differ from ours or that a computation needs."""
 
 ALIASES: Mapping[str, str] = {
     "train_type": "tuner_type",
@@ -43,7 +46,7 @@ ALIASES: Mapping[str, str] = {
     "gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "tensor_parallel_size": "vllm_tensor_parallel_size",
     "data_parallel_size": "vllm_data_parallel_size",
-    "lr": "learning_rate",  # of `megatron rlhf`, and the four below
+    "lr": "learning_rate",  # of `megatron rlhf`, as are the four below
     "train_iters": "max_steps",
     "micro_batch_size": "per_device_train_batch_size",
     "lr_warmup_fraction": "warmup_ratio",
@@ -52,7 +55,7 @@ ALIASES: Mapping[str, str] = {
     "stop": "stop_words",
     "dtype": "torch_dtype",
 }
-"""Other names of the same argument."""
+"""Other names of arguments."""
 
 LISTS = frozenset(
     {"dataset", "val_dataset", "external_plugins", "reward_funcs", "reward_weights", "stop_words", "report_to"}
@@ -80,7 +83,7 @@ OPTIONS: Mapping[str, str] = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
 }
-"""Arguments that become an option as they are."""
+"""Arguments that become one option, with the same value."""
 
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torch_dtype": ("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
@@ -94,60 +97,60 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
     ),
 }
-"""Arguments whose values have other names here; other values of theirs are not known here."""
+"""Arguments whose values have other names here. Values that are missing here are not supported."""
 
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    # argument: the values of it that hold here anyway, and why another cannot
-    "rlhf_type": (("grpo",), "only GRPO has a place in a recipe"),
-    "tuner_type": (("full",), "all parameters are trained here, there is no LoRA; mind that train.lr for all is lower"),
-    "advantage_estimator": (("grpo",), "credit.name knows grpo only"),
-    "importance_sampling_level": (("token",), "the ratio is each token's here"),
-    "repetition_penalty": ((1, 1.0), "sampling has no repetition penalty here"),
-    "delta": ((None,), "there is no upper bound of the ratio beside train.clip_high"),
-    "dynamic_sample": ((False,), "groups of equal rewards are kept; they have no gradient"),
+    # argument: the accepted values, and why no other value is possible
+    "rlhf_type": (("grpo",), "only GRPO can be converted"),
+    "tuner_type": (("full",), "all parameters are trained here, there is no LoRA; use a lower train.lr than for LoRA"),
+    "advantage_estimator": (("grpo",), "credit.name must be grpo"),
+    "importance_sampling_level": (("token",), "the ratio is computed per token here"),
+    "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
+    "delta": ((None,), "the ratio has no upper bound other than train.clip_high"),
+    "dynamic_sample": ((False,), "groups of equal rewards are kept; their gradient is zero"),
     "overlong_filter": (
         (False,),
-        "answers that were cut are trained on; a reward function can tell them (is_truncated)",
+        "truncated answers are trained on; a reward function can detect them (is_truncated)",
     ),
-    "kl_in_reward": ((False,), "the divergence is a part of the loss here (train.kl_coef)"),
-    "sync_ref_model": ((False,), "the reference stays the model as it was before training"),
-    "top_entropy_quantile": ((1, 1.0), "all tokens are learnt from, whatever their entropy"),
-    "off_policy_sequence_mask_delta": ((None,), "no sequence is left out for being off-policy"),
-    "reward_model": ((None, []), "a reward model is asked by a reward function of yours here: reward.trajectory"),
+    "kl_in_reward": ((False,), "the KL divergence is part of the loss here (train.kl_coef)"),
+    "sync_ref_model": ((False,), "the reference model stays the model before training"),
+    "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
+    "off_policy_sequence_mask_delta": ((None,), "off-policy sequences are not masked"),
+    "reward_model": ((None, []), "call the reward model in a reward function: reward.trajectory"),
     "reward_model_plugin": (
         (None, []),
-        "a reward model is asked by a reward function of yours here: reward.trajectory",
+        "call the reward model in a reward function: reward.trajectory",
     ),
-    "ref_model": ((None,), "the reference is the model as it was before training"),
+    "ref_model": ((None,), "the reference model is the model before training"),
     "teacher_model": ((None,), "there is no distillation here"),
-    "response_prefix": ((None, ""), "what an answer begins with is the chat template's affair, or a scheduler's"),
+    "response_prefix": ((None, ""), "the beginning of an answer is set by the chat template, or by a scheduler"),
     "enable_thinking": (
         (None, True),
-        "the chat template is rendered with its own defaults: change it in the tokenizer",
+        "the chat template is rendered with its default arguments: change the template in the tokenizer",
     ),
-    "add_non_thinking_prefix": ((None,), "the chat template is rendered with its own defaults"),
-    "agent_template": ((None,), "tool calls are written as the model's own template does (tool_format)"),
+    "add_non_thinking_prefix": ((None,), "the chat template is rendered with its default arguments"),
+    "agent_template": ((None,), "tool calls are written by the model's chat template (tool_format)"),
     "truncation_strategy": (
         (None, "delete"),
-        "no prompt is cut here: a row that leaves no room for an answer breaks its own conversation",
+        "prompts are not truncated here: a row that leaves no room for an answer ends with an error",
     ),
-    "num_generations_eval": ((None, 1), "eval.samples_per_row says how many; set it"),
-    "quant_method": ((None,), "models are not quantised here"),
-    "quant_bits": ((None,), "models are not quantised here"),
+    "num_generations_eval": ((None, 1), "set eval.samples_per_row"),
+    "quant_method": ((None,), "models are not quantized here"),
+    "quant_bits": ((None,), "models are not quantized here"),
     "adapters": ((None, []), "there is no LoRA here: merge the adapter into the model"),
     "freeze_parameters": ((None, []), "all parameters are trained here"),
-    "streaming": ((False,), "a data set is read whole"),
-    "tree_rollout": ((False,), "conversations of a group are held apart from each other"),
+    "streaming": ((False,), "a data set is read into memory"),
+    "tree_rollout": ((False,), "the conversations of a group are independent"),
 }
-"""Arguments that have one value here. Another value makes another training, which is told."""
+"""Arguments that must have a given value. Any other value would change the training, and is reported."""
 
 MACHINERY: tuple[tuple[str, str], ...] = (
-    # patterns, the first that fits; the result of training does not depend on these
-    (r"vllm_server_pass_dataset", "all columns of a row are in infer_request.data_dict always"),
-    (r"rollout_importance_sampling_.*|log_rollout_offpolicy_metrics", "the engine works on the trainer's own weights, so "
-     "there is no mismatch to correct; ratio/max_deviation in the metrics is how far they are apart"),
+    # the first pattern that matches is used; the result of training does not depend on these arguments
+    (r"vllm_server_pass_dataset", "infer_request.data_dict always has all columns of a row"),
+    (r"rollout_importance_sampling_.*|log_rollout_offpolicy_metrics", "the engine uses the trainer's weights, so "
+     "there is no mismatch to correct; the metric ratio/max_deviation shows how much they differ"),
     (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|host|port|"
-     r"api_key|max_logprobs", "the engine is the embedded one: options under engine"),
+     r"api_key|max_logprobs", "the embedded engine is used: options under engine"),
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing.*|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|optim|"
@@ -158,12 +161,12 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      r"disable_tqdm|add_version|create_checkpoint_symlink|push_to_hub|hub_.*|use_hf|check_model|ignore_args_error|"
      r"save_only_model|save_strategy|save_safetensors|safe_serialization|eval_strategy|eval_on_start|metric.*|"
      r"load_best_model_at_end|no_save_(optim|rng)|no_load_(optim|rng)|finetune|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
-     "about files and logs: the run's directory holds all (docs/record.md)"),
-    (r"model_type|template|template_backend", "the model says what it is, and its own chat template is used"),
+     "about files and logs: everything is written to the run's directory (docs/record.md)"),
+    (r"model_type|template|template_backend", "the architecture is read from config.json, and the model's chat template is used"),
     (r"lora_.*|target_modules|target_regex|target_parameters|modules_to_save|use_rslora|use_dora|init_weights|"
-     r"merge_lora|vera_.*|adalora_.*|galore.*|lorap_.*", "of LoRA, which is not here"),
-    (r"freeze_vit|freeze_aligner|freeze_llm|vit_lr|aligner_lr|max_pixels|min_pixels", "of models that see: all parameters "
-     "are trained at train.lr; pixels are the processor's affair"),
-    (r"resume_from_checkpoint|resume_only_model", "a run goes on with resume=auto"),
+     r"merge_lora|vera_.*|adalora_.*|galore.*|lorap_.*", "there is no LoRA here"),
+    (r"freeze_vit|freeze_aligner|freeze_llm|vit_lr|aligner_lr|max_pixels|min_pixels", "about vision models: all parameters "
+     "are trained at train.lr; the model's processor sets the number of pixels"),
+    (r"resume_from_checkpoint|resume_only_model", "a run is resumed by resume=auto"),
 )  # fmt: skip
-"""What has no place because it is about machinery that is not here."""
+"""Arguments of machinery that does not exist here."""

@@ -1,4 +1,4 @@
-"""Gym environments of ms-swift: `Env`, `ContextManager`, and the scheduler that plays the model against them."""
+"""ms-swift's gym environments: `Env`, `ContextManager`, and the scheduler that connects them with the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from turnwise.compat.swift.protocol import ChatCompletionResponseChoice, Messages, RolloutInferRequest
-from turnwise.compat.swift.scheduler import MultiTurnScheduler, call, multi_turns
+from turnwise.compat.swift.scheduler import MultiTurnScheduler, call_hook, multi_turns
 from turnwise.errors import ConfigError, nearest
 from turnwise.user_code.reward_number import reward_number
 
@@ -15,53 +15,56 @@ __all__ = ["ContextManager", "DummyContextManager", "Env", "GYMScheduler", "cont
 
 
 class Env(ABC):
-    """A game of one conversation. The methods may be sync or async."""
+    """An environment of one conversation. The methods may be sync or async."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.env_config = env_config
 
     @abstractmethod
     async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
-        """The first observation, information about it, and a system message (or an empty text)."""
+        """Returns the first observation, a dictionary of information, and a system message (or an empty text)."""
 
     @abstractmethod
     async def step(self, action: Messages) -> tuple[str, float, bool, dict[str, Any]]:
-        """The next observation, the reward of the move, whether the game is over, information. `action` is the conversation."""
+        """Returns the next observation, the reward, whether the episode has ended, and a dictionary of information.
+
+        `action` is the list of all messages so far.
+        """
 
     @abstractmethod
     async def close(self) -> None:
-        """Give back what was taken."""
+        """Release all resources."""
 
 
 class ContextManager(ABC):
-    """Decides what of a conversation the model is shown before its next turn."""
+    """Decides which messages the model sees before its next turn."""
 
     def __init__(self, ctx_config: dict[str, Any]) -> None:
         self.ctx_config = ctx_config
 
     @abstractmethod
     def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
-        """The messages that take the place of the history."""
+        """Returns the messages that replace the history."""
 
 
 class DummyContextManager(ContextManager):
-    """Leaves everything as it is."""
+    """Changes nothing."""
 
     def manage_context(self, history: Messages, trajectory_id: str) -> Messages:
         return history
 
 
 envs: dict[str, type[Any]] = {}
-"""The registry: a plugin adds to it; `env_config.name` of a row or `gym_env` selects from it."""
+"""The registry of environments. Plugins add to it; `env_config.name` of a row, or `gym_env`, selects from it."""
 
 context_managers: dict[str, type[Any]] = {"dummyContextManager": DummyContextManager}
-"""The registry: `ctx_config.name` of a row or `context_manager` selects from it."""
+"""The registry of context managers. `ctx_config.name` of a row, or `context_manager`, selects from it."""
 
 
 class GYMScheduler(MultiTurnScheduler):
-    """Plays: the model's turn is a move, the observation after it the next user message.
+    """Passes each turn of the model to an environment as an action; the observation is the next user message.
 
-    `rollout_infos` has `total_reward`, `step_rewards`, `gym_done` and, of the last move, `env_info`.
+    `rollout_infos` has `total_reward`, `step_rewards`, `gym_done` and the `env_info` of the last step.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class GYMScheduler(MultiTurnScheduler):
         super().__init__(infer_engine, max_turns, **kwargs)
         self.gym_env_name = gym_env
         self.context_manager_name = context_manager_name
-        # what is known of each game, by the `uuid` of its request; subclasses read and write these
+        # the state of each episode, by the `uuid` of its request; subclasses read and write these dictionaries
         self._envs: dict[str, Any] = {}
         self._managers: dict[str, Any] = {}
         self._total_rewards: dict[str, float] = {}
@@ -95,7 +98,7 @@ class GYMScheduler(MultiTurnScheduler):
         for kept in (self._managers, self._total_rewards, self._step_rewards, self._pending_obs):
             kept.pop(uuid, None)
         if (env := self._envs.pop(uuid, None)) is not None:
-            await call(env.close)
+            await call_hook(env.close)
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         for request in requests:
@@ -105,7 +108,7 @@ class GYMScheduler(MultiTurnScheduler):
             )
             env = self._envs[key] = await _awaited(self._create_env(dict(request.data_dict.get("env_config") or {})))
             self._total_rewards[key], self._step_rewards[key], self._pending_obs[key] = 0.0, [], None
-            observation, _, system = await call(env.reset, request)
+            observation, _, system = await call_hook(env.reset, request)
             head: Messages = [{"role": "system", "content": system}] if system else []
             request.messages = [*head, {"role": "user", "content": observation}]
 
@@ -115,13 +118,13 @@ class GYMScheduler(MultiTurnScheduler):
         key = _key(infer_request)
         if key not in self._envs:  # closed by a subclass
             return {"done": True}
-        observation, reward, done, info = await call(self._envs[key].step, list(infer_request.messages))
+        observation, reward, done, info = await call_hook(self._envs[key].step, list(infer_request.messages))
         infos = self._paid(key, reward_number(reward, f"{type(self._envs[key]).__name__}.step"), done=bool(done))
         self._pending_obs[key] = observation
         return {"done": bool(done), "rollout_infos": {**infos, "env_info": info}}
 
     def _paid(self, key: str, reward: float, *, done: bool) -> dict[str, Any]:
-        """Add the reward of a move; returns the `rollout_infos` about it."""
+        """Add the reward of a step. Returns the `rollout_infos` of the step."""
         self._total_rewards[key] = self._total_rewards.get(key, 0.0) + reward
         rewards = self._step_rewards.setdefault(key, [])
         rewards.append(reward)
@@ -145,7 +148,7 @@ multi_turns["gym_scheduler"] = GYMScheduler
 
 
 async def _awaited(value: Any) -> Any:
-    """What was made; in older versions of ms-swift it is made by coroutines."""
+    """The value, or the result of an awaitable: older versions of ms-swift make environments in coroutines."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -155,9 +158,7 @@ def _key(request: RolloutInferRequest) -> str:
 
 def _of(registry: dict[str, type[Any]], name: str | None, what: str, argument: str) -> type[Any]:
     if name is None:
-        raise ConfigError(
-            f"the row names no {what}, and neither does environment.arguments.{argument}; set one of them"
-        )
+        raise ConfigError(f"neither the row nor environment.arguments.{argument} names the {what}; set one of them")
     if name not in registry:
         have = ", ".join(sorted(registry)) or "none"
         raise ConfigError(

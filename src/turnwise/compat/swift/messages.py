@@ -1,7 +1,8 @@
-"""Between ms-swift's messages and ours, and from two states of a conversation to the reply that leads from one to the other.
+"""Converts between ms-swift's messages and ours, and finds the `Reply` that leads from one list of messages to another.
 
-A scheduler says what comes next by changing a list of messages. What it changed is read off here: messages behind the
-answer are appended; an answer that was edited is cut where the edit begins and goes on; anything else replaces the history.
+A scheduler changes a list of messages to say how the conversation continues. Three kinds of change are recognised: messages
+added after the model's answer are appended; an edited answer is cut where the edit begins, and the model continues it; any
+other change replaces the history.
 """
 
 from __future__ import annotations
@@ -11,84 +12,86 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from turnwise.compat.swift.masks import common
+from turnwise.compat.swift.masks import common_prefix
 from turnwise.compat.swift.protocol import RolloutInferRequest
 from turnwise.data.images import is_image, media_kind, media_value
 from turnwise.types import Message, Reply, Resume, Row, ToolSchema
 
 __all__ = [
+    "FULL_ANSWER",
     "MEDIA",
-    "RECORDS",
-    "WHOLE",
+    "OUTPUT_ENDS",
+    "append_answer",
     "final_reply",
-    "flattened",
+    "flatten_media",
+    "messages_of",
     "remove_response",
-    "reply_to",
+    "reply_between",
     "request_of",
-    "said",
-    "told",
     "tools_of",
-    "without_answer",
+    "without_answers",
 ]
 
 MEDIA = ("images", "videos", "audios")
-WHOLE = "completion"
-"""In `Turn.info` of a turn that went on with an answer: the whole answer, thoughts and calls in it."""
-RECORDS = "records"
-"""In `Turn.info` of the last turn, where `run` returned several outputs: the last turn of each."""
+FULL_ANSWER = "completion"
+"""Key in `Turn.info` of a turn that continued an answer: the full answer, with reasoning and tool calls."""
+OUTPUT_ENDS = "records"
+"""Key in `Turn.info` of the last turn if `run` returned several outputs: the last turn of each output."""
 
 _TAG = re.compile(r"(<image>|<video>)")
 
 
 def request_of(row: Row, uuid: str) -> RolloutInferRequest:
-    """A row as ms-swift hands it to a scheduler: a reference answer at its end left out, images apart from the messages."""
-    messages, media = flattened(row.messages)
+    """A row as ms-swift passes it to a scheduler: without reference answers at its end, with images separate from messages."""
+    messages, media = flatten_media(row.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise ValueError(f"row {row.id!r} has no message that the model could answer")
+        raise ValueError(f"row {row.id!r} has no message for the model to answer")
     return RolloutInferRequest(
         messages=messages,
         images=media["image"],
         videos=media["video"],
         tools=tools_of(row.fields.get("tools"), f"row {row.id!r}"),
-        objects=_copied(row.fields.get("objects") or {}),
+        objects=_copy_containers(row.fields.get("objects") or {}),
         data_dict={
-            name: _copied(value) for name, value in row.fields.items() if name not in (*MEDIA, "tools", "objects")
+            name: _copy_containers(value)
+            for name, value in row.fields.items()
+            if name not in (*MEDIA, "tools", "objects")
         },
         uuid=uuid,
     )
 
 
-def flattened(messages: Sequence[Message]) -> tuple[list[Message], dict[str, list[Any]]]:
-    """Messages whose contents are texts with `<image>` and `<video>` in them, and the images and videos by these names."""
+def flatten_media(messages: Sequence[Message]) -> tuple[list[Message], dict[str, list[Any]]]:
+    """Messages whose contents are texts with `<image>` and `<video>` tags, and the lists of images and videos."""
     media: dict[str, list[Any]] = {"image": [], "video": []}
-    found: list[Message] = []
+    flattened: list[Message] = []
     for message in messages:
         content = message.get("content")
         text = "".join(_tagged(content, media)) if isinstance(content, list) else content
-        found.append({**message, "content": text})
-    return found, media
+        flattened.append({**message, "content": text})
+    return flattened, media
 
 
 def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
-    """A column of tools: a list of schemas, or JSON that holds one."""
+    """The schemas in a column of tools, which holds a list of schemas or JSON of such a list."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-        found = [json.loads(one) if isinstance(one, str) else one for one in found or []]
+        schemas = json.loads(value) if isinstance(value, str) else value
+        schemas = [json.loads(schema) if isinstance(schema, str) else schema for schema in schemas or []]
     except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"the tools of {where} are no list of schemas: {error}") from error
-    if wrong := [one for one in found if not isinstance(one, Mapping)]:
-        raise ValueError(f"the tools of {where} must be schemas; one is {wrong[0]!r:.80}")
-    return [one if "function" in one else {"type": "function", "function": one} for one in found] or None
+        raise ValueError(f"the tools of {where} are not a list of schemas: {error}") from error
+    if wrong := [schema for schema in schemas if not isinstance(schema, Mapping)]:
+        raise ValueError(f"the tools of {where} must be schemas; one of them is {wrong[0]!r:.80}")
+    return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas] or None
 
 
-def said(messages: list[Message], text: str) -> None:
-    """The model has spoken: behind the last message if that is an answer which it went on with, else with a new one.
+def append_answer(messages: list[Message], text: str) -> None:
+    """Append the text of a turn: to the last message if the model continued it, otherwise as a new message.
 
-    An empty answer behind an answer only says that the model is to go on with the latter, and is taken away.
+    An empty assistant message after another assistant message only asks the model to continue the latter; it is removed.
     """
-    if _is_dummy(messages):
+    if _ends_with_empty_answer(messages):
         messages.pop()
     if messages and messages[-1]["role"] == "assistant":
         messages[-1]["content"] = (messages[-1]["content"] or "") + text
@@ -97,57 +100,57 @@ def said(messages: list[Message], text: str) -> None:
 
 
 def remove_response(messages: list[Message]) -> Any:
-    """Take the answer at the end of a conversation away; returns its content, or None if there is none at the end."""
+    """Remove the assistant message at the end. Returns its content, or None if the last message is not the model's."""
     return messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
 
 
-def without_answer(messages: Sequence[Message]) -> list[Message]:
-    """The messages without the answers at their end: before the first turn these are the data set's, not the model's."""
+def without_answers(messages: Sequence[Message]) -> list[Message]:
+    """The messages without assistant messages at their end: before the first turn, these are from the data set."""
     end = len(messages)
     while end and messages[end - 1]["role"] == "assistant":
         end -= 1
     if not end:
-        raise ValueError("on_trajectory_start left no message that the model could answer")
+        raise ValueError("on_trajectory_start left no message for the model to answer")
     return list(messages[:end])
 
 
-def told(request: RolloutInferRequest, *, since: int = 0) -> list[Message]:
-    """The request's messages in our form, copied: images where the texts say `<image>`, roles as templates know them.
+def messages_of(request: RolloutInferRequest, *, since: int = 0) -> list[Message]:
+    """A copy of the request's messages in our form: an image in place of each `<image>` tag, roles as chat templates use them.
 
-    `since` is the first message that is new. Images that have no place are put at the start of the first new message that is
-    not the model's; the request is changed accordingly.
+    `since` is the index of the first new message. Images without a tag are put at the start of the first new message that
+    is not the model's; the request is changed accordingly.
 
-    Raises ValueError if there are more places than images, or for what cannot be told to a model here.
+    Raises ValueError if there are more tags than images, or if the request contains something that is not supported here.
     """
     _refuse_unknown(request)
     _place_media(request, since)
-    left = {"image": iter(request.images), "video": iter(request.videos)}
+    remaining = {"image": iter(request.images), "video": iter(request.videos)}
     places = {"image": 0, "video": 0}
     given = {"image": len(request.images), "video": len(request.videos)}
-    found: list[Message] = []
-    for message in request.messages[:-1] if _is_dummy(request.messages) else request.messages:
+    messages: list[Message] = []
+    for message in request.messages[:-1] if _ends_with_empty_answer(request.messages) else request.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
             )
         content = message.get("content")
         if isinstance(content, list) or (_has_tags(message) and any(given.values())):
-            content = list(_parts(content, left, places))
+            content = list(_parts(content, remaining, places))
         role = {"tool_response": "tool"}.get(message["role"], message["role"])
         if role == "tool_call":
             raise ValueError("a message has the role 'tool_call'; write an assistant message with `tool_calls` instead")
-        found.append({**message, "role": role, "content": "" if content is None else content})
+        messages.append({**message, "role": role, "content": "" if content is None else content})
     for kind, count in places.items():
         if count != given[kind]:
             raise ValueError(
-                f"the request has {given[kind]} {kind}s and its messages have places for {count}; write <{kind}> where "
+                f"the request has {given[kind]} {kind}s and its messages have tags for {count}; write <{kind}> where "
                 f"each belongs"
             )
-    return found
+    return messages
 
 
 def _has_tags(message: Message) -> bool:
-    """Whether a text says where images are; the model's own words do not."""
+    """Whether a text contains tags for images. The model's text never does, because it may mention a tag itself."""
     content = message.get("content")
     return isinstance(content, str) and message.get("role") != "assistant" and _TAG.search(content) is not None
 
@@ -158,37 +161,37 @@ def _place_media(request: RolloutInferRequest, since: int) -> None:
         for message in request.messages if count else ():
             parts = message.get("content") if isinstance(message, dict) else None
             if isinstance(parts, list):
-                empty = [one for one in parts if isinstance(one, Mapping) and media_kind(one) == kind]
-                tags += sum(media_value(one) is None for one in empty)
-                tags += sum(str(one.get("text", "")).count(f"<{kind}>") for one in parts if isinstance(one, Mapping))
+                media = [part for part in parts if isinstance(part, Mapping) and media_kind(part) == kind]
+                tags += sum(media_value(part) is None for part in media)
+                tags += sum(str(part.get("text", "")).count(f"<{kind}>") for part in parts if isinstance(part, Mapping))
             elif isinstance(parts, str) and message.get("role") != "assistant":
                 tags += parts.count(f"<{kind}>")
-        if tags < count and (place := _first_told(request.messages, since)) is not None:
+        if tags < count and (place := _first_input(request.messages, since)) is not None:
             place["content"] = f"<{kind}>" * (count - tags) + place["content"]
 
 
-def _first_told(messages: Sequence[Any], since: int) -> Message | None:
-    """The first message from `since` on that is a text and neither the model's nor the system's, else the last such one."""
+def _first_input(messages: Sequence[Any], since: int) -> Message | None:
+    """The first text message from `since` on that is not the model's or the system's; else the last such message before."""
     texts = [
-        (number, one)
-        for number, one in enumerate(messages)
-        if isinstance(one, dict)
-        and isinstance(one.get("content"), str)
-        and one.get("role") not in ("assistant", "system")
+        (number, message)
+        for number, message in enumerate(messages)
+        if isinstance(message, dict)
+        and isinstance(message.get("content"), str)
+        and message.get("role") not in ("assistant", "system")
     ]
-    new = [one for number, one in texts if number >= since]
+    new = [message for number, message in texts if number >= since]
     return new[0] if new else texts[-1][1] if texts else None
 
 
-def reply_to(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:
-    """The reply that leads from one state of a conversation to the next, for a model that goes on.
+def reply_between(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:
+    """The reply that leads from the messages `before` to the messages `after`, in a conversation that continues.
 
-    The last message of `before` is the model's answer, and `text` its end: what it said in this turn.
+    The last message of `before` is the model's answer; `text` is the part of it that was sampled in this turn.
     """
     if _same(after[: len(before)], before):
         if len(after) == len(before):
             return Reply(resume=Resume())
-        return Reply(messages=_spoken(after[len(before) :]), prefill=_prefill(after))
+        return Reply(messages=_without_last_answer(after[len(before) :]), prefill=_prefill(after))
     answer, last = before[-1], after[-1] if after else None
     if (
         last is not None
@@ -199,29 +202,29 @@ def reply_to(before: Sequence[Message], after: Sequence[Message], text: str) -> 
         earlier = answer["content"][: len(answer["content"]) - len(text)]
         if isinstance(last["content"], str) and last["content"].startswith(earlier):
             now = last["content"][len(earlier) :]
-            keep = common(text, now)
+            keep = common_prefix(text, now)
             return Reply(resume=Resume(keep=keep, add=now[keep:]))
-    if not _spoken(after):
-        raise ValueError("the scheduler left no message that the model could answer")
-    return Reply(rewrite=_spoken(after), prefill=_prefill(after))
+    if not _without_last_answer(after):
+        raise ValueError("the scheduler left no message for the model to answer")
+    return Reply(rewrite=_without_last_answer(after), prefill=_prefill(after))
 
 
 def final_reply(before: Sequence[Message], after: Sequence[Message]) -> Reply:
-    """The same, for a conversation that is over."""
+    """The reply that leads from the messages `before` to the messages `after`, and ends the conversation."""
     if _same(after[: len(before)], before):
         return Reply(messages=list(after[len(before) :]), done=True)
     return Reply(rewrite=list(after), done=True)
 
 
-def _is_dummy(messages: Sequence[Any]) -> bool:
-    """Whether the last message is an empty answer behind an answer: in ms-swift, that the model goes on with its own."""
+def _ends_with_empty_answer(messages: Sequence[Any]) -> bool:
+    """Whether an empty assistant message follows another one: in ms-swift, the model then continues the first of them."""
     last = messages[-2:]
-    answers = len(last) == 2 and all(isinstance(one, dict) and one.get("role") == "assistant" for one in last)
+    answers = len(last) == 2 and all(isinstance(item, dict) and item.get("role") == "assistant" for item in last)
     return answers and not last[-1].get("content")
 
 
-def _spoken(messages: Sequence[Message]) -> list[Message]:
-    """The messages without an answer at their end, which the model is to go on with."""
+def _without_last_answer(messages: Sequence[Message]) -> list[Message]:
+    """The messages without an assistant message at the end, which the model will continue."""
     return list(messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages)
 
 
@@ -229,18 +232,18 @@ def _prefill(messages: Sequence[Message]) -> str:
     if messages[-1]["role"] != "assistant":
         return ""
     if not isinstance(messages[-1]["content"], str):
-        raise ValueError("an answer that the model is to go on with must be a text")
+        raise ValueError("the content of an assistant message that the model continues must be a text")
     return messages[-1]["content"]
 
 
 def _refuse_unknown(request: RolloutInferRequest) -> None:
     for name in ("audios", "chat_template_kwargs"):
         if getattr(request, name):
-            raise ValueError(
-                f"the request has {name}, which cannot be told to a model here: {getattr(request, name)!r:.80}"
-            )
+            raise ValueError(f"the request has {name}, which is not supported here: {getattr(request, name)!r:.80}")
     if request.add_eos not in (None, "auto"):
-        raise ValueError(f"add_eos={request.add_eos!r} is not known here: an answer that goes on has no end of turn")
+        raise ValueError(
+            f"add_eos={request.add_eos!r} is not supported here: no end-of-turn token is added to an answer that is continued"
+        )
 
 
 def _tagged(content: Sequence[Any], media: Mapping[str, list[Any]]) -> Iterator[str]:
@@ -253,7 +256,7 @@ def _tagged(content: Sequence[Any], media: Mapping[str, list[Any]]) -> Iterator[
             yield str(part.get("text", "")) if isinstance(part, Mapping) else str(part)
 
 
-def _parts(content: Any, left: Mapping[str, Iterator[Any]], places: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _parts(content: Any, remaining: Mapping[str, Iterator[Any]], places: dict[str, int]) -> Iterator[dict[str, Any]]:
     for part in [content] if isinstance(content, str) else content:
         kind = media_kind(part) if isinstance(part, Mapping) else None
         if isinstance(part, Mapping) and kind is not None and (value := media_value(part)) is not None:
@@ -264,25 +267,25 @@ def _parts(content: Any, left: Mapping[str, Iterator[Any]], places: dict[str, in
             if piece in ("<image>", "<video>"):
                 kind = piece[1:-1]
                 places[kind] += 1
-                yield {"type": kind, kind: next(left[kind], None)}
+                yield {"type": kind, kind: next(remaining[kind], None)}
             elif piece:
                 yield {"type": "text", "text": piece}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Equality that looks at images by their pixels and takes what it does not know for different."""
-    if one is other:
+def _same(first: Any, second: Any) -> bool:
+    """Equality that compares images by their pixels. Objects of unknown types are different."""
+    if first is second:
         return True
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_same(value, second[name]) for name, value in first.items())
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
     known = (str, bytes, int, float, type(None))
-    return (isinstance(one, known) or is_image(one)) and isinstance(other, type(one)) and bool(one == other)
+    return (isinstance(first, known) or is_image(first)) and isinstance(second, type(first)) and bool(first == second)
 
 
-def _copied(value: Any) -> Any:
-    """A copy of lists and dictionaries, so that a scheduler that changes them changes its own."""
+def _copy_containers(value: Any) -> Any:
+    """A copy of nested lists and dictionaries, because a scheduler may change them in place."""
     if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {name: _copy_containers(item) for name, item in value.items()}
+    return [_copy_containers(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""`OpenEnvScheduler`: the model plays an environment of an OpenEnv server, which each row names in `env_config`."""
+"""`OpenEnvScheduler`: an environment on an OpenEnv server, which each row names in `env_config`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from turnwise.compat.swift.gym import GYMScheduler
 from turnwise.compat.swift.protocol import ChatCompletionResponseChoice, Messages, RolloutInferRequest
-from turnwise.compat.swift.scheduler import call, multi_turns
+from turnwise.compat.swift.scheduler import call_hook, multi_turns
 from turnwise.errors import ConfigError
 
 __all__ = ["OpenEnvScheduler", "OpenEnvWrapper"]
 
 _TRIES = 3
 _PAUSE = 2.0
-"""Seconds before the second try; before the third, twice as many."""
+"""Seconds before the second try. Before the third try it is twice this time."""
 _BROKEN = (OSError, RuntimeError, TimeoutError)
-"""What a client raises where its connection is gone; anything else is an error of the environment."""
+"""Exceptions that a client raises if its connection is lost. Any other exception is an error of the environment."""
 
 
 class OpenEnvWrapper:
@@ -33,7 +33,7 @@ class OpenEnvWrapper:
         self._client: Any = None
 
     def reset(self) -> tuple[Any, Any]:
-        """The first observation as the server gives it, and its metadata. A server that is not there yet is waited for."""
+        """Returns the first observation and its metadata. Tries again if the server is not reachable yet."""
         for attempt in range(1, _TRIES):
             try:
                 return self._first()
@@ -43,9 +43,9 @@ class OpenEnvWrapper:
         return self._first()
 
     def step(self, action_dict: dict[str, Any]) -> tuple[Any, float, bool, Any]:
-        """The next observation as the server gives it, the reward of the move, whether it is over, and metadata.
+        """Returns the next observation, the reward, whether the episode has ended, and metadata.
 
-        It is not tried again: a new connection would be a new game.
+        A failed step is not tried again, because a new connection would start a new episode.
         """
         result = self._connected().step(action_dict)
         return result.observation, float(result.reward or 0.0), bool(result.done), getattr(result, "metadata", None)
@@ -54,7 +54,7 @@ class OpenEnvWrapper:
         """Close the connection."""
         client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(*_BROKEN):  # it may be gone already
+            with contextlib.suppress(*_BROKEN):  # the connection may be lost already
                 client.__exit__(None, None, None)
 
     def _first(self) -> tuple[Any, Any]:
@@ -67,7 +67,7 @@ class OpenEnvWrapper:
                 from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
             except ImportError as error:
                 raise ConfigError(
-                    f"openenv_scheduler plays on an OpenEnv server, and its client cannot be imported ({error}): "
+                    f"openenv_scheduler needs the client of OpenEnv, which cannot be imported ({error}): "
                     f"pip install openenv-core"
                 ) from error
             client = GenericEnvClient(base_url=self.base_url).sync()
@@ -77,9 +77,9 @@ class OpenEnvWrapper:
 
 
 class OpenEnvScheduler(GYMScheduler):
-    """Plays on an OpenEnv server. A row's `env_config` has `base_url`, `system_message`, `reset_kwargs`.
+    """Uses an environment on an OpenEnv server. A row's `env_config` has `base_url`, `system_message`, `reset_kwargs`.
 
-    Subclasses say how an answer becomes an action (`parse_action`) and an observation becomes text (`format_observation`).
+    Subclasses may override `parse_action` (turn to action) and `format_observation` (observation to text).
     """
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
@@ -91,7 +91,7 @@ class OpenEnvScheduler(GYMScheduler):
             config = {**getattr(self, "env_config_defaults", {}), **(request.data_dict.get("env_config") or {})}
             env = self._envs[key] = self._create_env(config)
             self._total_rewards[key], self._step_rewards[key], self._pending_obs[key] = 0.0, [], None
-            observation, _ = await call(env.reset)
+            observation, _ = await call_hook(env.reset)
             system = config.get("system_message")
             head: Messages = [{"role": "system", "content": system}] if system else []
             request.messages = [*head, {"role": "user", "content": self.format_observation(observation)}]
@@ -103,24 +103,24 @@ class OpenEnvScheduler(GYMScheduler):
         if key not in self._envs:  # closed by a subclass
             return {"done": True}
         action = self.parse_action(response_choice.message.content or "")
-        observation, reward, done, _ = await call(self._envs[key].step, action)
+        observation, reward, done, _ = await call_hook(self._envs[key].step, action)
         self._pending_obs[key] = None if done else self.format_observation(observation)
         return {"done": bool(done), "rollout_infos": self._paid(key, float(reward or 0.0), done=bool(done))}
 
     def parse_action(self, text: str) -> dict[str, Any]:
-        """The action in an answer: a JSON object, in a code block or not; anything else is `{"message": ...}`."""
+        """The action in an answer: a JSON object, optionally in a code block. Any other text is `{"message": text}`."""
         text = text.strip()
         lines = text.splitlines()
         if len(lines) >= 2 and lines[0].startswith("```") and lines[-1].strip() == "```":
             text = "\n".join(lines[1:-1]).strip()
         try:
-            found = json.loads(text)
+            action = json.loads(text)
         except (ValueError, RecursionError):
             return {"message": text}
-        return found if isinstance(found, dict) else {"message": str(found)}
+        return action if isinstance(action, dict) else {"message": str(action)}
 
     def format_observation(self, observation: Any) -> str:
-        """An observation as the model is told it: JSON."""
+        """The text of an observation: JSON."""
         return json.dumps(observation, ensure_ascii=False, default=str)
 
 

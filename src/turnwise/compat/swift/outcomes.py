@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.compat.swift.args import Args
+from turnwise.compat.swift.reward_args import RewardArgs
 from turnwise.compat.swift.rewards import ORM, orms
 from turnwise.errors import ConfigError
 
@@ -62,7 +62,7 @@ class CosineReward(ORM):
     """
 
     def __init__(self, args: Any = None, accuracy_orm: Any = None, **kwargs: Any) -> None:
-        super().__init__(args or Args())
+        super().__init__(args or RewardArgs())
         self.accuracy_orm = accuracy_orm or MathAccuracy()
 
     def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
@@ -83,7 +83,7 @@ class RepetitionPenalty(ORM):
     """`repetition_max_penalty` times the share of n-grams of words that occurred before. Paper: arXiv 2502.03373."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(args or Args(), **kwargs)
+        super().__init__(args or RewardArgs(), **kwargs)
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
         return [self._penalty(one.lower().split()) for one in completions]
@@ -101,7 +101,7 @@ class SoftOverlong(ORM):
     """
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
-        super().__init__(args or Args(), **kwargs)
+        super().__init__(args or RewardArgs(), **kwargs)
         cache, most = self.args.soft_cache_length, self.args.soft_max_length
         if not cache or cache >= most:
             raise ConfigError(

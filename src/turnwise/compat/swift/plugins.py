@@ -1,12 +1,10 @@
-"""Plugin files of ms-swift: what they can import under its names, and how they are loaded.
-
-In a plugin file `import swift...` means what is listed in `NAMES` (`imports`).
-"""
+"""Loads plugin files of ms-swift. In a plugin file, `import swift...` gives the objects of `NAMES` (see `imports`)."""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +22,7 @@ from turnwise.compat.swift.imports import Modules, run_file
 from turnwise.data.images import load_image
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 
-__all__ = ["MODULES", "NAMES", "load", "modules", "select"]
+__all__ = ["MODULES", "NAMES", "load", "load_plugins", "modules", "select"]
 
 MODULES = (
     "swift",
@@ -60,8 +58,8 @@ MODULES = (
     "modelscope.preprocessors.templates",
     "modelscope.preprocessors.templates.utils",
 )
-"""The modules that can be imported; ms-swift has moved things between them, so each has all names. Those of modelscope are
-there for types that plugins of ms-swift import from it, and only where it is not installed."""
+"""The modules that a plugin can import. ms-swift has moved objects between modules, so each module has all names. The modules
+of modelscope exist only if modelscope is not installed: plugins import types from it."""
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
@@ -70,16 +68,16 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _absent(name: str, instead: str) -> type[Any]:
-    """A class that can be imported and subclassed, and says when it is used that it is not here."""
+    """A class that can be imported and subclassed, but raises RuntimeError when it is used."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"there is no {name} here: {instead}")
+        raise RuntimeError(f"turnwise has no {name}: {instead}")
 
-    return type(name, (), {"__init__": refuse, "__doc__": f"Not here: {instead}"})
+    return type(name, (), {"__init__": refuse, "__doc__": f"Not available: {instead}"})
 
 
 def _to_device(inputs: Any, device: Any) -> Any:
-    raise RuntimeError("there is no to_device here: a plugin runs no model of its own; ask a server, or use torch")
+    raise RuntimeError("turnwise has no to_device: call a model on a server, or use torch directly")
 
 
 def _load_image(image: Any) -> Any:
@@ -111,7 +109,7 @@ NAMES: dict[str, Any] = {
         for name in ("DefaultRMPlugin", "GenRMPlugin")
     },
     **{
-        name: _absent(name, "a scheduler asks self.infer_engine, and a reward function asks a server of its own")
+        name: _absent(name, "a scheduler uses self.infer_engine, and a reward function calls a server of the user")
         for name in ("PtEngine", "TransformersEngine", "VllmEngine")
     },
     "rm_plugins": dict[str, Any](),
@@ -119,24 +117,30 @@ NAMES: dict[str, Any] = {
     "InferEngine": InferEngine,
     "load_image": _load_image,
 }
-"""What can be imported from them."""
+"""The objects that a plugin can import from these modules."""
 
 
 @functools.cache
 def modules() -> Modules:
-    """The modules of ms-swift as plugins see them."""
+    """The modules of ms-swift, as plugins import them."""
     return Modules(MODULES, NAMES)
 
 
 def load(file: str) -> ModuleType:
-    """Run a plugin file, once; it registers what it has. Its own directory is importable meanwhile.
+    """Run a plugin file, once; it registers its classes. Modules in its directory can be imported by it.
 
-    Raises ConfigError if there is no such file, or it cannot be run.
+    Raises ConfigError if there is no such file, or if it raises an exception.
     """
     path = Path(file).expanduser().absolute()
     if path.suffix != ".py" or not path.is_file():
-        raise ConfigError(f"there is no plugin {path}; a plugin is a .py file, relative to the directory you run from")
+        raise ConfigError(f"there is no plugin {path}; a plugin is a .py file, relative to the working directory")
     return _loaded(path)
+
+
+def load_plugins(files: str | Sequence[str]) -> None:
+    """Load one or several plugin files. Raises ConfigError."""
+    for file in [files] if isinstance(files, str) else files:
+        load(file)
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,7 +156,7 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def select(registry: dict[str, Any], name: str, *, what: str, key: str) -> Any:
-    """What is registered by a name, or named as `file.py:Class`.
+    """The object that is registered under `name`, or the object that `file.py:Class` names.
 
     Raises ConfigError.
     """
@@ -176,4 +180,4 @@ def _lacks(failed: Failed) -> str:
     if not isinstance(cause, ImportError) or not (cause.name or "").startswith("swift"):
         return ""
     listed = ", ".join(sorted(NAMES)) if cause.name in MODULES else ", ".join(MODULES)
-    return f". Of ms-swift there is here: {listed}"
+    return f". The parts of ms-swift that can be imported: {listed}"

@@ -1,4 +1,4 @@
-"""Reward functions in the form of ms-swift: what they are handed about finished trajectories, and what they give."""
+"""Calls reward functions of ms-swift: builds their arguments from finished trajectories, and checks their results."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.compat.swift.args import trainer_state
-from turnwise.compat.swift.messages import MEDIA, RECORDS, WHOLE, flattened
+from turnwise.compat.swift.messages import FULL_ANSWER, MEDIA, OUTPUT_ENDS, flatten_media
+from turnwise.compat.swift.reward_args import trainer_state
 from turnwise.types import Message, Trajectory
 from turnwise.user_code.reward_number import reward_number
 from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["ORM", "AsyncORM", "arguments_of", "ask", "ask_all", "histories", "infos_of", "orms"]
+__all__ = ["ORM", "AsyncORM", "arguments_of", "call_reward", "call_reward_once", "histories", "infos_of", "orms"]
 
 
 orms: dict[str, Any] = {}
-"""The registry: a plugin adds to it, `use` selects from it."""
+"""The registry of reward functions. Plugins add to it, `use` selects from it."""
 
 
 class ORM:
-    """A reward of outcomes: `__call__(completions, **columns)` gives a number, or None, for each completion."""
+    """An outcome reward: `__call__(completions, **columns)` returns a number or None for each completion."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         self.args = args
@@ -31,27 +31,27 @@ class ORM:
 
 
 class AsyncORM(ORM):
-    """The same, async."""
+    """An outcome reward with an async `__call__`."""
 
     async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:  # type: ignore[override]
         raise NotImplementedError(f"{type(self).__name__} has no __call__")
 
 
-async def ask(function: Any, trajectory: Trajectory, name: str) -> float:
-    """What a reward function of ms-swift gives for one trajectory; None and NaN count nothing, as there.
+async def call_reward_once(function: Any, trajectory: Trajectory, name: str) -> float:
+    """The reward of one trajectory. None and NaN are 0, as in ms-swift.
 
-    Raises ValueError if it gives anything but one number.
+    Raises ValueError if the function does not return exactly one number.
     """
-    (value,) = await ask_all(function, [trajectory], name)
+    (value,) = await call_reward(function, [trajectory], name)
     return 0.0 if value is None else value
 
 
-async def ask_all(
+async def call_reward(
     function: Any, trajectories: Sequence[Trajectory], name: str, *, args: Any = None
 ) -> list[float | None]:
-    """What a reward function of ms-swift gives for some trajectories, asked once; None where it gives None or NaN.
+    """The rewards of several trajectories, from one call of the function. None stands for None and NaN.
 
-    Raises ValueError if it gives anything but one number for each.
+    Raises ValueError if the function does not return one number for each trajectory.
     """
     completions, columns = arguments_of(*trajectories)
     if args is not None:
@@ -66,16 +66,16 @@ async def ask_all(
     if not isinstance(values, list | tuple) or len(values) != len(completions):
         many = "1 completion" if len(completions) == 1 else f"{len(completions)} completions"
         raise ValueError(
-            f"the reward function {name} gave {values!r:.80} for {many}; it must give a list with a number for each"
+            f"the reward function {name} returned {values!r:.80} for {many}; it must return a list with one number for each"
         )
     numbers = [None if value is None else reward_number(value, f"the reward function {name}") for value in values]
     return [None if number is None or math.isnan(number) else number for number in numbers]
 
 
 def arguments_of(*trajectories: Trajectory) -> tuple[list[str], dict[str, Any]]:
-    """`completions` and the keyword arguments of a reward function, each a list with an item for each trajectory.
+    """`completions` and the keyword arguments of a reward function. Each is a list with one item per trajectory.
 
-    `trajectory_inputs` has all records of a trajectory by its id: one for each history that the model has spoken in.
+    `trajectory_inputs` maps the id of a trajectory to its records, one for each history that contains a turn of the model.
     """
     completions: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -84,50 +84,49 @@ def arguments_of(*trajectories: Trajectory) -> tuple[list[str], dict[str, Any]]:
         infos = infos_of(trajectory)
         records = inputs[trajectory.id] = [_record(trajectory, messages, infos) for messages in histories(trajectory)]
         rows.append(records[-1])
-        spoken = [message["content"] for message in records[-1]["messages"] if message["role"] == "assistant"]
-        completions.append(spoken[-1] if spoken else "")
+        answers = [message["content"] for message in records[-1]["messages"] if message["role"] == "assistant"]
+        completions.append(answers[-1] if answers else "")
     names = dict.fromkeys(name for row in rows for name in row)
     return completions, {**{name: [row.get(name) for row in rows] for name in names}, "trajectory_inputs": inputs}
 
 
 def infos_of(trajectory: Trajectory) -> dict[str, Any]:
-    """`rollout_infos`: of all turns, later ones over earlier ones, and how many there were."""
+    """`rollout_infos`: the infos of all turns (later turns override earlier ones) and the number of turns."""
     infos: dict[str, Any] = {}
     for turn in trajectory.turns:
         infos.update(turn.info)
-    for ours in (WHOLE, RECORDS):
-        infos.pop(ours, None)
+    for internal in (FULL_ANSWER, OUTPUT_ENDS):
+        infos.pop(internal, None)
     return {**infos, "num_turns": len(trajectory.turns)}
 
 
 def histories(trajectory: Trajectory) -> list[list[Message]]:
-    """The messages of each record of a trajectory, the answers in the model's own words: thoughts and calls as they were said.
+    """The messages of each record of a trajectory. Answers are the sampled text, with reasoning and tool calls.
 
-    A record is what `run` returned as an output; without such, a history that the model has spoken in.
+    Each output that `run` returned is a record. Without several outputs, each history with a turn of the model is one.
     """
-    words: dict[int, str] = {}
-    goes_on, opened = False, ""
+    answers: dict[int, str] = {}
+    continued, opening = False, ""
     for turn in trajectory.turns:
-        opened = (
-            opened if goes_on else turn.thought_opening
-        )  # what the generation prompt began belongs to the answer, as in ms-swift
-        # an answer that went on and was cut by a limit: nobody was asked about it, so it is as the renderer has read it
-        whole = turn.info.get(WHOLE, turn.message.get("content") if goes_on else turn.text)
-        words[id(turn.message)] = whole if str(whole).startswith(opened) else f"{opened}{whole}"
-        goes_on = turn.kept_tokens is not None
-    every = [*trajectory.previous_histories, trajectory.messages]
-    ends = trajectory.turns[-1].info.get(RECORDS) if trajectory.turns else None
+        # text that the generation prompt began belongs to the answer, as in ms-swift
+        opening = opening if continued else turn.thought_opening
+        # for a continued answer that a limit cut off, no FULL_ANSWER was recorded: use the parsed content
+        answer = turn.info.get(FULL_ANSWER, turn.message.get("content") if continued else turn.text)
+        answers[id(turn.message)] = answer if str(answer).startswith(opening) else f"{opening}{answer}"
+        continued = turn.kept_tokens is not None
+    records = [*trajectory.previous_histories, trajectory.messages]
+    ends = trajectory.turns[-1].info.get(OUTPUT_ENDS) if trajectory.turns else None
     if ends:
-        parts = [_until(every, trajectory.turns[end].message) for end in ends[:-1]]
-        every = [*(part for part in parts if part), trajectory.messages]
+        parts = [_until(records, trajectory.turns[end].message) for end in ends[:-1]]
+        records = [*(part for part in parts if part), trajectory.messages]
     return [
-        [{**message, "content": words.get(id(message), message.get("content"))} for message in messages]
-        for messages in every
+        [{**message, "content": answers.get(id(message), message.get("content"))} for message in messages]
+        for messages in records
     ]
 
 
 def _until(histories: Sequence[Sequence[Message]], last: Message) -> list[Message]:
-    """The history up to a message, or nothing."""
+    """The history up to the message `last`; empty if no history contains it."""
     for messages in histories:
         for number, message in enumerate(messages, 1):
             if message is last:
@@ -138,7 +137,7 @@ def _until(histories: Sequence[Sequence[Message]], last: Message) -> list[Messag
 def _record(trajectory: Trajectory, messages: Sequence[Message], infos: Mapping[str, Any]) -> dict[str, Any]:
     last = trajectory.turns[-1] if trajectory.turns else None
     ids = [list(turn.completion.token_ids) for turn in trajectory.turns if turn.completion is not None]
-    texts, media = flattened(messages)
+    texts, media = flatten_media(messages)
     return {
         **dict.fromkeys(MEDIA),
         **trajectory.row.fields,

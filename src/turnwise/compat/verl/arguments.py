@@ -1,7 +1,7 @@
-"""From a configuration of verl's to a recipe: what is carried over, what is not and why. Nothing is dropped without a word.
+"""Converts verl's configuration into a recipe, with a report: which keys were converted, which were not, and why.
 
-What is not given has verl's default, where that differs from ours. verl's own files (`ppo_trainer` and what it is made of) are
-those defaults, and are not read.
+Keys that are not given have verl's default where it differs from ours. verl's own configuration files (`ppo_trainer` and the
+files that it includes) contain these defaults, and are not read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from turnwise.chat.media_parts import has_media
 from turnwise.chat.tool_calls import FORMATS
-from turnwise.compat.converted import Converted, UnsupportedKey
+from turnwise.compat.conversion import ConversionReport, UnsupportedKey
 from turnwise.compat.verl import optimization
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
-from turnwise.compat.verl.ledger import Ledger
+from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 from turnwise.compat.verl.reward_score import GRADED
 from turnwise.compat.verl.script import read_script
 from turnwise.compat.yaml_files import MISSING, at, compose, leaves, override, resolved
@@ -27,8 +27,8 @@ from turnwise.types import Message
 __all__ = ["from_verl_arguments"]
 
 _PLACE = "turnwise.compat.verl"
-_THEIRS = ("ppo_trainer", "ppo_megatron_trainer")
-_GROUPS = (
+_VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer")
+_VERL_GROUPS = (
     "actor", "algorithm", "critic", "data", "engine", "model", "optim", "profiler", "ref", "reward_manager",
     "reward_model", "rollout",
 )  # fmt: skip
@@ -36,11 +36,11 @@ _GROUPS = (
 
 def from_verl_arguments(
     overrides: Sequence[str] = (), *, folder: str | Path | None = None, name: str | None = None
-) -> Converted:
-    """A recipe of what `python -m verl.trainer.main_ppo --config-path=FOLDER --config-name=NAME OVERRIDES` was given.
+) -> ConversionReport:
+    """Convert the arguments of `python -m verl.trainer.main_ppo --config-path=FOLDER --config-name=NAME OVERRIDES`.
 
-    Without a folder there are the overrides only. The first word may be one of verl's shell scripts, `run.sh`, whose arguments
-    come first. Raises ConfigError if the configuration cannot be read.
+    Without a folder, only the overrides are converted. The first word may be one of verl's shell scripts, such as `run.sh`:
+    its arguments come before the other overrides. Raises ConfigError if the configuration cannot be read.
     """
     tree: dict[str, Any] = {}
     unknown: list[str] = []
@@ -50,35 +50,32 @@ def from_verl_arguments(
         folder, name, unknown = folder or script.folder, name or script.name, script.unknown
     if folder is not None:
         path = Path(os.path.expanduser(folder))
-        if not os.path.isdir(path) and name in _THEIRS:
+        if not os.path.isdir(path) and name in _VERL_FILES:
             path = None  # `--config-path=./config` is Hydra's: verl's own directory, which is not read
         elif not os.path.isdir(path):
             raise ConfigError(f"--config-path: there is no directory {path.absolute()}")
         if path is not None:
-            tree = compose(path, name or _THEIRS[0], leaving_out=_is_theirs)
-    elif name is not None and name not in _THEIRS:
+            tree = compose(path, name or _VERL_FILES[0], leaving_out=_is_verl_file)
+    elif name is not None and name not in _VERL_FILES:
         raise ConfigError(f"--config-name={name} needs --config-path, the directory of {name}.yaml")
-    _switched(tree)
-    for one in overrides:
-        override(tree, [one])
-        _switched(tree)
+    _expand_multi_turn(tree)
+    for word in overrides:
+        override(tree, [word])
+        _expand_multi_turn(tree)
     tree, unresolved = resolved(tree, lambda key: DEFAULTS.get(key, MISSING))
-    found = _Conversion(tree, unresolved).result()
-    reason = "only a shell knows what this is: set the key, or the variable"
-    found.guessed.extend(UnsupportedKey(*_parted(word), reason) for word in unknown)
-    return found
+    report = _Conversion(tree, unresolved).report()
+    reason = "its value needs a shell: set the key, or the variable that it uses"
+    for word in unknown:
+        key, _, value = word.lstrip("+").partition("=")
+        report.assumptions.append(UnsupportedKey(key, value, reason))
+    return report
 
 
-def _parted(word: str) -> tuple[str, str]:
-    key, _, value = word.lstrip("+").partition("=")
-    return key, value
+def _is_verl_file(target: str) -> bool:
+    return target in _VERL_FILES or target.split("/")[0] in _VERL_GROUPS
 
 
-def _is_theirs(target: str) -> bool:
-    return target in _THEIRS or target.split("/")[0] in _GROUPS
-
-
-def _switched(tree: dict[str, Any]) -> None:
+def _expand_multi_turn(tree: dict[str, Any]) -> None:
     """`multi_turn: True` is `multi_turn.enable: True`."""
     rollout = at(tree, ROLLOUT)
     if isinstance(at(rollout, "multi_turn"), bool):
@@ -86,177 +83,188 @@ def _switched(tree: dict[str, Any]) -> None:
 
 
 def _messages(prompt: Any) -> list[Message]:
-    return [one for one in prompt if isinstance(one, dict)] if isinstance(prompt, list) else []
+    return [message for message in prompt if isinstance(message, dict)] if isinstance(prompt, list) else []
 
 
 class _Conversion:
-    """One recipe in the making."""
+    """Converts one configuration tree, one part of the recipe after the other."""
 
     def __init__(self, tree: dict[str, Any], unresolved: Sequence[str]) -> None:
         self._tree = tree
         self._given = dict(leaves(tree))
-        self._book = Ledger(tree, DEFAULTS)
+        self._builder = VerlRecipeBuilder(tree, DEFAULTS)
         self._unresolved = unresolved
-        self._guessed: list[UnsupportedKey] = []
         self._rows: Sequence[Mapping[str, Any]] | None = None
-        """Those of data.train_files, or None where they cannot be read."""
+        """The rows of data.train_files; None if they cannot be read here."""
 
-    def result(self) -> Converted:
-        """The whole."""
+    def report(self) -> ConversionReport:
+        """Convert everything."""
         for key in self._unresolved:
             if machinery(key) is None:
-                self._book.leave(key, "it names a key or a variable that is not there: set it", matters=True)
+                self._builder.reject(
+                    key, "it refers to a key or a variable that does not exist: set it", changes_training=True
+                )
         self._fixed()
         for key, option in PLAIN.items():
-            if (value := self._book.value(key)) is not None:
-                self._book.set(option, value, key)
+            if (value := self._builder.value(key)) is not None:
+                self._builder.set(option, value, key)
         self._model()
         self._data()
         interactive = self._conversation()
-        optimization.lengths(self._book)
-        optimization.optimization(self._book)
-        optimization.trainer(self._book, optimization.steps(self._book, self._count()))
+        optimization.lengths(self._builder)
+        optimization.optimization(self._builder)
+        optimization.trainer(self._builder, optimization.steps(self._builder, self._count()))
         self._reward(interactive)
         self._others()
-        return Converted(self._book.recipe, self._book.carried, self._book.left, self._guessed)
+        return self._builder.report()
 
     def _fixed(self) -> None:
         for key, (values, reason) in FIXED.items():
             value = at(self._tree, key)
             if value is MISSING:
                 continue
-            if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
-                self._book.carry("as it is here", key)
+            if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in values):
+                self._builder.convert("nothing: turnwise always works this way", key)
             else:
-                self._book.leave(key, reason, matters=True)
+                self._builder.reject(key, reason, changes_training=True)
 
     def _model(self) -> None:
         key = "actor_rollout_ref.model.path"
-        if self._book.says(key):
-            self._book.set("model.path", os.path.expanduser(str(self._book.value(key))), key)
+        if self._builder.is_set(key):
+            self._builder.set("model.path", os.path.expanduser(str(self._builder.value(key))), key)
         else:
-            self._book.leave(key, "name the model", matters=True, default=True)
+            self._builder.reject(key, "name the model", changes_training=True, even_default=True)
 
     def _data(self) -> None:
         for key, option in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
-            value = self._book.value(key)
+            value = self._builder.value(key)
             files = list(map(str, value if isinstance(value, list) else [] if value is None else [value]))
             if files:
-                self._book.set(option, files[0] if len(files) == 1 else files, key)
+                self._builder.set(option, files[0] if len(files) == 1 else files, key)
                 if option == "data.train":
                     self._read(files)
             elif option == "data.train":
-                self._book.leave(key, "name the file of the rows", matters=True, default=True)
+                self._builder.reject(key, "name the file of the rows", changes_training=True, even_default=True)
         for key, ours in (("data.prompt_key", "prompt"), ("data.image_key", "images"), ("data.video_key", "videos")):
-            if self._book.value(key) not in (None, ours):
-                self._book.set(f"data.columns.{ours}", self._book.value(key), key)
-            self._book.carry(f"the column {ours}", key)
-        source = self._book.value("data.reward_fn_key")
+            if self._builder.value(key) not in (None, ours):
+                self._builder.set(f"data.columns.{ours}", self._builder.value(key), key)
+            self._builder.convert(f"the column {ours}", key)
+        source = self._builder.value("data.reward_fn_key")
         if source != "data_source":
-            self._book.set("data.columns.data_source", source, "data.reward_fn_key")
-        self._book.carry("the column data_source", "data.reward_fn_key")
-        self._book.carry("rows are always conversations", "data.return_raw_chat")
-        if (most := self._book.whole("data.train_max_samples")) is not None:
-            self._book.set("data.max_rows", most, "data.train_max_samples")
-        self._book.carry("all rows", "data.train_max_samples")
+            self._builder.set("data.columns.data_source", source, "data.reward_fn_key")
+        self._builder.convert("the column data_source", "data.reward_fn_key")
+        self._builder.convert("rows are always conversations", "data.return_raw_chat")
+        if (most := self._builder.count("data.train_max_samples")) is not None:
+            self._builder.set("data.max_rows", most, "data.train_max_samples")
+        self._builder.convert("all rows", "data.train_max_samples")
         key = "data.filter_overlong_prompts"
-        if self._book.value(key) is True and (longest := self._book.whole("data.max_prompt_length")) is not None:
-            self._book.set("data.max_prompt_tokens", longest, key)
-        self._book.carry("no row is left out", key)
+        if self._builder.value(key) is True and (longest := self._builder.count("data.max_prompt_length")) is not None:
+            self._builder.set("data.max_prompt_tokens", longest, key)
+        self._builder.convert("no row is left out", key)
 
     def _conversation(self) -> bool:
-        """Who answers, and how often. Returns whether there is an interaction."""
+        """Set the environment and the number of turns. Returns whether there is an interaction."""
         interaction, tools = self._file("interaction"), self._file("tool")
         switch = f"{TURNS}.enable"
         on = at(self._tree, switch)
         many = self._multiturn() or on is True or (on is not False and bool(interaction or tools))
         if on is False and (interaction or tools):
-            self._book.leave(switch, "it contradicts the interaction or tool file: leave one out", matters=True)
-        self._book.carry("limits.turns", switch)
-        most_answers = self._user_turns(bool(interaction), bool(tools))
-        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": most_answers}
+            self._builder.reject(
+                switch, "it contradicts the interaction or tool file: remove one of the two", changes_training=True
+            )
+        self._builder.convert("limits.turns", switch)
+        max_user_turns = self._user_turns(bool(interaction), bool(tools))
+        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": max_user_turns}
         if interaction or tools:
             given = {name: value for name, value in arguments.items() if value is not None}
-            self._book.set("environment", {"use": f"{_PLACE}:Conversations", "arguments": given})
-        self._tool_calls(bool(tools) or "tools" in self._book.recipe)
+            self._builder.set("environment", {"use": f"{_PLACE}:Conversations", "arguments": given})
+        self._tool_calls(bool(tools) or "tools" in self._builder.recipe)
         self._turns(many)
         return bool(interaction)
 
     def _file(self, kind: str) -> str | None:
-        """The interaction file or the tool file, by whichever of its names."""
+        """The interaction file or the tool file. verl's versions have different keys for them."""
         old = "interaction_config_file" if kind == "interaction" else "tool_kwargs.tools_config_file"
         keys = [
             f"{TURNS}.{kind}_config_path",
             f"{ROLLOUT}.{old}",
             *(["data.tool_config_path"] if kind == "tool" else []),
         ]
-        named = {str(self._book.value(key)): key for key in keys if self._book.says(key)}
+        named = {str(self._builder.value(key)): key for key in keys if self._builder.is_set(key)}
         if len(named) > 1:
             for key in list(named.values())[1:]:
-                self._book.leave(key, f"{keys[0]} names another file: leave one out", matters=True)
-        self._book.carry("environment", *keys)
+                self._builder.reject(key, f"{keys[0]} names another file: remove one of the two", changes_training=True)
+        self._builder.convert("environment", *keys)
         return next(iter(named), None)
 
     def _user_turns(self, interactive: bool, tools: bool) -> int | None:
         key = f"{TURNS}.max_user_turns"
-        most = self._book.whole(key)
-        if most is not None and tools and not interactive:  # since v0.7 the rounds of tools count
-            self._book.carry("limits.turns: so many rounds of tools, and an answer", key)
+        most = self._builder.count(key)
+        if most is not None and tools and not interactive:  # since v0.7 it bounds the rounds of tool calls
+            self._builder.convert("limits.turns: these rounds of tool calls, and a last turn", key)
             return None
         if most is not None and not interactive:
-            self._book.leave(
-                key, "it counts an interaction's answers, and there is none: say max_assistant_turns", matters=True
+            self._builder.reject(
+                key,
+                "it counts the answers of an interaction, and there is none: set max_assistant_turns",
+                changes_training=True,
             )
             return None
-        self._book.carry("environment.arguments.max_user_turns", key)
+        self._builder.convert("environment.arguments.max_user_turns", key)
         return most
 
     def _turns(self, many: bool) -> None:
         key, other = f"{TURNS}.max_assistant_turns", "rollout.multiturn.max_turns"
-        most = self._book.whole(key) or self._book.whole(other)
-        rounds = self._book.whole(f"{TURNS}.max_user_turns")
+        most = self._builder.count(key) or self._builder.count(other)
+        rounds = self._builder.count(f"{TURNS}.max_user_turns")
         if many and rounds is not None and "max_user_turns" not in self._arguments():
             most = min(rounds + 1, most or rounds + 1)
-        if many and most is None:  # verl's own bound where it has none
-            lengths = [self._book.whole(f"data.max_{name}_length") or 0 for name in ("prompt", "response")]
+        if many and most is None:  # the bound that verl uses if none is set
+            lengths = [self._builder.count(f"data.max_{name}_length") or 0 for name in ("prompt", "response")]
             most = max(1, sum(lengths) // 3)
-        if not many and self._book.says(key):
-            self._book.leave(key, "multi_turn is off, so there is one turn", matters=True)
-        self._book.set("limits.turns", most if many else 1, key, other)
+        if not many and self._builder.is_set(key):
+            self._builder.reject(key, "multi_turn is off, so a conversation has one turn", changes_training=True)
+        self._builder.set("limits.turns", most if many else 1, key, other)
 
     def _arguments(self) -> dict[str, Any]:
-        """Those of the environment so far."""
-        return self._book.recipe.get("environment", {}).get("arguments", {})
+        """`environment.arguments` in the recipe built so far."""
+        return self._builder.recipe.get("environment", {}).get("arguments", {})
 
     def _tool_calls(self, tools: bool) -> None:
         options = ("max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
         for name in options:
             if not tools:
-                self._book.leave(f"{TURNS}.{name}", "there are no tools")
-            elif self._book.value(f"{TURNS}.{name}") is not None:
-                self._book.set(f"tool_calls.{name}", self._book.value(f"{TURNS}.{name}"), f"{TURNS}.{name}")
+                self._builder.reject(f"{TURNS}.{name}", "there are no tools")
+            elif self._builder.value(f"{TURNS}.{name}") is not None:
+                self._builder.set(f"tool_calls.{name}", self._builder.value(f"{TURNS}.{name}"), f"{TURNS}.{name}")
         key = f"{TURNS}.format"
-        named = self._book.value(key)
+        named = self._builder.value(key)
         names = [format.name for format in FORMATS]
         if named in names and tools:
-            self._book.set("tool_format", named, key)
-        elif self._book.says(key):
-            self._book.leave(key, f"the format is found out from the template (tool_format may be: {', '.join(names)})")
+            self._builder.set("tool_format", named, key)
+        elif self._builder.is_set(key):
+            self._builder.reject(
+                key, f"the format is taken from the chat template (tool_format may be: {', '.join(names)})"
+            )
 
     def _multiturn(self) -> bool:
-        """The block `rollout.multiturn` of an older description. Returns whether it is there and on."""
+        """Convert `rollout.multiturn`, a block of an older description of verl. Returns whether it switches turns on."""
         place = "rollout.multiturn"
         if at(self._tree, place) is MISSING:
             return False
-        if self._book.says(f"{place}.stop_tokens"):
-            self._book.set("sampling.stop", self._book.value(f"{place}.stop_tokens"), f"{place}.stop_tokens")
+        if self._builder.is_set(f"{place}.stop_tokens"):
+            self._builder.set("sampling.stop", self._builder.value(f"{place}.stop_tokens"), f"{place}.stop_tokens")
         kind = f"{place}.environment.type"
-        if self._book.says(kind) and self._book.value(kind) != "tool_calling":
-            self._book.leave(kind, "there is tool_calling; write any other as an environment (README)", matters=True)
-        self._book.carry("tools", kind)
+        if self._builder.is_set(kind) and self._builder.value(kind) != "tool_calling":
+            self._builder.reject(
+                kind,
+                "only tool_calling is supported; write any other as an environment (README)",
+                changes_training=True,
+            )
+        self._builder.convert("tools", kind)
         key = f"{place}.environment.tools"
         tools: list[dict[str, Any]] = []
-        given = self._book.value(key) or []
+        given = self._builder.value(key) or []
         for tool in given if isinstance(given, list) else [given]:
             uses = {
                 "sandbox": ("turnwise.environments.sandbox.fusion:SandboxFusion", "url"),
@@ -264,91 +272,97 @@ class _Conversion:
             }
             known = set(tool) == {"name", "type", "endpoint"} if isinstance(tool, dict) else False
             if not known or tool["type"] not in uses:
-                self._book.leave(key, f"{tool!r:.100} must have name, endpoint and type: sandbox or api", matters=True)
+                self._builder.reject(
+                    key, f"{tool!r:.100} must have name, endpoint and type: sandbox or api", changes_training=True
+                )
                 continue
             use, option = uses[tool["type"]]
             tools.append({"use": use, "arguments": {option: tool["endpoint"]}})
         if tools:
-            self._book.set("tools", tools)
-            self._book.carry("tools, by the names that they have here (code_interpreter, search)", key)
-        on = self._book.value(f"{place}.enabled") is not False
-        self._book.carry("limits.turns", f"{place}.enabled")
+            self._builder.set("tools", tools)
+            self._builder.convert("tools, under their names here (code_interpreter, search)", key)
+        on = self._builder.value(f"{place}.enabled") is not False
+        self._builder.convert("limits.turns", f"{place}.enabled")
         return on
 
     def _read(self, files: Sequence[str]) -> None:
-        """Read the rows, where they are on this machine."""
+        """Read the rows if the files are on this machine."""
         if not all(os.path.exists(os.path.expanduser(file)) for file in files):
             return
         try:
-            self._rows = [one.record for file in files for one in records(file, split="train", subset=None)]
+            self._rows = [row.record for file in files for row in records(file, split="train", subset=None)]
         except DataError:
             return
-        image, video, prompt = (self._book.value(f"data.{name}_key") for name in ("image", "video", "prompt"))
-        seeing = any(
+        image, video, prompt = (self._builder.value(f"data.{name}_key") for name in ("image", "video", "prompt"))
+        has_images = any(
             row.get(image or "images") or row.get(video or "videos") or has_media(_messages(row.get(prompt)))
             for row in self._rows
         )
         key = "data.return_multi_modal_inputs"
-        if not seeing and self._book.says(key):
-            del self._book.recipe["data"]["return_multi_modal_inputs"]
-            self._book.leave(key, "no row holds an image; what tools return is never in the rows")
+        if not has_images and self._builder.is_set(key):
+            del self._builder.recipe["data"]["return_multi_modal_inputs"]
+            self._builder.reject(key, "no row contains an image; results of tools are never in the rows")
 
     def _count(self) -> int | None:
-        """How many rows there are to train on."""
-        most = self._book.whole("data.train_max_samples")
+        """The number of rows to train on; None if they cannot be read here."""
+        most = self._builder.count("data.train_max_samples")
         return None if self._rows is None else len(self._rows[:most])
 
     def _reward(self, interactive: bool) -> None:
-        """A user's function; or what an interaction gives; or verl's grader for the data."""
+        """Set the rewards: the user's function, or the rewards of the interaction, or verl's grader for the data source."""
         old, new = "custom_reward_function", "reward.custom_reward_function"  # the latter since v0.8
-        place = new if self._book.says(f"{new}.path") else old
-        if place == new and self._book.says(f"{old}.path"):
-            self._book.leave(f"{old}.path", f"{new}.path is another one: leave one out", matters=True)
+        place = new if self._builder.is_set(f"{new}.path") else old
+        if place == new and self._builder.is_set(f"{old}.path"):
+            self._builder.reject(
+                f"{old}.path", f"{new}.path names another function: remove one of the two", changes_training=True
+            )
         for part in ("path", "name", "reward_kwargs"):
-            self._book.leave(f"{old if place == new else new}.{part}", "there is no path beside it")
+            self._builder.reject(f"{old if place == new else new}.{part}", "it has no effect without a path")
         path, name, given = (f"{place}.{part}" for part in ("path", "name", "reward_kwargs"))
-        if self._arguments() and (self._book.says(path) or not interactive):
-            # verl's trainer records what tools and interactions give; its objective is the reward function alone
+        if self._arguments() and (self._builder.is_set(path) or not interactive):
+            # verl's trainer only records the rewards of tools and interactions; it trains on the reward function alone
             self._arguments()["rewards"] = "record"
-        if self._book.says(path):
-            arguments = {"path": self._book.value(path), "name": self._book.value(name) or "compute_score"}
-            if self._book.says(given):
-                arguments["arguments"] = self._book.value(given)
-            self._book.set(
+        if self._builder.is_set(path):
+            arguments = {"path": self._builder.value(path), "name": self._builder.value(name) or "compute_score"}
+            if self._builder.is_set(given):
+                arguments["arguments"] = self._builder.value(given)
+            self._builder.set(
                 "reward.trajectory", [{"use": f"{_PLACE}:CustomScore", "arguments": arguments}], path, name, given
             )
             return
         for key in (name, given):
-            self._book.leave(key, f"belongs to {path}")
-        self._book.carry("the rewards of the conversation itself", path)
+            self._builder.reject(key, f"it has no effect without {path}")
+        self._builder.convert("the rewards of the conversation itself", path)
         if interactive:
             reason = (
-                "what the interaction and its tools give is the reward here; verl's trainer only records it, and grades the "
-                "whole response by data_source: environment.arguments.rewards=record and a function in reward.trajectory do that"
+                "the rewards of the interaction and its tools are used here. verl's trainer only records them, and grades the "
+                "complete response by data_source. For that, set environment.arguments.rewards=record and a function in "
+                "reward.trajectory"
             )
-            self._guessed.append(UnsupportedKey(path, None, reason))
+            self._builder.assume(path, None, reason)
             return
-        self._book.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
-        column = self._book.value("data.reward_fn_key")
+        self._builder.set("reward.trajectory", [{"use": f"{_PLACE}:data_source_score"}])
+        column = self._builder.value("data.reward_fn_key")
         unknown = sorted({str(row.get(column)) for row in self._rows or ()} - set(GRADED))
         if unknown:
-            reason = (
-                f"there is no grader for {', '.join(map(repr, unknown))} here (there is: {', '.join(GRADED)}): set it"
-            )
-            self._book.leave(path, reason, matters=True, default=True)
+            missing = ", ".join(map(repr, unknown))
+            reason = f"there is no grader for {missing} here (graders exist for: {', '.join(GRADED)}): set it"
+            self._builder.reject(path, reason, changes_training=True, even_default=True)
 
     def _others(self) -> None:
-        """Whatever nobody has looked at."""
-        done = {*self._book.carried, *(left.key for left in self._book.left)}
+        """Record every key that has not been looked at yet."""
+        done = {*self._builder.converted, *(left.key for left in self._builder.unsupported)}
         known = [*PLAIN, *HANDLED, *FIXED]
         for key, value in self._given.items():
-            if any(key == one or key.startswith(f"{one}.") for one in done):
+            if any(key == other or key.startswith(f"{other}.") for other in done):
                 continue
             if key in (*PLAIN, *HANDLED) and value is None:
-                self._book.carry("nothing: it is not set", key)
+                self._builder.convert("nothing: it is not set", key)
             elif (reason := idle(key) or machinery(key)) is not None:
-                self._book.leave(key, reason)
+                self._builder.reject(key, reason)
             elif value in (None, {}, []):
-                self._book.leave(key, "it is not set")
+                self._builder.reject(key, "it is not set")
             else:
-                self._book.leave(key, f"turnwise knows no such key of verl's{nearest(key, known)}", matters=True)
+                self._builder.reject(
+                    key, f"turnwise knows no such key of verl's{nearest(key, known)}", changes_training=True
+                )

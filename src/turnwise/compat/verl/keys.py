@@ -1,4 +1,4 @@
-"""verl's keys, in tables: what they are where nobody says so, which are options of ours, and which change nothing here."""
+"""Tables of verl's keys: default values, keys that become one option, and keys that have no effect here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.total_epochs": 30,
 }
-"""verl's values where a configuration does not say them: of the keys that become options, and differ from ours or may."""
+"""verl's defaults, of keys that become options and whose default differs from ours or may differ."""
 
 PLAIN: dict[str, str] = {
     "data.shuffle": "data.shuffle",
@@ -74,7 +74,7 @@ PLAIN: dict[str, str] = {
     f"{TURNS}.tokenization_sanity_check_mode": "tokenization_sanity_check",
     f"{TURNS}.use_inference_chat_template": "use_inference_chat_template",
 }
-"""Keys that are an option of ours, value for value."""
+"""Keys that become one option, with the same value."""
 
 HANDLED: tuple[str, ...] = (
     "actor_rollout_ref.model.path",
@@ -102,17 +102,20 @@ HANDLED: tuple[str, ...] = (
     "trainer.project_name", "trainer.resume_mode", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs",
     "trainer.total_training_steps",
 )  # fmt: skip
-"""Keys that are looked at one by one in `arguments` and `optimization`."""
+"""Keys that `arguments` and `optimization` convert one by one."""
 
-_NO = "turnwise has nothing of the kind"
+_NO = "turnwise does not support it"
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "algorithm.use_kl_in_reward": ((False,), "a divergence can be in the loss, not in the reward: use_kl_loss=True"),
+    "algorithm.use_kl_in_reward": (
+        (False,),
+        "the KL divergence can be part of the loss, not of the reward: use_kl_loss=True",
+    ),
     "algorithm.use_pf_ppo": ((False,), _NO),
     "algorithm.filter_groups.enable": ((False, None), _NO),
-    "algorithm.rollout_correction.rollout_is": ((None, False), "the engine samples on the trainer's own weights"),
-    "algorithm.rollout_correction.rollout_rs": ((None, False), "the engine samples on the trainer's own weights"),
-    "algorithm.rollout_correction.bypass_mode": ((False,), "the engine samples on the trainer's own weights"),
-    f"{ACTOR}.policy_loss.loss_mode": (("vanilla",), "the loss is PPO's clipped one"),
+    "algorithm.rollout_correction.rollout_is": ((None, False), "the engine samples with the trainer's weights"),
+    "algorithm.rollout_correction.rollout_rs": ((None, False), "the engine samples with the trainer's weights"),
+    "algorithm.rollout_correction.bypass_mode": ((False,), "the engine samples with the trainer's weights"),
+    f"{ACTOR}.policy_loss.loss_mode": (("vanilla",), "the loss is PPO's clipped loss"),
     f"{ACTOR}.loss_scale_factor": ((None,), _NO),
     f"{ACTOR}.shuffle": ((False,), "minibatches follow the order of the rows"),
     f"{ACTOR}.freeze_vision_tower": ((False,), "all parameters are trained"),
@@ -122,11 +125,11 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ACTOR}.optim.override_optimizer_config": ((None, {}), _NO),
     f"{ACTOR}.optim.min_lr_ratio": ((0, 0.0, None), "a schedule ends at 0"),
     f"{ACTOR}.optim.num_cycles": ((0.5,), "a cosine goes down once"),
-    f"{ACTOR}.optim.total_training_steps": ((-1, None), "say trainer.total_training_steps"),
-    f"{ACTOR}.optim.clip_grad": ((1.0, None), "say actor_rollout_ref.actor.grad_clip"),
+    f"{ACTOR}.optim.total_training_steps": ((-1, None), "set trainer.total_training_steps"),
+    f"{ACTOR}.optim.clip_grad": ((1.0, None), "set actor_rollout_ref.actor.grad_clip"),
     "actor_rollout_ref.model.custom_chat_template": ((None,), "put the template into the model's directory"),
-    "actor_rollout_ref.model.trust_remote_code": ((False,), "code that comes with a model is not run"),
-    "actor_rollout_ref.model.external_lib": ((None,), "code that comes with a model is not run"),
+    "actor_rollout_ref.model.trust_remote_code": ((False,), "turnwise does not run code of a model repository"),
+    "actor_rollout_ref.model.external_lib": ((None,), "turnwise does not run code of a model repository"),
     "actor_rollout_ref.model.lora_rank": ((0,), "all parameters are trained"),
     "actor_rollout_ref.model.lora_adapter_path": ((None,), "merge the adapter into the model first"),
     "actor_rollout_ref.model.override_config": (({}, None), "change the model's config.json"),
@@ -134,72 +137,72 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.hf_config_path": ((None,), "the configuration is that of the model's directory"),
     "actor_rollout_ref.model.mtp.enable": ((False,), _NO),
     "data.tokenizer": ((None,), "the tokenizer is that of the model's directory"),
-    "data.custom_cls.path": ((None,), "rows are read as they are: make a data set of what the class yields"),
+    "data.custom_cls.path": ((None,), "rows are read as they are: write the rows that the class yields to a file"),
     "data.sampler.class_path": ((None,), "rows are used in order or shuffled"),
-    "data.datagen.path": ((None,), "the data set is what it is"),
-    "data.apply_chat_template_kwargs": (({}, None), "the template is rendered without keywords of its own"),
-    "data.trust_remote_code": ((False,), "code that comes with a data set is not run"),
-    "data.truncation": (("error",), "prompts are not cut"),
+    "data.datagen.path": ((None,), "rows are not generated during training"),
+    "data.apply_chat_template_kwargs": (({}, None), "the chat template is rendered without extra arguments"),
+    "data.trust_remote_code": ((False,), "turnwise does not run code of a data set"),
+    "data.truncation": (("error",), "prompts are not truncated"),
     f"{ROLLOUT}.do_sample": ((True,), "training needs a temperature above 0"),
     f"{ROLLOUT}.ignore_eos": ((False,), "a turn ends with its stop token"),
-    f"{ROLLOUT}.quantization": ((None,), "the engine samples on the trainer's own weights"),
-    f"{ROLLOUT}.skip_rollout": ((False,), "use engine.name=scripted and `turnwise rollout` for given lines"),
-    f"{ROLLOUT}.agent.agent_loop_config_path": ((None,), "make an environment of the loop (README)"),
+    f"{ROLLOUT}.quantization": ((None,), "the engine samples with the trainer's weights"),
+    f"{ROLLOUT}.skip_rollout": ((False,), "use engine.name=scripted and `turnwise rollout` to replay given turns"),
+    f"{ROLLOUT}.agent.agent_loop_config_path": ((None,), "write the loop as an environment (README)"),
     f"{ROLLOUT}.agent.default_agent_loop": (
         ("single_turn_agent", "tool_agent"),
-        "make an environment of the loop (README)",
+        "write the loop as an environment (README)",
     ),
     f"{ROLLOUT}.agent.custom_async_server.path": ((None,), _NO),
     f"{TURNS}.function_tool_path": ((None,), "name the functions in `tools:` of the recipe (docs/tools.md)"),
-    f"{TURNS}.completion_callback": ((None,), "make an environment of it (README)"),
+    f"{TURNS}.completion_callback": ((None,), "write it as an environment (README)"),
     f"{TURNS}.num_repeat_rollouts": ((None,), _NO),
-    "reward_model.enable": ((False,), "ask the reward model in a reward function: custom_reward_function"),
+    "reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
     "reward_model.reward_manager": (("naive",), "one score for a conversation: custom_reward_function"),
-    "reward_model.sandbox_fusion.url": ((None,), "ask the service in a reward function: custom_reward_function"),
+    "reward_model.sandbox_fusion.url": ((None,), "call the service in a reward function: custom_reward_function"),
     "reward_manager.name": (("naive",), "one score for a conversation: custom_reward_function"),
     "reward.reward_manager.name": (("naive",), "one score for a conversation: reward.custom_reward_function"),
-    "reward.reward_model.enable": ((False,), "ask the reward model in a reward function: custom_reward_function"),
+    "reward.reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
     "reward_manager.source": (("register",), "one score for a conversation: custom_reward_function"),
     "trainer.val_only": ((False,), "use `turnwise rollout`"),
     "trainer.resume_from_path": ((None,), "set trainer.default_local_dir to the run's directory, and resume_mode=auto"),
 }
-"""Keys of which one value, or a few, are what turnwise does anyway; the reason is that of any other."""
+"""Keys that must have a given value, and why no other value is possible."""
 
 IDLE: dict[str, str] = {
-    "algorithm.gamma": "has no effect with adv_estimator=grpo, in verl neither",
-    "algorithm.lam": "has no effect with adv_estimator=grpo, in verl neither",
-    "algorithm.kl_penalty": "belongs to use_kl_in_reward",
-    "algorithm.kl_ctrl.*": "belongs to use_kl_in_reward",
-    "algorithm.pf_ppo.*": "belongs to use_pf_ppo",
-    "algorithm.filter_groups.*": "belongs to filter_groups.enable",
-    "algorithm.rollout_correction.*": "belongs to a correction",
-    f"{ACTOR}.policy_loss.*": "belongs to another loss_mode than vanilla",
-    f"{ACTOR}.tau_*": "belongs to another loss_mode than vanilla",
-    "actor_rollout_ref.model.lora_alpha": "belongs to lora_rank",
-    "actor_rollout_ref.model.target_modules": "belongs to lora_rank",
-    "actor_rollout_ref.model.exclude_modules": "belongs to lora_rank",
-    "actor_rollout_ref.model.mtp.*": "belongs to mtp.enable",
-    "data.custom_cls.name": "belongs to custom_cls.path",
-    "data.sampler.class_name": "belongs to sampler.class_path",
-    "data.datagen.name": "belongs to datagen.path",
-    "critic.*": "there is no critic with adv_estimator=grpo, in verl neither",
-    "trainer.critic_warmup": "there is no critic with adv_estimator=grpo, in verl neither",
-    "trainer.max_critic_ckpt_to_keep": "there is no critic with adv_estimator=grpo, in verl neither",
-    "reward_model.*": "belongs to reward_model.enable",
-    "reward.reward_model.*": "belongs to reward_model.enable",
-    "reward.reward_manager.*": "belongs to another reward manager than naive",
-    "reward.sandbox_fusion.*": "belongs to verl's graders of programs",
-    "reward_manager.*": "belongs to another reward manager than naive",
+    "algorithm.gamma": "has no effect with adv_estimator=grpo, also not in verl",
+    "algorithm.lam": "has no effect with adv_estimator=grpo, also not in verl",
+    "algorithm.kl_penalty": "has no effect without use_kl_in_reward",
+    "algorithm.kl_ctrl.*": "has no effect without use_kl_in_reward",
+    "algorithm.pf_ppo.*": "has no effect without use_pf_ppo",
+    "algorithm.filter_groups.*": "has no effect without filter_groups.enable",
+    "algorithm.rollout_correction.*": "has no effect without an importance-sampling correction",
+    f"{ACTOR}.policy_loss.*": "has no effect with loss_mode=vanilla",
+    f"{ACTOR}.tau_*": "has no effect with loss_mode=vanilla",
+    "actor_rollout_ref.model.lora_alpha": "has no effect without lora_rank",
+    "actor_rollout_ref.model.target_modules": "has no effect without lora_rank",
+    "actor_rollout_ref.model.exclude_modules": "has no effect without lora_rank",
+    "actor_rollout_ref.model.mtp.*": "has no effect without mtp.enable",
+    "data.custom_cls.name": "has no effect without custom_cls.path",
+    "data.sampler.class_name": "has no effect without sampler.class_path",
+    "data.datagen.name": "has no effect without datagen.path",
+    "critic.*": "adv_estimator=grpo has no critic, also not in verl",
+    "trainer.critic_warmup": "adv_estimator=grpo has no critic, also not in verl",
+    "trainer.max_critic_ckpt_to_keep": "adv_estimator=grpo has no critic, also not in verl",
+    "reward_model.*": "has no effect without reward_model.enable",
+    "reward.reward_model.*": "has no effect without reward_model.enable",
+    "reward.reward_manager.*": "has no effect with the naive reward manager",
+    "reward.sandbox_fusion.*": "it is for verl's graders of programs",
+    "reward_manager.*": "has no effect with the naive reward manager",
 }
-"""Keys that do nothing, and why, as long as those of `FIXED` are what they are there."""
+"""Keys that have no effect as long as the keys of `FIXED` have their given values, and why."""
 
-_WORK = "how verl spreads the work and spends memory; here one process does it, train.micro_batch_tokens at a time"
-_ENGINE = "an option of verl's engines; the embedded engine has its own (docs/recipes.md, engine.*)"
-_WATCH = "metrics.jsonl, the curve and every conversation are written anyway (docs/record.md)"
-_GREEDY = "val_kwargs.temperature says how an evaluation samples; 0, verl's own, takes the most likely token"
+_WORK = "how verl distributes work and memory; turnwise uses one process and train.micro_batch_tokens"
+_ENGINE = "an option of verl's engines; the embedded engine has other options (docs/recipes.md, engine.*)"
+_WATCH = "metrics.jsonl, the curve and all conversations are always written (docs/record.md)"
+_GREEDY = "val_kwargs.temperature selects how an evaluation samples; 0, verl's default, takes the most likely token"
 MACHINERY: dict[str, str] = {
-    "*._target_": "a class of verl",
-    "hydra.*": "Hydra's own",
+    "*._target_": "it names a class of verl",
+    "hydra.*": "an option of Hydra",
     "*.profiler.*": "turnwise has no profiler",
     "global_profiler.*": "turnwise has no profiler",
     "ray_init.*": _WORK,
@@ -226,10 +229,10 @@ MACHINERY: dict[str, str] = {
     f"{ACTOR}.calculate_entropy": _WATCH,
     f"{ACTOR}.fsdp_config.*": _WORK,
     f"{ACTOR}.megatron.*": _WORK,
-    f"{ACTOR}.checkpoint.*": "a checkpoint holds all that the run needs to go on",
+    f"{ACTOR}.checkpoint.*": "a checkpoint always contains everything that is needed to resume",
     f"{ACTOR}.data_loader_seed": "minibatches follow the order of the rows",
-    f"{ACTOR}.rollout_n": "it is rollout.n",
-    f"{ACTOR}.router_replay.*": "belongs to router_replay.mode",
+    f"{ACTOR}.rollout_n": "rollout.n is used instead",
+    f"{ACTOR}.router_replay.*": "has no effect without router_replay.mode",
     "actor_rollout_ref.ref.*": _WORK,
     "actor_rollout_ref.hybrid_engine": _WORK,
     "actor_rollout_ref.nccl_timeout": _WORK,
@@ -248,10 +251,10 @@ MACHINERY: dict[str, str] = {
     "actor_rollout_ref.model.fused_kernel_options.*": _WORK,
     "actor_rollout_ref.model.tiled_mlp.*": _WORK,
     f"{ROLLOUT}.agent.num_workers": _WORK,
-    f"{ROLLOUT}.agent.*": "belongs to an agent loop of one's own",
+    f"{ROLLOUT}.agent.*": "it is for agent loops of the user",
     f"{ROLLOUT}.val_kwargs.*": _GREEDY,
-    f"{ROLLOUT}.over_sample_rate": "no conversation is thrown away for being slow; limits.seconds bounds them",
-    f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are always kept, and compared with the trainer's",
+    f"{ROLLOUT}.over_sample_rate": "slow conversations are not thrown away; limits.seconds bounds their time",
+    f"{ROLLOUT}.calculate_log_probs": "the engine's log-probabilities are always recorded and compared with the trainer's",
     f"{ROLLOUT}.log_prob_*": _WORK,
     f"{ROLLOUT}.*parallel_size": _WORK,
     f"{ROLLOUT}.checkpoint_engine.*": _WORK,
@@ -260,9 +263,9 @@ MACHINERY: dict[str, str] = {
     f"{ROLLOUT}.engine_kwargs.*": _ENGINE,
     f"{ROLLOUT}.server.*": _ENGINE,
     f"{ROLLOUT}.sglang_rollout_mode": _ENGINE,
-    f"{ROLLOUT}.quantization_config_file": "belongs to quantization",
-    f"{ROLLOUT}.skip_dump_dir": "belongs to skip_rollout",
-    f"{ROLLOUT}.mtp*": "belongs to mtp.enable",
+    f"{ROLLOUT}.quantization_config_file": "has no effect without quantization",
+    f"{ROLLOUT}.skip_dump_dir": "has no effect without skip_rollout",
+    f"{ROLLOUT}.mtp*": "has no effect without mtp.enable",
     **{
         f"{ROLLOUT}.{name}": _ENGINE
         for name in (
@@ -296,26 +299,26 @@ MACHINERY: dict[str, str] = {
     "data.val_batch_size": _WORK,
     "data.dataloader_num_workers": _WORK,
     "data.filter_overlong_prompts_workers": _WORK,
-    "data.return_raw_input_ids": "conversations are held on messages",
-    "data.return_full_prompt": "conversations are held on messages",
-    "data.image_patch_size": "the model's own processor knows it",
-    "data.validation_shuffle": "the order of held-out rows changes nothing",
+    "data.return_raw_input_ids": "environments work on messages, not on tokens",
+    "data.return_full_prompt": "environments work on messages, not on tokens",
+    "data.image_patch_size": "the model's processor sets it",
+    "data.validation_shuffle": "the order of held-out rows has no effect",
     "trainer.balance_batch": _WORK,
     "trainer.nnodes": _WORK,
     "trainer.n_gpus_per_node": _WORK,
     "trainer.use_legacy_worker_impl": _WORK,
     "trainer.ray_wait_register_center_timeout": _WORK,
     "trainer.esi_redundant_time": _WORK,
-    "trainer.del_local_ckpt_after_load": "checkpoint.keep says how many stay",
-    "trainer.default_hdfs_dir": "runs are written to a directory of this machine",
+    "trainer.del_local_ckpt_after_load": "checkpoint.keep sets how many checkpoints are kept",
+    "trainer.default_hdfs_dir": "runs are written to a local directory",
     "trainer.logger": _WATCH,
     "trainer.log_val_generations": _WATCH,
     "trainer.rollout_data_dir": _WATCH,
     "trainer.validation_data_dir": _WATCH,
-    "trainer.val_before_train": "held-out rows are always held before and after training",
+    "trainer.val_before_train": "held-out rows are always evaluated before and after training",
     "rollout.engine": _ENGINE,
 }
-"""Keys that change how the work is done and not what is learnt, and the reason."""
+"""Keys that change how the work is done and not the result of training, and why."""
 
 
 def _of(table: dict[str, str], key: str) -> str | None:
@@ -325,10 +328,10 @@ def _of(table: dict[str, str], key: str) -> str | None:
 
 
 def idle(key: str) -> str | None:
-    """Why a key does nothing, or None."""
+    """Why a key has no effect, or None."""
     return _of(IDLE, key)
 
 
 def machinery(key: str) -> str | None:
-    """Why a key changes nothing that is learnt, or None."""
+    """Why a key does not change the result of training, or None."""
     return _of(MACHINERY, key)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from turnwise.compat.maker import plain
+from turnwise.compat.object_factory import plain
 from turnwise.compat.verl.calls import call, takes
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward_score import GRADED, compute_score

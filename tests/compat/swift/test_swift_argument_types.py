@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.compat.swift.argument_types import ARGUMENT_TYPES
 from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.flags import OPTIONS
-from turnwise.compat.swift.kinds import KINDS
 from turnwise.errors import ConfigError
 
 FULL = "swift rlhf --rlhf_type grpo --model m --tuner_type full --dataset d.jsonl --use_hf true --max_steps 5 "
@@ -83,7 +83,7 @@ def test_the_files_that_arguments_name_are_read_with_an_error_too(tmp_path: Path
 
 
 def test_every_argument_that_is_computed_with_or_becomes_an_option_has_a_kind() -> None:
-    assert set(KINDS) >= {*OPTIONS, *COMPUTED}
+    assert set(ARGUMENT_TYPES) >= {*OPTIONS, *COMPUTED}
 
 
 def test_names_of_digits_and_stop_words_in_brackets_stay_texts(tmp_path: Path) -> None:

@@ -10,23 +10,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.compat.swift.argument_types import parse_argument, positive_integer
 from turnwise.compat.swift.flags import ALIASES
-from turnwise.compat.swift.kinds import positive, value_of
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
 
-__all__ = ["Given", "read"]
+__all__ = ["SwiftArguments", "read_arguments"]
 
 _ROLLOUT = re.compile(r"(\w+=\S+\s+)*(\S*/)?swift\s+rollout\b")
 _MOST_CHARACTERS = 10_000_000
 
 
-class Given:
+class SwiftArguments:
     """The arguments that were given, those of several commands together."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.twice: dict[str, Any] = {}
+        self.overridden: dict[str, Any] = {}
         """Values that a later command gave differently."""
         self.environment: dict[str, str] = {}
         """Variables of the shell that are set in front of a command."""
@@ -49,20 +49,20 @@ class Given:
         if re.fullmatch(r"[A-Za-z_][\w.-]*", key) is None:
             raise ConfigError(f"{key!r:.80} is no name of an argument of ms-swift")
         key = ALIASES.get(key.replace("-", "_"), key.replace("-", "_"))
-        value = value_of(key, values)
+        value = parse_argument(key, values)
         if key in self.values and self.values[key] != value:
-            self.twice[key] = self.values[key]
+            self.overridden[key] = self.values[key]
         self.values[key] = value
 
 
-def read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Given:
+def read_arguments(source: str | Path | Sequence[str] | Mapping[str, Any]) -> SwiftArguments:
     """Arguments from a mapping, from words of a command line, or from a `.yaml`, `.json` or `.sh` file.
 
     A command line may name a file first, as in `swift rlhf args.yaml --beta 0`; a script may hold several commands.
 
     Raises ConfigError.
     """
-    given = Given()
+    given = SwiftArguments()
     if isinstance(source, Mapping):
         for key, value in source.items():
             given.add(str(key), [value])
@@ -73,7 +73,7 @@ def read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> Given:
     return given
 
 
-def _words(given: Given, words: Sequence[str]) -> None:
+def _words(given: SwiftArguments, words: Sequence[str]) -> None:
     key: str | None = None
     values: list[Any] = []
 
@@ -92,7 +92,7 @@ def _words(given: Given, words: Sequence[str]) -> None:
         elif word.endswith((".yaml", ".yml", ".json", ".sh")):
             _file(given, Path(os.path.expanduser(word)))
         elif match := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word):
-            processes[match.group(1)] = positive(match.group(1), match.group(2))
+            processes[match.group(1)] = positive_integer(match.group(1), match.group(2))
         elif match := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             given.environment[match.group(1)] = match.group(2)
         elif word == "rollout":
@@ -105,7 +105,7 @@ def _words(given: Given, words: Sequence[str]) -> None:
     given.processes = max(given.processes, math.prod(processes.values()))
 
 
-def _file(given: Given, path: Path) -> None:
+def _file(given: SwiftArguments, path: Path) -> None:
     if path.absolute() in given.files:
         raise ConfigError(f"{path} is named twice, or names itself; name it once")
     given.files.append(path.absolute())

@@ -16,9 +16,9 @@ from turnwise.compat.swift.flags import LISTS
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import check_text, parse_json
 
-__all__ = ["KINDS", "positive", "value_of"]
+__all__ = ["ARGUMENT_TYPES", "parse_argument", "positive_integer"]
 
-Kind = Callable[[Any], Any]
+ArgumentType = Callable[[Any], Any]
 """Gives the value of a word or of a file's value. Raises ValueError with the rule that it breaks: `is not an integer`."""
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -113,7 +113,7 @@ def _guess(value: Any) -> Any:
     return value
 
 
-KINDS: Mapping[str, Kind] = {
+ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
@@ -153,12 +153,12 @@ KINDS: Mapping[str, Kind] = {
 """The kind of an argument; of each value, where it is a list."""
 
 
-def value_of(key: str, values: list[Any]) -> Any:
+def parse_argument(key: str, values: list[Any]) -> Any:
     """The value of the argument `key`, of its words or of its values in a file; None where it is `null`.
 
     Raises ConfigError if a value is not of the argument's kind, or there are too many or none.
     """
-    kind = KINDS.get(key, _guess)
+    kind = ARGUMENT_TYPES.get(key, _guess)
     if key in LISTS:
         found = [_read(key, kind, item) for value in values for item in _items(value)]
         return [item for item in found if item is not None]
@@ -176,7 +176,7 @@ def value_of(key: str, values: list[Any]) -> Any:
     return _read(key, kind, value)
 
 
-def positive(name: str, value: str) -> int:
+def positive_integer(name: str, value: str) -> int:
     """An integer of at least 1 that is no argument, such as a variable of the shell. Raises ConfigError."""
     return _read(name, _count, value)
 
@@ -188,7 +188,7 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _read(name: str, kind: Kind, value: Any) -> Any:
+def _read(name: str, kind: ArgumentType, value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.strip().lower() in ("none", "null")):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a reward class of ms-swift is made with (`args`), and what its calls are told of the trainer (`trainer_state`)."""
+"""The `args` that reward classes of ms-swift are made with, and the `trainer_state` that their calls get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.types import Trajectory
 
-__all__ = ["REWARD_DEFAULTS", "Args", "TrainerState", "made", "trainer_state"]
+__all__ = ["REWARD_DEFAULTS", "RewardArgs", "TrainerState", "make_reward", "trainer_state"]
 
 REWARD_DEFAULTS: Mapping[str, Any] = {
     "max_completion_length": 512,
@@ -24,11 +24,11 @@ REWARD_DEFAULTS: Mapping[str, Any] = {
     "soft_max_length": None,
     "soft_cache_length": None,
 }
-"""ms-swift's arguments of its own reward functions; the lengths that are None are `max_completion_length`."""
+"""The defaults of the arguments of ms-swift's own reward functions. A length of None means `max_completion_length`."""
 
 
-class Args(SimpleNamespace):
-    """ms-swift's arguments as attributes: its defaults for rewards, and what the recipe gives."""
+class RewardArgs(SimpleNamespace):
+    """ms-swift's arguments as attributes: its defaults for rewards, and the values of the recipe."""
 
     def __init__(self, given: Mapping[str, Any] | None = None) -> None:
         values = {**REWARD_DEFAULTS, **(given or {})}
@@ -38,7 +38,7 @@ class Args(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"args has no {name!r} here; give it to the reward function in the recipe: arguments: {{args: {{{name}: ...}}}}",
+            f"args has no {name!r} here; set it in the recipe, at the reward function: arguments: {{args: {{{name}: ...}}}}",
             name=name,
             obj=self,
         )
@@ -46,24 +46,24 @@ class Args(SimpleNamespace):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What of transformers' `TrainerState` is known here."""
+    """The fields of transformers' `TrainerState` that are known here."""
 
     global_step: int
-    """How many times the weights had been updated when the conversations were held."""
+    """The number of weight updates before the conversations were sampled."""
     max_steps: int
     """`max_steps` of `args`, or -1."""
 
 
-def trainer_state(trajectories: Sequence[Trajectory], args: Args) -> TrainerState:
+def trainer_state(trajectories: Sequence[Trajectory], args: RewardArgs) -> TrainerState:
     """The state of the trainer when these trajectories were sampled."""
-    versions = [max(segment.version) for one in trajectories for segment in one.segments if len(segment)]
+    versions = [max(segment.version) for trajectory in trajectories for segment in trajectory.segments if len(segment)]
     return TrainerState(max([0, *versions]), int(vars(args).get("max_steps", -1)))
 
 
-def made(kind: type[Any], arguments: Mapping[str, Any], args: Args) -> Any:
-    """An object of a reward class. Beside the recipe's `arguments` it is given what it asks for by name: `args`, or one of them.
+def make_reward(kind: type[Any], arguments: Mapping[str, Any], args: RewardArgs) -> Any:
+    """Make an object of a reward class, with `arguments`, and with `args` or single values of it if it has such parameters.
 
-    Raises whatever the class raises.
+    Raises the exceptions of the class.
     """
     try:
         parameters = inspect.signature(kind).parameters
@@ -71,6 +71,10 @@ def made(kind: type[Any], arguments: Mapping[str, Any], args: Args) -> Any:
         return kind(**arguments)
     known = {"args": args, **vars(args)}
     offered = {name: known[name] for name in parameters if name in known}
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "args" not in offered and parameters:
+    if (
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        and "args" not in offered
+        and parameters
+    ):
         offered["args"] = args
     return kind(**{**offered, **arguments})

@@ -1,0 +1,97 @@
+"""Converts ms-swift's arguments about batches, clipping and the length of the training."""
+
+from __future__ import annotations
+
+import math
+
+from turnwise.compat.swift.convert_data import count_rows
+from turnwise.compat.swift.flags import SHARE_OF_STEPS
+from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
+
+__all__ = ["convert_batches", "convert_clipping", "convert_steps"]
+
+_BATCH_KEYS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+    "global_batch_size",
+)
+
+
+def convert_batches(builder: SwiftRecipeBuilder) -> int:
+    """Set train.batch_size (rows) and train.minibatches from ms-swift's generation batch (conversations).
+
+    Returns the optimizer steps on each generation batch.
+    """
+    processes, group = builder.given.processes, builder.value("num_generations")
+    per_micro_step = builder.value("per_device_train_batch_size") * processes
+    accumulation = builder.value("gradient_accumulation_steps") or max(1, math.ceil(16 / per_micro_step))
+    micro_steps = builder.value("steps_per_generation") or accumulation
+    generation = builder.value("generation_batch_size") or per_micro_step * micro_steps
+    global_batch = builder.values.get("global_batch_size")
+    if global_batch is not None:  # megatron's: the conversations of one optimizer step
+        per_micro_step, accumulation = global_batch, 1
+        generations = builder.value("steps_per_generation") or 1
+        generation = builder.value("generation_batch_size") or global_batch * generations
+    builder.set("train.batch_size", max(1, generation // group))
+    builder.convert(
+        f"train.batch_size, train.minibatches ({generation} conversations a step, with {processes} processes)",
+        *_BATCH_KEYS,
+    )
+    minibatches = max(1, round(generation / (per_micro_step * accumulation)))
+    if minibatches > 1:
+        builder.set("train.minibatches", minibatches)
+    if generation % group:
+        reason = f"it does not divide the {generation} conversations of a step"
+        builder.reject_value("num_generations", group, reason)
+    return minibatches
+
+
+def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
+    """Set the bounds of the ratio. They have no effect if each batch is used for one optimizer step only."""
+    off_policy = minibatches > 1 or builder.value("num_iterations") > 1 or bool(builder.values.get("async_generate"))
+    if not off_policy:
+        for key in ("epsilon", "epsilon_high"):
+            builder.reject(key, "it has no effect with one optimizer step on each batch: the ratio is 1")
+        return
+    low, high = builder.values.get("epsilon"), builder.values.get("epsilon_high")
+    if low is not None:
+        builder.set("train.clip_low", low, "epsilon")
+    if high is not None or low is not None:
+        builder.set("train.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
+
+
+def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
+    """Set train.steps, the warmup and the steps between evaluations."""
+    steps = _count_steps(builder, minibatches)
+    if steps is not None:
+        builder.set("train.steps", steps, "max_steps")
+    warmup = builder.values.get("warmup_steps")
+    if warmup is None and steps is not None:
+        warmup = math.ceil(builder.value("warmup_ratio") * steps)
+    if warmup:
+        builder.set("train.warmup_steps", warmup, "warmup_steps")
+    builder.convert("train.warmup_steps", "warmup_ratio", "warmup_steps")
+    if isinstance(every := builder.values.get("eval_steps"), float):
+        builder.reject("eval_steps", SHARE_OF_STEPS.format("eval.every"))
+    elif builder.values.get("val_dataset"):
+        if builder.has("eval_steps"):
+            builder.set("eval.every", every, "eval_steps")
+    else:
+        builder.reject("eval_steps", "there are no held-out rows: set data.eval")
+
+
+def _count_steps(builder: SwiftRecipeBuilder, minibatches: int) -> int | None:
+    """Our steps: one of ours is one generation batch. None if the number of rows is not known."""
+    max_steps = builder.values.get("max_steps")
+    if max_steps and max_steps > 0:
+        builder.reject("num_train_epochs", "max_steps gives the length of the training")
+        return max(1, round(max_steps / (minibatches * builder.value("num_iterations"))))
+    epochs = builder.value("num_train_epochs")
+    if (rows := count_rows(builder)) is not None:
+        builder.convert("train.steps", "num_train_epochs")
+        return max(1, math.ceil(epochs * rows / builder.get("train.batch_size")))
+    reason = "training ends after train.steps, and the number of rows is not known here: set train.steps"
+    builder.reject("num_train_epochs", reason, changes_training=True, even_default=True)
+    return None
