@@ -71,7 +71,7 @@ def test_a_conversation_of_many_records_weighs_as_much_as_one_of_one() -> None:
     """Defect 13: each record had the whole advantage, so advantages did not add up to zero, and many records weighed more."""
     four = tipped()
     assert [len(one.segments) for one in four] == [1, 2, 2, 2]
-    grpo(Group(id="g", row=four[0].row, trajectories=four))
+    grpo([Group(id="g", row=four[0].row, trajectories=four)])
     assert math.isclose(sum(one.advantages[0] for one in four), 0.0, abs_tol=1e-9)
     # what reaches the loss: of each conversation the same, whatever the number of its records
     weights: dict[float, float] = {}

@@ -210,7 +210,9 @@ def test_options_that_do_nothing_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             scheduler("math_tip_trick", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"use_gym_env has no effect on thinking_tips_scheduler, whose run returns no total_reward"):
+    with pytest.raises(
+        ConfigError, match=r"use_gym_env has no effect on thinking_tips_scheduler, whose run returns no total_reward"
+    ):
         scheduler("thinking_tips_scheduler", use_gym_env=True)
     with pytest.raises(ConfigError, match=r"max_turns=3 has no effect without a scheduler"):
         scheduler(max_turns=3)
