@@ -1,9 +1,9 @@
-"""Write the two reports of docs/doctor.md: that of a good model, and that of one with everything wrong.
+"""Write the two reports of docs/doctor.md: one of a good model, one of a model with many defects.
 
-The bad one is the demo's model with another template and another generation config.
+The defective model is the demo's model with another template and another generation config.
 
 python scripts/doctor_page.py            # rewrite the page
-python scripts/doctor_page.py --check    # exit 1 if it is out of date; how large rounding differences are may differ
+python scripts/doctor_page.py --check    # exit 1 if it is out of date; rounding differences are ignored
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PAGE = ROOT / "docs" / "doctor.md"
 MODEL, RECIPE = ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
 END = "<!-- end of report -->"
 OVERRIDES = ["thinking=branch", "train.clip_high=0.3", "data.max_rows=64"]
-"""What the bad model's recipe says beside what the demo's does."""
+"""Options of the defective recipe, besides those of the demo."""
 
 
 def spoil(path: Path) -> Path:
-    """A copy of the demo's model whose template and generation config are wrong."""
+    """Copy the demo's model to `path`, with defects in its template and its generation config."""
     shutil.copytree(MODEL, path)
     template = path / "chat_template.jinja"
     text = template.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def spoil(path: Path) -> Path:
 
 
 def report(model: Path, overrides: list[str] | None) -> str:
-    """What `turnwise doctor` prints; without overrides there is no recipe."""
+    """The output of `turnwise doctor`. `overrides=None`: without a recipe."""
     config = None
     if overrides is not None:
         files = [
@@ -61,7 +61,7 @@ def report(model: Path, overrides: list[str] | None) -> str:
 
 
 def pages() -> dict[str, str]:
-    """The reports, by the mark that they stand behind."""
+    """The reports, by the marker on the page that they follow."""
     with tempfile.TemporaryDirectory() as place:
         bad = spoil(Path(place) / "bad")
         return {
@@ -71,7 +71,7 @@ def pages() -> dict[str, str]:
 
 
 def comparable(text: str) -> str:
-    """Without what rounding has a say in: the sizes of differences, and which tokens were drawn."""
+    """The text without everything that depends on rounding: the sizes of differences, and the sampled tokens."""
     return re.sub(r"\d\.\de-\d+|\d+ tokens of 6 conversations", "~", text)
 
 

@@ -1,7 +1,7 @@
-"""Write docs/loss_masks.md's view of one conversation, token by token, with the weights that each rule gives.
+"""Write the token-by-token view in docs/loss_masks.md: one conversation with the weights of each loss mask.
 
-The conversation is held by the loop itself: the demo's tokenizer and template, its calculator, a user with a second question,
-and an engine that says its lines.
+The conversation is a real rollout with the demo's tokenizer, template and calculator, a user with a second question, and the
+scripted engine.
 
 python scripts/mask_view.py            # rewrite the page
 python scripts/mask_view.py --check    # exit 1 if it is out of date
@@ -38,13 +38,13 @@ LINES = [
 
 
 def calls_count_half(turn: Turn) -> float:
-    """The function of the page's example."""
+    """The example function of the page."""
     return 0.5 if turn.calls else 1.0
 
 
 def conversation(renderer: Renderer) -> Trajectory:
-    """Two questions, a tool call and an answer each, through the loop."""
-    table = RolloutContext(
+    """A rollout with two questions, each with a tool call and an answer."""
+    context = RolloutContext(
         engine=ScriptedEngine([LINES], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
         make_environment=lambda: Tools([Tool.of(calculator)], then=ScriptedUser([FURTHER])),
@@ -52,14 +52,14 @@ def conversation(renderer: Renderer) -> Trajectory:
         limits=Limits(turns=8, tokens_per_turn=256),
     )
     group = new_group(Row(id="1", messages=[{"role": "user", "content": QUESTION}]), size=1, seed=0)
-    (trajectory,) = asyncio.run(rollout_group(group, table)).trajectories
+    (trajectory,) = asyncio.run(rollout_group(group, context)).trajectories
     if trajectory.failed or len(trajectory.turns) != len(LINES):
-        raise SystemExit(f"the conversation is not what it should be: {trajectory.error}, {trajectory.assistant_texts}")
+        raise SystemExit(f"unexpected conversation: {trajectory.error}, {trajectory.assistant_texts}")
     return trajectory
 
 
 def view(renderer: Renderer, trajectory: Trajectory) -> Iterator[str]:
-    """A line for each token: its text, its turn, and its weight by each rule."""
+    """A line for each token: its text, its turn, and its weight with each loss mask."""
     rules = {**TURN_WEIGHTINGS, "calls_count_half": custom(calls_count_half, name="calls_count_half")}
     weights: dict[str, list[float]] = {}
     for name, rule in rules.items():

@@ -1,8 +1,8 @@
-"""Mutation testing with mutmut: which small changes of the code does no quick test notice?
+"""Mutation testing with mutmut: list the small code changes that no quick test notices.
 
-Each part is copied to build/mutants/PART, mutated there, and tried with the quick tests of that part. Survivors are printed as
-diffs. A survivor is one of three: a change that makes no difference (leave it), a rule that no test holds (write the test), or
-code that nothing needs (remove it).
+Each part is copied to build/mutants/PART, changed there, and tested with the quick tests of that part. Changes that no test
+notices (survivors) are printed as diffs. A survivor is a change without effect (ignore it), a rule without a test (write the
+test), or code that is not needed (remove it).
 
 python scripts/mutants.py                          # every mutant of every part: many hours
 python scripts/mutants.py training --sample 100    # a hundred mutants of one part, chosen by --seed
@@ -28,7 +28,7 @@ WORK = ROOT / "build" / "mutants"
 
 @dataclass(frozen=True)
 class Part:
-    """What is mutated, and what must notice."""
+    """The files to change, and the tests that should notice."""
 
     sources: tuple[str, ...]
     tests: tuple[str, ...]
@@ -47,11 +47,11 @@ PARTS = {
 }
 
 _FATES = {0: "survived", 5: "no test runs it", 33: "no test runs it", 35: "slow"}
-"""mutmut's exit codes of a mutant that no test noticed."""
+"""The exit codes of mutmut for a mutant that no test noticed."""
 
 
 def main() -> int:
-    """Mutate the chosen parts and print what survived; 1 where something did."""
+    """Test the mutants of the chosen parts and print the survivors; returns 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="mutants of each part; 0 tries all")
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def tried(name: str, *, sample: int, seed: int, jobs: int) -> int:
-    """Run one part's mutants and print those that were not noticed. Returns how many."""
+    """Test the mutants of one part and print the survivors. Returns their number."""
     folder = WORK / name
     _copy(folder)
     _configure(folder, PARTS[name])
@@ -94,7 +94,7 @@ def tried(name: str, *, sample: int, seed: int, jobs: int) -> int:
 
 
 def _copy(folder: Path) -> None:
-    """A copy of what git knows, so that nothing here is touched."""
+    """Copy the files that git tracks, so that the work tree stays unchanged."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for path in filter(None, listed.split("\0")):
@@ -127,7 +127,7 @@ def _mutmut(folder: Path, *arguments: str) -> str:
 
 
 def _fates(folder: Path) -> dict[str, int | None]:
-    """The mutants by name, and what became of each."""
+    """The exit code of each mutant, by its name."""
     fates: dict[str, int | None] = {}
     for file in (folder / "mutants").rglob("*.meta"):
         fates |= json.loads(file.read_text())["exit_code_by_key"]

@@ -1,4 +1,4 @@
-"""Write docs/recipes.md's table of options from the schema, which is where they are documented.
+"""Write the table of options in docs/recipes.md from the texts in the schema.
 
 python scripts/option_table.py            # rewrite the file
 python scripts/option_table.py --check    # exit 1 if it is out of date
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of o
 
 
 def table() -> str:
-    """The options as Markdown: a section for each part of the recipe."""
+    """The options as Markdown, with a section for each section of a recipe."""
     top = [(name, field) for name, field in Config.model_fields.items() if _part(field) is None and name != "engine"]
     sections = ["### At the top", "", *_rows(top, "")]
     for name, field in Config.model_fields.items():
@@ -49,7 +49,7 @@ def _rows(fields: Any, prefix: str) -> Iterator[str]:
 
 
 def _resume(key: str) -> str:
-    """Whether the option may change when a run is resumed; of a list of parts, whether what they name may."""
+    """Whether the option may change when a run is resumed. For a list of references: whether the referenced objects may."""
     found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].use", f"{key}."))]
     return EXPLAINED[found[0]]
 

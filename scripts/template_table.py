@@ -1,10 +1,10 @@
-"""Write docs/templates.md's table: real chat templates, held turn by turn and in one pass.
+"""Write the table of docs/templates.md: real chat templates, rendered turn by turn and in one pass.
 
 python scripts/template_table.py            # rewrite the file
 python scripts/template_table.py --check    # exit 1 if it is out of date
 
-The templates are those in the wheel of trl (`pip install trl==1.16.0`; nothing of it is imported) and, where it lies beside
-the checkout, in ../shared/templates. Each gets a byte-level BPE that carries its family's special tokens.
+The templates come from the wheel of trl (`pip install trl==1.16.0`; nothing of it is imported) and from ../shared/templates, if
+that folder exists. Each template gets a byte-level BPE tokenizer with the special tokens of its model family.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = {
 
 
 class Notes:
-    """Footnotes, each text once."""
+    """Footnotes without duplicates."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -82,7 +82,7 @@ def _cell(found: Finding, notes: Notes) -> str:
 
 
 def _tidy(text: str) -> str:
-    """One line, without the probe words that differ from scenario to scenario."""
+    """The text in one line, without the probe words, which differ between scenarios."""
     text = text.partition(" and writes the turn without it")[0] if text.startswith("opens a thought") else text
     text = text.partition(": not ")[0]
     return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")

@@ -1,10 +1,10 @@
-"""Write docs/tool_calls.md's tables: what every format makes of the torture cases, and what transformers' parser makes of them.
+"""Write the tables of docs/tool_calls.md: how each tool-call format, and the parser of transformers, reads difficult turns.
 
 python scripts/tool_call_table.py            # rewrite the page
 python scripts/tool_call_table.py --check    # exit 1 if it is out of date
 
-The comparison needs the response templates that TRL ships; they are read out of its file, TRL is not imported. Where it is not
-installed the comparison on the page is left as it is.
+The comparison uses the response templates of TRL. They are parsed from its source file; TRL is not imported. If TRL is not
+installed, the comparison on the page stays unchanged.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ TEMPLATES = {
     "lfm2": "lfm2_2_5_template",
     "llama3": "llama3_template",
 }
-"""Which of TRL's response templates reads which family."""
+"""The response template of TRL for each family."""
 CLOSED = {"llama3": "<|eot_id|>"}
-"""What a response template needs to see at the end of a turn."""
+"""Text that a response template requires at the end of a turn."""
 COLUMNS = {
     "closing mark in a value": "closing mark in a value",
     "unclosed at the end": "unclosed",
     "cut in its arguments": "cut",
-    "only thought of": "thought of",
+    "only thought of": "in reasoning",
     "bad, then good": "bad, good",
     "good, then bad": "good, bad",
     "arguments in a string": "in a string",
@@ -52,16 +52,16 @@ COLUMNS = {
     "nested arguments": "nested",
     "marks in a value": "marks in a value",
 }
-"""The cases, and how the table calls them."""
+"""The cases, and their column titles."""
 
 
 def torture_table() -> str:
-    """What every format makes of every case: the calls that are read (r) and told (t), in order."""
+    """The result of each format for each case, in the order of the calls: `read`, or `error` for a malformed call."""
     return _table({family.title: {case.name: _shown(family, case) for case in cases(family)} for family in FAMILIES})
 
 
 def library_table(templates: dict[str, Any]) -> str:
-    """What transformers makes of the same turns."""
+    """The result of transformers for the same turns."""
     found: dict[str, dict[str, str]] = {}
     for family in FAMILIES:
         if family.title in TEMPLATES:
@@ -80,7 +80,7 @@ def _shown(family: Family, case: Case) -> str:
     found = outcome(family.read(case.text, TOOLS))
     if found != case.expected:
         return "**wrong**"
-    return " ".join("told" if call is None else "read" for call in found) or "none"
+    return " ".join("error" if call is None else "read" for call in found) or "none"
 
 
 def _compared(spec: Any, family: Family, case: Case) -> str:
@@ -97,18 +97,18 @@ def _compared(spec: Any, family: Family, case: Case) -> str:
     functions = [function if isinstance(function, dict) else {} for function in functions]
     calls = [(function.get("name"), _object(function.get("arguments") or {})) for function in functions]
     if calls == good and len(good) == len(case.expected):
-        return "as ours"
+        return "same"
     lost = sum(call not in calls for call in good)
     return f"{lost} lost" if lost and all(call in good for call in calls) else "wrong"
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as they are, or out of the JSON that they are in a string, as the caller of a parser may do."""
+    """The arguments; a string is parsed as JSON, as the caller of a parser may do."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def response_templates() -> dict[str, Any] | None:
-    """TRL's response templates, read out of its file; None where it is not installed."""
+    """The response templates in the source file of TRL; None if TRL is not installed."""
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
         return None
