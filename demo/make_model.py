@@ -25,13 +25,13 @@ from questions import questions
 from student import Habits, Trace, converse
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats
 
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
-from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats
 from turnwise.types import Row, Sampling
 
 HERE = Path(__file__).resolve().parent

@@ -15,6 +15,7 @@ from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
+from turnwise.models.model_config import context_length
 from turnwise.rollout.limits import Limits
 from turnwise.types import Sampling
 from turnwise.user_code.object_references import resolve
@@ -277,10 +278,10 @@ def test_sampling_is_that_of_the_recipe() -> None:
 
 
 def test_the_context_of_a_model_by_whichever_name() -> None:
-    assert build.model_context({"max_position_embeddings": 40}) == 40
-    assert build.model_context({"n_positions": 30, "vocab_size": 9}) == 30
-    assert build.model_context({"text_config": {"max_position_embeddings": 20}}) == 20
-    assert build.model_context({"max_position_embeddings": None}) is None
+    assert context_length({"max_position_embeddings": 40}) == 40
+    assert context_length({"n_positions": 30, "vocab_size": 9}) == 30
+    assert context_length({"text_config": {"max_position_embeddings": 20}}) == 20
+    assert context_length({"max_position_embeddings": None}) is None
 
 
 # rows and scripts

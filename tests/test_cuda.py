@@ -45,7 +45,7 @@ def test_trainer_and_engine_agree_on_every_token(
     words: Path, tmp_path: Path, options: list[str], apart: float | None
 ) -> None:
     made = test_train.run(words, *options)
-    assert next(made.policy.model.parameters()).device.type == "cuda"
+    assert next(made.learner.model.parameters()).device.type == "cuda"
     for metrics in test_train.lines(tmp_path / "run" / "metrics.jsonl"):
         assert metrics["tokens/trained"] > 0
         assert metrics["failed"] == 0

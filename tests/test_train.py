@@ -149,7 +149,7 @@ def test_models_that_the_engine_runs_through_their_own_forward_share_prompts_too
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
     byte_tokenizer().save_pretrained(tmp_path / family)
     made = run(recipe, f"model.path={tmp_path / family}", "train.steps=2")
-    assert made.policy.shares_prompts
+    assert made.learner.requirements.share_prompts
     for metrics in lines(tmp_path / "run" / "metrics.jsonl"):
         assert (metrics["failed"], metrics["tokens/trained"] > 0) == (0, True)
         assert metrics["ratio/max_deviation"] < 1e-4

@@ -21,7 +21,6 @@ from turnwise.errors import RolloutError
 from turnwise.terminal.report import Report
 from turnwise.train import Run, _hold, _pack, assemble, train
 from turnwise.training.background import Halt
-from turnwise.training.policy import UpdateStats
 from turnwise.types import Completion, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
@@ -55,8 +54,7 @@ def held(run: Run) -> list[Group]:
     async def hold() -> list[Group]:
         rollouts = await _hold(run, 0)
         await run.scorer.score(rollouts.groups)
-        for group in rollouts.groups:
-            run.credit(group)
+        run.credit(rollouts.groups)
         return list(rollouts.groups)
 
     return asyncio.run(hold())
@@ -66,7 +64,7 @@ def moved(run: Run) -> None:
     """Change the policy, so that it is no longer its reference."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in run.policy.model.parameters():
+        for parameter in run.learner.model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
@@ -74,7 +72,7 @@ def reference_gradient(
     reference: Any, run: Run, groups: list[Group], *, kl_coef: float, entropy_coef: float
 ) -> torch.Tensor:
     """The gradient in float64 of divergence and entropy over all sampled tokens, one sequence after the other."""
-    model = copy.deepcopy(run.policy.model).double()
+    model = copy.deepcopy(run.learner.model).double()
     model.set_attn_implementation("eager")
     terms: list[torch.Tensor] = []
     for one in (one for group in groups for one in group.trajectories):
@@ -99,7 +97,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     model: Path, tmp_path: Path, kl_coef: float, entropy_coef: float, minibatches: int
 ) -> None:
     run = assembled(model, tmp_path, "indifferent", kl_coef=kl_coef, entropy_coef=entropy_coef, minibatches=minibatches)
-    reference = copy.deepcopy(run.policy.model).double()
+    reference = copy.deepcopy(run.learner.model).double()
     reference.set_attn_implementation("eager")
     moved(run)
     groups = held(run)
@@ -107,8 +105,8 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
-        run.policy._accumulate(batch, UpdateStats(), lambda: None, Halt())
-        gradients = [parameter.grad for parameter in run.policy._parameters]
+        run.learner._accumulate(batch, lambda: None, Halt())
+        gradients = [parameter.grad for parameter in run.learner._optimizer.parameters]
         found = torch.cat([one.flatten() for one in gradients if one is not None])
         every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]
         part += batch.trajectories
@@ -122,7 +120,7 @@ def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, 
     run = assembled(model, tmp_path, "indifferent")
     (batch,) = _pack(run, held(run))
     assert batch.trajectories == 4
-    update = asyncio.run(run.policy.update([batch], lr=0.01))
+    update = asyncio.run(run.learner.update([batch], lr=0.01))
     assert update.tokens > 0  # trainer and engine are compared all the same
     assert (update.grad_norm, update.max_deviation < 1e-4) == (0.0, True)
 
@@ -159,7 +157,7 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
         if name == "unknown":
             run.table = replace(run.table, engine=Unknown(run.table.engine))
         learnt(run)
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in run.policy.model.parameters()]))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in run.learner.model.parameters()]))
     start = torch.cat([parameter.detach().flatten() for parameter in assembled_model(model).parameters()])
     assert (weights[0] - start).abs().max() > 1e-3
     # Adam divides by the gradient's size, so rounding shows most where the gradient is almost nothing
@@ -167,9 +165,9 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
 
 
 def assembled_model(path: Path) -> Any:
-    from turnwise.models.loading import load_model
+    from turnwise.models.loading import ModelOptions, load_model
 
-    return load_model(path, dtype="float32", device="cpu")
+    return load_model(ModelOptions(path=path, dtype="float32", device="cpu"))
 
 
 def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from training.test_vision import trajectory
 from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
-from turnwise.models.loading import load_model
+from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.batch import pack
-from turnwise.training.policy import OptimizerConfig, Policy
+from turnwise.training.local_learner import LocalLearner
 from turnwise.types import Media, Sampling, Segment
 
 models: Any = hf
@@ -208,7 +208,7 @@ def saved(make: Callable[[], tuple[Any, ...]], path: Path) -> tuple[Any, MediaPr
         part.save_pretrained(path)
     found = MediaProcessor.from_pretrained(path, hf.AutoTokenizer.from_pretrained(path))
     assert found is not None
-    return load_model(path, dtype="float32", device="cpu"), found
+    return load_model(ModelOptions(path=path, dtype="float32", device="cpu")), found
 
 
 def hear(segment: Segment, vision: MediaProcessor, *parts: Any) -> None:
@@ -244,7 +244,7 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     pad = vision.token_ids["image"]
     spans = [segment.token_ids[one.start : one.start + one.length] for one in segment.media]
     assert [list(span).count(pad) for span in spans] == pads
-    policy = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-3), threads=1)
+    policy = LocalLearner(model, sampling=Sampling(), threads=1)
     update = asyncio.run(policy.update([pack([trajectory(segment, [1.0, -1.0])])], lr=1e-3))
     assert update.max_deviation < 1e-3
     assert update.grad_norm > 0
@@ -285,7 +285,7 @@ def test_images_of_several_sizes_are_seen_and_trained_on_as_the_model_sees_them_
             segment.append_completion(turn, await ask(engine, "c", segment, seed=turn, tokens=8))
 
     asyncio.run(hold())
-    policy = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-3), threads=1)
+    policy = LocalLearner(model, sampling=Sampling(), threads=1)
     update = asyncio.run(policy.update([pack([trajectory(segment, [1.0, -1.0, 1.0])])], lr=1e-3))
     assert update.max_deviation < 1e-3
     assert update.grad_norm > 0

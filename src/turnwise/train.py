@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
@@ -22,8 +20,8 @@ from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
+from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.errors import RolloutError
-from turnwise.models.loading import load_model
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.reward import Scorer
 from turnwise.rewards.turn_weights import TurnWeighting
@@ -31,11 +29,11 @@ from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.metrics import conversation_metrics, failures
-from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import RunState
 from turnwise.terminal.report import Report
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
-from turnwise.training.policy import Policy, UpdateStats
+from turnwise.training.learner import UpdateStats
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["Run", "assemble", "train"]
@@ -56,6 +54,7 @@ class Run(RunState):
     scorer: Scorer
     mask: TurnWeighting
     credit: Credit
+    publisher: WeightPublisher
     watch: LearningWatch
     position: int = 0
     """Rows that those steps have used."""
@@ -93,15 +92,15 @@ async def train(run: Run, show: Report) -> None:
             batches = _pack(run, rollouts.groups)
             pieces = options.ppo_epochs * sum(len(batch.micro_batches) for batch in batches)
             advance = run.activity.part(run.step + 1, "training, micro-batches", pieces)
-            update = await run.policy.update(
+            update = await run.learner.update(
                 batches,
-                lr=build.learning_rate(run.config, run.step),
+                lr=_learning_rate(run),
                 epochs=options.ppo_epochs,
-                done=advance,
-                changing=run.begin_update,
+                on_micro_batch=advance,
+                on_first_step=run.begin_update,
             )
             # at once: what is sampled from here on is the new policy's
-            await run.table.engine.load_weights(run.step + 1)
+            await run.publisher.publish(run.step + 1)
             seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
             _finish_step(run, show, rollouts.groups, update, seconds, began=began)
         await _evaluate(run, show)
@@ -137,7 +136,7 @@ async def _hold(run: Run, step: int) -> _Rollouts:
 
 def _refuse_stale(run: Run, trajectory: Trajectory) -> None:
     """Break a trajectory whose importance correction would be made up."""
-    problem = stale_without_logprobs(trajectory, kinds=run.policy.usable_logprob_kinds, version=run.step)
+    problem = stale_without_logprobs(trajectory, kinds=run.learner.requirements.logprob_kinds, version=run.step)
     if problem is not None and not trajectory.failed:
         trajectory.fail(problem)
 
@@ -153,8 +152,9 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         )
     weighed = [one for one in trajectories if any(turn.weight for turn in one.turns)]
     trajectories = weighed or trajectories
-    idle = not any(turn.weight and one.advantages[turn.index] for one in trajectories for turn in one.turns)
-    if idle and not run.policy.needs_zero_advantages:
+    idle = not any(turn.weight and one.has_advantage(turn.index) for one in trajectories for turn in one.turns)
+    required = run.learner.requirements
+    if idle and not required.keep_zero:
         # some are computed all the same, with a gradient of zero, so that engine and trainer are still compared; with a
         # divergence or an entropy in the loss, all of them have a gradient
         trajectories = trajectories[: options.group_size]
@@ -163,10 +163,10 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
         pack(
             trajectories[start : start + size],
             average=options.loss_average,
-            micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
-            share_prompts=run.policy.shares_prompts,
-            keep_zero=run.policy.needs_zero_advantages or idle,
-            kinds=run.policy.usable_logprob_kinds,
+            micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
+            share_prompts=required.share_prompts,
+            keep_zero=required.keep_zero or idle,
+            kinds=required.logprob_kinds,
         )
         for start in range(0, len(trajectories), size)
     ]
@@ -176,7 +176,7 @@ def _finish_step(
     run: Run, show: Report, groups: Sequence[Group], update: UpdateStats, seconds: dict[str, float], *, began: float
 ) -> None:
     """Write down what the step did."""
-    lr = build.learning_rate(run.config, run.step)
+    lr = _learning_rate(run)
     step = run.step + 1
     metrics: dict[str, Any] = {
         "step": step,
@@ -185,7 +185,7 @@ def _finish_step(
         "kl": update.kl,
         "grad_norm": update.grad_norm,
         "ratio/max_deviation": update.max_deviation,
-        "ratio/clip_fraction": update.clipped,
+        "ratio/clip_fraction": update.clip_fraction,
         "tokens/trained": update.tokens,
         "lr": lr,
         **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
@@ -205,6 +205,11 @@ def _finish_step(
         _log.warning("step %d: %s", step, problem)
     run.finish_step(metrics, every, began=began, last=step == run.config.train.steps)
     show.step(metrics, failures(groups))
+
+
+def _learning_rate(run: Run) -> float:
+    options = run.config.train
+    return build.learning_rate(options, run.step, steps=options.steps)
 
 
 async def _evaluate(run: Run, show: Report) -> None:
@@ -245,10 +250,12 @@ def assemble(config: Config) -> Run:
     environments = build.environment_factory(config, encode=renderer.encode)
     every = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
-    policy = _policy(config, opened)
-    limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
+    learner = build.learner(config, opened.source, reference=opened.reference)
+    opened.compare_model(learner)
+    limits = build.limits(config, longest=learner.context_length)
+    engine = build.engine(config, renderer, learner.model, version=opened.step)
     table = RolloutContext(
-        engine=build.engine(config, renderer, policy.model, version=opened.step),
+        engine=engine,
         renderer=renderer,
         make_environment=environments,
         sampling=build.sampling(config),
@@ -257,7 +264,7 @@ def assemble(config: Config) -> Run:
         max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
     )
-    opened.begin(policy)
+    opened.begin(learner)
     return Run(
         config=config,
         opened=opened,
@@ -271,27 +278,11 @@ def assemble(config: Config) -> Run:
         mask=mask,
         credit=credit,
         watch=LearningWatch(config),
-        policy=policy,
+        learner=learner,
+        publisher=SharedWeights(engine),
         step=opened.step,
         position=opened.number("position"),
         evaluated=opened.number("evaluated", -1),
         saved=opened.step,
         notes=[*findings, *opened.notes],
-    )
-
-
-def _policy(config: Config, opened: OpenedRun) -> Policy:
-    """The model that is trained, with the reference that the run was begun with."""
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)
-    device = "cpu" if config.deterministic else config.model.device
-    model = load_model(opened.source, dtype=config.model.dtype, device=device)
-    return Policy(
-        model,
-        sampling=build.sampling(config),
-        options=build.optimizer_config(config),
-        reference=opened.reference(model),
-        share_prompts=config.train.share_prompts,
-        threads=1 if config.deterministic else 0,
     )

@@ -338,8 +338,9 @@ class Trajectory:
     """The parts of `reward`, by the reward function's name; `turns` is what the environment gave."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Further numbers that reward functions report; no part of `reward`."""
-    advantages: list[float] = field(default_factory=list)
-    """One for each turn; empty where the trajectory is not trained on."""
+    advantages: list[float | Sequence[float]] = field(default_factory=list)
+    """One entry for each turn; empty where the trajectory is not trained on. An entry is one number for all tokens of the turn,
+    or one number for each of its sampled tokens: those whose `Segment.turn` is the turn's index, in the order of the segments."""
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: str | None = None
     """What the sanity check found, or None where the tokens are those of the template."""
@@ -369,6 +370,11 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """How many tokens the model sampled."""
         return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
+
+    def has_advantage(self, turn: int) -> bool:
+        """Whether a token of turn `turn` has an advantage other than zero."""
+        advantage = self.advantages[turn]
+        return advantage != 0 if isinstance(advantage, float | int) else any(advantage)
 
     def fail(self, failure: Failure) -> None:
         """Mark the trajectory as broken; what it holds stays."""

@@ -180,9 +180,9 @@ def test_whatever_the_policy_each_sampled_token_is_trained_once(template: str, t
     trajectory.reward, trajectory.advantages = 1.0, [1.0] * 3
     for average in ("token", "sequence"):
         batch = pack([trajectory], average=average)
-        targets = [token for micro in batch.micro_batches for token in micro.target_N.tolist()]
+        targets = [token for micro in batch.micro_batches for token in micro.targets.token_N.tolist()]
         assert sorted(targets) == sorted(token for _, tokens in trained(trajectory) for token in tokens)
-        weight = sum(float(micro.weight_N.sum()) for micro in batch.micro_batches)
+        weight = sum(float(micro.targets.weight_N.sum()) for micro in batch.micro_batches)
         assert weight == pytest.approx(1.0)  # a trajectory weighs the same in one segment and in three
 
 

@@ -72,7 +72,7 @@ def run(recipe: Path, overrides: Sequence[str], out: Path) -> Run:
 
 def learnt(recipe: Path, overrides: Sequence[str], out: Path) -> str:
     """What the weights are at the end."""
-    return digest(run(recipe, overrides, out).policy.model)
+    return digest(run(recipe, overrides, out).learner.model)
 
 
 def digest(model: Any) -> str:
@@ -227,7 +227,7 @@ def test_an_option_of_training_changes_what_is_learnt(
 ) -> None:
     if options == ["model.dtype=bfloat16"]:
         made = run(recipe, options, tmp_path / "run")
-        assert str(made.policy.model.dtype) == "torch.bfloat16"
+        assert str(made.learner.model.dtype) == "torch.bfloat16"
         return
     assert learnt(recipe, options, tmp_path / "run") != base(recipe)
 
@@ -369,7 +369,7 @@ def fine_tuned(recipe: Path, overrides: Sequence[str], out: Path) -> str:
     """What the weights are at the end of `turnwise sft`."""
     made = sft.assemble(load(recipe, [*overrides, f"output={out}"])[0])
     asyncio.run(sft.fine_tune(made, SftReport(Console(quiet=True))))
-    return digest(made.policy.model)
+    return digest(made.learner.model)
 
 
 @pytest.mark.slow
@@ -423,7 +423,7 @@ def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
         ("tokenization_sanity_check=disable", lambda run: run.table.renderer.sanity == "disable"),
         ("tool_format=llama3", lambda run: run.table.renderer.tool_format.name == "llama3"),
         ("max_concurrent=3", lambda run: run.table.max_concurrent == 3),
-        ("train.share_prompts=never", lambda run: not run.policy.shares_prompts),
+        ("train.share_prompts=never", lambda run: not run.learner.requirements.share_prompts),
         ("limits.context=99", lambda run: run.table.limits.context == 99),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -495,7 +495,7 @@ def test_the_size_of_a_micro_batch_is_that_of_the_recipe(
     options = ["train.steps=1", "train.share_prompts=never", f"train.micro_batch_tokens={tokens}"]
     made = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
     report = Report(Console(quiet=True))
-    assert passes(made.policy.model, lambda: asyncio.run(train(made, report))) == expected
+    assert passes(made.learner.model, lambda: asyncio.run(train(made, report))) == expected
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 3), (100_000, 1)])
@@ -505,7 +505,7 @@ def test_the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe(
     options = ["sft.steps=1", f"sft.micro_batch_tokens={tokens}", "data.shuffle=false", f"output={tmp_path / 'run'}"]
     made = sft.assemble(load(sft_recipe, options)[0])
     report = SftReport(Console(quiet=True))
-    assert passes(made.policy.model, lambda: asyncio.run(sft.fine_tune(made, report))) == expected
+    assert passes(made.learner.model, lambda: asyncio.run(sft.fine_tune(made, report))) == expected
 
 
 def test_verls_name_for_branch_is_branch(recipe: Path) -> None:

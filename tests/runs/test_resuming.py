@@ -194,7 +194,7 @@ def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
     changes = ["train.lr=0.25", "train.betas=[0.5,0.75]", "train.weight_decay=0.125"]
     names = "resume_changes=[train.lr, train.betas, train.weight_decay]"
     made = resume(copied, "train.steps=3", *changes, names)
-    (group,) = made.policy._optimizer.param_groups
+    (group,) = made.learner._optimizer._adamw.param_groups
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.75), 0.125)
     assert [one["lr"] for one in lines(copied.parent / "run" / "metrics.jsonl")] == [0.01, 0.01, 0.25]
     # from now on they are the run's own: the same command again changes nothing, the old values would

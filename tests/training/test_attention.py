@@ -17,7 +17,7 @@ from training.test_batch import group
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
-from turnwise.models.loading import load_model
+from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Completion, Request, Sampling
@@ -79,7 +79,7 @@ def generate(model: Any, prompt: list[int]) -> Completion:
 def test_trainer_and_engine_compute_what_the_reference_attention_computes(name: str, tmp_path: Path) -> None:
     reference = made(CONFIGS[name](), attn_implementation="eager")
     reference.save_pretrained(tmp_path)
-    model = load_model(tmp_path, dtype="float32", device="cpu")
+    model = load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu"))
     assert not try_tree_attention(model)
 
     (micro,) = pack([group()[0]], share_prompts=False).micro_batches
@@ -100,7 +100,10 @@ def test_a_soft_cap_that_sdpa_would_ignore_is_told_when_the_model_is_loaded(
 ) -> None:
     made(CONFIGS["soft cap"]()).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert load_model(tmp_path, dtype="float32", device="cpu").config._attn_implementation == "eager"
+        assert (
+            load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu")).config._attn_implementation
+            == "eager"
+        )
     assert "Gemma2ForCausalLM uses softcap in its attention, which sdpa ignores" in caplog.text
 
 
@@ -111,7 +114,7 @@ def test_a_model_that_asks_for_nothing_further_keeps_sdpa(tmp_path: Path) -> Non
         model = made(config)
         assert ignored_by_sdpa(model) == []
         model.save_pretrained(tmp_path / str(number))
-        loaded = load_model(tmp_path / str(number), dtype="float32", device="cpu")
+        loaded = load_model(ModelOptions(path=tmp_path / str(number), dtype="float32", device="cpu"))
         assert loaded.config._attn_implementation == "sdpa"
 
 

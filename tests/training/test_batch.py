@@ -54,7 +54,9 @@ def targets(batch: Batch) -> list[tuple[int, float, float]]:
     found = [
         (int(token), round(float(advantage), 6), round(float(weight), 6))
         for micro in batch.micro_batches
-        for token, advantage, weight in zip(micro.target_N, micro.advantage_N, micro.weight_N, strict=True)
+        for token, advantage, weight in zip(
+            micro.targets.token_N, micro.targets.advantage_N, micro.targets.weight_N, strict=True
+        )
     ]
     return sorted(found)
 
@@ -72,9 +74,9 @@ def test_a_group_shares_its_prompt_and_branches_keep_their_positions() -> None:
         [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
         [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
     ]
-    assert micro.target_N.tolist() == [8, 9, 2, 12, 2, 13, 2]
+    assert micro.targets.token_N.tolist() == [8, 9, 2, 12, 2, 13, 2]
     assert micro.column_N.tolist() == [2, 3, 4, 7, 8, 2, 10]
-    assert micro.advantage_N.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, -0.5, -0.5]
+    assert micro.targets.advantage_N.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, -0.5, -0.5]
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -133,8 +135,8 @@ def gradients(batch: Batch, sampling: Sampling) -> tuple[torch.Tensor, torch.Ten
     values: list[tuple[int, float]] = []
     for micro in batch.micro_batches:
         logprob_N, _ = forward.logprobs(micro)
-        (logprob_N * micro.advantage_N * micro.weight_N).sum().backward()
-        values += zip(micro.target_N.tolist(), logprob_N.tolist(), strict=True)
+        (logprob_N * micro.targets.advantage_N * micro.targets.weight_N).sum().backward()
+        values += zip(micro.targets.token_N.tolist(), logprob_N.tolist(), strict=True)
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     return flat, torch.tensor([value for _, value in sorted(values)])
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny import save_model, tiny_model
 from turnwise.cli import main
 from turnwise.errors import ConfigError
-from turnwise.models.loading import load_model
+from turnwise.models.loading import ModelOptions, load_model
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 Weights = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ def change_config(path: Path, **options: object) -> None:
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_model(path, dtype="float32", device="cpu")
+        load_model(ModelOptions(path=path, dtype="float32", device="cpu"))
     return str(caught.value)
 
 
@@ -106,13 +106,13 @@ def test_tied_weights_are_one_parameter_whichever_of_them_the_checkpoint_holds(t
         lambda weights: weights.pop("model.embed_tokens.weight"),
     ):
         change_weights(tied, change)
-        model = load_model(tied, dtype="float32", device="cpu")
+        model = load_model(ModelOptions(path=tied, dtype="float32", device="cpu"))
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, tiny_model().lm_head.weight)
 
 
 def test_untied_weights_stay_apart(untied: Path) -> None:
-    model = load_model(untied, dtype="float32", device="cpu")
+    model = load_model(ModelOptions(path=untied, dtype="float32", device="cpu"))
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 

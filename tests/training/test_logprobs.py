@@ -12,7 +12,8 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.training.background import Halt
 from turnwise.training.batch import pack, stale_without_logprobs
-from turnwise.training.policy import OptimizerConfig, Policy
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.options import LossConfig
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
 NONE, RAW, SAMPLED, TEMPERED = LogprobKind.NONE, LogprobKind.RAW, LogprobKind.SAMPLED, LogprobKind.TEMPERED
@@ -28,11 +29,11 @@ def of_kind(kind: LogprobKind, turns: int = 99) -> list[Trajectory]:
     return trajectories
 
 
-def policy(sampling: Sampling, **options: float) -> Policy:
-    return Policy(tiny_model(), sampling=sampling, options=OptimizerConfig(lr=1e-2, **options), threads=1)
+def policy(sampling: Sampling, **options: float) -> LocalLearner:
+    return LocalLearner(tiny_model(), sampling=sampling, loss=LossConfig(**options), threads=1)
 
 
-def flat(one: Policy) -> torch.Tensor:
+def flat(one: LocalLearner) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in one.model.parameters()])
 
 
@@ -48,7 +49,7 @@ def flat(one: Policy) -> torch.Tensor:
 )
 def test_a_kind_is_exact_where_its_options_change_nothing(sampling: Sampling, exact: set[LogprobKind]) -> None:
     assert sampling.exact_kinds == exact
-    assert policy(sampling).usable_logprob_kinds == exact
+    assert policy(sampling).requirements.logprob_kinds == exact
 
 
 @pytest.mark.parametrize("kind", [NONE, RAW, TEMPERED])
@@ -56,18 +57,18 @@ def test_numbers_of_another_distribution_are_computed_again_before_the_first_ste
     """As if the engine had reported those of the trainer's own weights; in the second pass too, when these have changed."""
     sampling = Sampling(temperature=0.7, top_k=50)
     one, other = policy(sampling), policy(sampling)
-    batch = pack(of_kind(kind), kinds=one.usable_logprob_kinds)
+    batch = pack(of_kind(kind), kinds=one.requirements.logprob_kinds)
     (micro,) = batch.micro_batches
-    assert not micro.known_N.any()
-    assert not micro.old_logprob_N.any()
+    assert not micro.targets.known_N.any()
+    assert not micro.targets.behaviour_logprob_N.any()
     update = asyncio.run(one.update([batch], lr=1e-2, epochs=2))
     assert update.max_deviation == 0.0  # there is nothing to compare with
 
-    known = pack(group(), kinds=other.usable_logprob_kinds)
+    known = pack(group(), kinds=other.requirements.logprob_kinds)
     (micro,) = known.micro_batches
     with torch.no_grad():
         own_N, _ = other._forward.logprobs(micro)
-    known = replace(known, micro_batches=[replace(micro, old_logprob_N=own_N)])
+    known = replace(known, micro_batches=[replace(micro, targets=replace(micro.targets, behaviour_logprob_N=own_N))])
     expected = asyncio.run(other.update([known], lr=1e-2, epochs=2))
     assert torch.equal(flat(one), flat(other))
     assert (update.loss, update.kl) == (expected.loss, expected.kl)
@@ -77,23 +78,26 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
     (micro, *rest) = pack(of_kind(NONE, turns=1)).micro_batches
     assert not rest
     # the second turn of the first trajectory is the only one that is no first turn
-    assert micro.known_N.tolist() == [token == 12 or index == 4 for index, token in enumerate(micro.target_N.tolist())]
-    assert micro.old_logprob_N[micro.known_N].tolist() == [-0.5, -0.5]
+    assert micro.targets.known_N.tolist() == [
+        token == 12 or index == 4 for index, token in enumerate(micro.targets.token_N.tolist())
+    ]
+    assert micro.targets.behaviour_logprob_N[micro.targets.known_N].tolist() == [-0.5, -0.5]
     one = policy(Sampling())
-    (completed,) = one._completed(pack(of_kind(NONE, turns=1)), Halt()).micro_batches
+    (completed,) = one._with_logprobs(pack(of_kind(NONE, turns=1)), Halt()).micro_batches
     own_N = one._forward.logprobs(micro)[0].detach()
-    assert torch.equal(completed.old_logprob_N, torch.where(micro.known_N, micro.old_logprob_N, own_N))
+    assert torch.equal(
+        completed.targets.behaviour_logprob_N,
+        torch.where(micro.targets.known_N, micro.targets.behaviour_logprob_N, own_N),
+    )
     update = asyncio.run(one.update([pack(of_kind(NONE, turns=1))], lr=0.0))
-    known = (own_N - micro.old_logprob_N)[micro.known_N].exp()
+    known = (own_N - micro.targets.behaviour_logprob_N)[micro.targets.known_N].exp()
     assert update.max_deviation == pytest.approx(float((known - 1).abs().max()), rel=1e-5)
 
 
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
-    one = Policy(
-        tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2, loss="likelihood"), share_prompts="never"
-    )
+    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=LossConfig(name="nll"), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
-    assert one._completed(batch, Halt()) is batch
+    assert one._with_logprobs(batch, Halt()) is batch
 
 
 def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> None:

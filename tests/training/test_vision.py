@@ -14,10 +14,11 @@ from support.vision import picture, save_vision_model, vision_model, vision_toke
 from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
-from turnwise.models.loading import load_model
+from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
-from turnwise.training.policy import OptimizerConfig, Policy
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.options import LossConfig
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -60,8 +61,8 @@ def held(model: torch.nn.Module, vision: MediaProcessor, *, threads: int = 1) ->
     return asyncio.run(hold())
 
 
-def policy(model: torch.nn.Module, **options: float) -> Policy:
-    return Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-2, **options), threads=1)
+def policy(model: torch.nn.Module, **options: float) -> LocalLearner:
+    return LocalLearner(model, sampling=Sampling(), loss=LossConfig(**options), threads=1)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -69,7 +70,7 @@ def test_the_trainer_the_engine_and_the_model_itself_agree(vision: MediaProcesso
     model = vision_model()
     segments = held(model, vision)
     one = policy(model)
-    assert one.shares_prompts  # text goes in trees even here
+    assert one.requirements.share_prompts  # text goes in trees even here
     packed = pack(
         [trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)], share_prompts=share_prompts
     )
@@ -77,7 +78,7 @@ def test_the_trainer_the_engine_and_the_model_itself_agree(vision: MediaProcesso
     for micro in packed.micro_batches:
         with torch.no_grad():
             logprob_N, _ = one._forward.logprobs(micro)
-        torch.testing.assert_close(logprob_N, micro.old_logprob_N, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprob_N, micro.targets.behaviour_logprob_N, atol=1e-4, rtol=0)
     for segment in segments:
         (micro,) = pack([trajectory(segment, [1.0, -0.5])], share_prompts=share_prompts).micro_batches
         with torch.no_grad():
@@ -103,9 +104,7 @@ def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vis
     for size in (8192, 1):
         model = vision_model()
         segments = held(model, vision)
-        one = Policy(
-            model, sampling=Sampling(), options=OptimizerConfig(lr=0.0, kl_coef=0.1), threads=0 if size == 1 else 1
-        )
+        one = LocalLearner(model, sampling=Sampling(), loss=LossConfig(kl_coef=0.1), threads=0 if size == 1 else 1)
         batch = pack(
             [trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)], micro_batch_tokens=size
         )
@@ -133,7 +132,7 @@ def test_a_group_that_sees_the_same_is_computed_once_and_with_another_image_twic
             segments.append(segment)
         packed = pack([trajectory(segment, [1.0], str(n)) for n, segment in enumerate(segments)])
         (micro,) = packed.micro_batches
-        assert float(micro.weight_N.sum()) == pytest.approx(1.0)
+        assert float(micro.targets.weight_N.sum()) == pytest.approx(1.0)
         return len(micro.token_ids_BL)
 
     assert rows(1, 1, 1) == 1
@@ -173,13 +172,13 @@ def test_a_model_that_only_reads_is_not_trained_on_images(vision: MediaProcessor
 
 def test_a_checkpoint_of_a_model_that_sees_is_a_model_directory(tmp_path: Path) -> None:
     source = save_vision_model(tmp_path / "model")
-    model = load_model(source, dtype="float32", device="cpu")
+    model = load_model(ModelOptions(path=source, dtype="float32", device="cpu"))
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     tokenizer = AutoTokenizer.from_pretrained(source)
     seen = MediaProcessor.from_pretrained(source, tokenizer)
     checkpoints = Checkpoints(tmp_path / "run")
-    checkpoints.save(1, model=model, tokenizer=tokenizer, state={}, processor=seen)
-    again = load_model(checkpoints.newest, dtype="float32", device="cpu")
+    checkpoints.save(1, save_model=model.save_pretrained, tokenizer=tokenizer, state={}, processor=seen)
+    again = load_model(ModelOptions(path=checkpoints.newest, dtype="float32", device="cpu"))
     assert torch.equal(again.model.visual.patch_embed.proj.weight, model.model.visual.patch_embed.proj.weight)
     found = MediaProcessor.from_pretrained(checkpoints.newest, AutoTokenizer.from_pretrained(checkpoints.newest))
     assert found is not None

@@ -12,7 +12,7 @@ from support.tiny import tiny_model
 from training.test_batch import gradients, targets, trajectory
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.training.batch import pack
-from turnwise.training.policy import OptimizerConfig, Policy
+from turnwise.training.local_learner import LocalLearner
 from turnwise.types import Message, Sampling, Trajectory, Turn
 
 
@@ -121,7 +121,7 @@ def test_weights_of_one_change_nothing() -> None:
     expected["sequence"] = torch.tensor([1 / (4 * count) for count in counts for _ in range(count)])
     for average in ("token", "sequence"):
         batch = pack(trajectories, average=average)  # type: ignore[arg-type]
-        found = torch.cat([micro.weight_N for micro in batch.micro_batches])
+        found = torch.cat([micro.targets.weight_N for micro in batch.micro_batches])
         assert torch.equal(found.sort().values, expected[average].sort().values)
     assert (batch.tokens, batch.trajectories) == (19, 4)  # two of the 21 that were sampled are no longer there
 
@@ -133,11 +133,11 @@ def test_what_has_no_weight_is_no_target_and_a_tail_without_is_not_computed() ->
     (micro,) = pack(trajectories).micro_batches
     #                                       P  P  P  a  a  a  b   b       the second segment of b is not there at all
     assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 9, 2, 20, 2]]
-    assert micro.target_N.tolist() == [8, 9, 2, 20, 2]
+    assert micro.targets.token_N.tolist() == [8, 9, 2, 20, 2]
     for one in trajectories:
         TURN_WEIGHTINGS["last_turn"](one)
     (micro,) = pack(trajectories).micro_batches
-    assert micro.target_N.tolist() == [14, 15, 2, 22, 23, 2]
+    assert micro.targets.token_N.tolist() == [14, 15, 2, 22, 23, 2]
     assert micro.token_ids_BL.shape == (
         1,
         14 + 5,
@@ -173,7 +173,7 @@ def test_nothing_with_weight_is_an_empty_batch_that_can_be_learnt_from() -> None
         custom(lambda turn: 0, name="none")(one)
     batch = pack(trajectories, keep_zero=True)
     assert (batch.micro_batches, batch.trajectories, batch.tokens) == ([], 0, 0)
-    policy = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2))
+    policy = LocalLearner(tiny_model(), sampling=Sampling())
     update = asyncio.run(policy.update([batch], lr=1e-2))
     assert (update.tokens, update.loss, update.grad_norm) == (0, 0.0, 0.0)
 
@@ -198,10 +198,10 @@ def test_the_divergence_is_averaged_by_the_same_weights() -> None:
     for one in trajectories:
         CUSTOM["halves"](one)
     batch = pack(trajectories, keep_zero=True)
-    policy = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=0.0))
+    policy = LocalLearner(tiny_model(), sampling=Sampling())
     expected = 0.0
     for micro in batch.micro_batches:
-        difference_N = micro.old_logprob_N - policy._forward.logprobs(micro)[0].detach()
-        expected += float(((difference_N.exp() - difference_N - 1) * micro.weight_N).sum())
+        difference_N = micro.targets.behaviour_logprob_N - policy._forward.logprobs(micro)[0].detach()
+        expected += float(((difference_N.exp() - difference_N - 1) * micro.targets.weight_N).sum())
     update = asyncio.run(policy.update([batch], lr=0.0))
     assert update.kl == pytest.approx(expected, rel=1e-4)

@@ -6,15 +6,16 @@ Every object that a recipe names is imported and checked here, before a run begi
 from turnwise.build.data import drop_long_prompts, rows
 from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
-from turnwise.build.rewards import credit, scorer, turn_weighting
-from turnwise.build.values import (
-    evaluation_sampling,
+from turnwise.build.learners import (
+    learner,
     learning_rate,
-    limits,
-    model_context,
+    loss_config,
+    model_options,
     optimizer_config,
-    sampling,
+    sft_learner,
 )
+from turnwise.build.rewards import credit, scorer, turn_weighting
+from turnwise.build.values import evaluation_sampling, limits, sampling
 
 __all__ = [
     "EnvironmentSource",
@@ -26,14 +27,17 @@ __all__ = [
     "engine_model",
     "environment_factory",
     "evaluation_sampling",
+    "learner",
     "learning_rate",
     "limits",
-    "model_context",
+    "loss_config",
+    "model_options",
     "optimizer_config",
     "read_scripts",
     "rows",
     "sampling",
     "scorer",
     "scripted_engine",
+    "sft_learner",
     "turn_weighting",
 ]

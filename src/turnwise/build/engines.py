@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.build.learners import model_options
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.engines import scripted
@@ -56,7 +57,7 @@ def engine_model(config: Config) -> Any | None:
         return None
     from turnwise.models.loading import load_model  # torch
 
-    return load_model(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    return load_model(model_options(config))
 
 
 def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:

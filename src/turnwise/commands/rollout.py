@@ -18,6 +18,7 @@ from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, ScriptedEngine
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import DataError, RolloutError
+from turnwise.models.model_config import context_length
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
@@ -55,7 +56,7 @@ async def _collect(
     groups, scripts = _assign_scripts(config, groups)
     model = build.engine_model(config)
     engine = build.engine(config, renderer, model, scripts=scripts)
-    longest = build.model_context(model.config.to_dict()) if model is not None else None
+    longest = context_length(model.config.to_dict()) if model is not None else None
     table = RolloutContext(
         engine=engine,
         renderer=renderer,

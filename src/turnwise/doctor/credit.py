@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Literal
 
 import torch
@@ -74,9 +75,9 @@ def lost(groups: Sequence[Group], average: Literal["token", "sequence"]) -> str 
 def _shared_out(group: Sequence[Trajectory]) -> str | None:
     """Where the advantages of a group are not its centred rewards, up to one positive factor."""
     for one in group:
-        if len(set(one.advantages)) > 1:
+        if len({gain for entry in one.advantages for gain in _numbers(entry)}) > 1:
             return f"the turns of {one.id} have the advantages {one.advantages}, and they share one reward"
-    pairs = [(one.reward or 0.0, one.advantages[0]) for one in group if one.advantages]
+    pairs = [(one.reward or 0.0, _numbers(one.advantages[0])[0]) for one in group if one.advantages]
     mean = sum(reward for reward, _ in pairs) / max(1, len(pairs))
     width = max((abs(reward - mean) for reward, _ in pairs), default=0.0)
     most = max((abs(gain) for _, gain in pairs), default=0.0)
@@ -89,8 +90,9 @@ def _shared_out(group: Sequence[Trajectory]) -> str | None:
 def _each_once(one: Trajectory) -> str | None:
     """Where the batch does not hold each sampled token of a turn that counts once, at its turn's advantage."""
     found = _targets(pack([one], keep_zero=True, share_prompts=False))
+    gains = [cycle([entry]) if isinstance(entry, float | int) else iter(entry) for entry in one.advantages]
     sampled = sorted(
-        (token, _single(one.advantages[turn]))
+        (token, _single(next(gains[turn])))
         for segment in one.segments
         for token, turn in zip(segment.token_ids, segment.turn, strict=True)
         if turn >= 0 and one.turns[turn].weight > 0
@@ -107,7 +109,7 @@ def _weights(weighed: Sequence[Trajectory], average: Literal["token", "sequence"
     batch = pack(marked, average=average, keep_zero=True)
     shares = [0.0] * len(marked)
     for micro in batch.micro_batches:
-        for gain, weight in zip(micro.advantage_N.tolist(), micro.weight_N.tolist(), strict=True):
+        for gain, weight in zip(micro.targets.advantage_N.tolist(), micro.targets.weight_N.tolist(), strict=True):
             shares[round(gain) - 1] += weight
     masses = [1.0 if average == "sequence" else _mass(one) for one in weighed]
     expected = [mass / sum(masses) for mass in masses]
@@ -124,8 +126,13 @@ def _targets(batch: Batch) -> list[tuple[int, float]]:
     return sorted(
         (int(token), float(advantage))
         for micro in batch.micro_batches
-        for token, advantage in zip(micro.target_N, micro.advantage_N, strict=True)
+        for token, advantage in zip(micro.targets.token_N, micro.targets.advantage_N, strict=True)
     )
+
+
+def _numbers(entry: float | Sequence[float]) -> Sequence[float]:
+    """The advantages of a turn: one number, or one for each sampled token."""
+    return [entry] if isinstance(entry, float | int) else entry
 
 
 def _single(value: float) -> float:

@@ -19,6 +19,7 @@ from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, openings, rewards
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
+from turnwise.models.model_config import context_length
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Sampling
 
@@ -136,7 +137,7 @@ def _directory(path: str, renderer: Renderer) -> template.Directory:
         eos=renderer.tokenizer.eos_token_id,
         generation=generation_stops(path),
         rows=rows if isinstance(rows, int) else None,
-        context=build.model_context(said),
+        context=context_length(said),
     )
 
 
@@ -168,10 +169,11 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
             None,
             f"left out: {size:.1f} GB of weights are more than the {most:.1f} GB that load soon; --weights always",
         )
-    from turnwise.models.loading import load_model
+    from turnwise.models.loading import ModelOptions, load_model
 
-    dtype, device = (config.model.dtype, config.model.device) if config is not None else ("float32", "auto")
-    return load_model(path, dtype=dtype, device=device), ""
+    if config is None:
+        return load_model(ModelOptions(path=path, dtype="float32", device="auto")), ""
+    return load_model(build.model_options(config, path)), ""
 
 
 def _weights_gb(path: str) -> float | None:

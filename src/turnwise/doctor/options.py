@@ -50,10 +50,14 @@ Evidence = Shown | Proven | Named
 
 
 def _rates(config: Config) -> list[float]:
-    return [build.learning_rate(config, step) for step in range(config.train.steps)]
+    return [build.learning_rate(config.train, step, steps=config.train.steps) for step in range(config.train.steps)]
 
 
-def _advantages(config: Config) -> list[list[float]]:
+def _optimization(config: Config) -> list[Any]:
+    return [build.loss_config(config), build.optimizer_config(config.train)]
+
+
+def _advantages(config: Config) -> list[Any]:
     """Of a group with these rewards."""
     group = Group(id="g", row=_ROW, trajectories=[_trajectory(str(n)) for n in range(4)])
     for one, reward in zip(group.trajectories, (1.0, 0.0, 0.0, 3.0), strict=True):
@@ -123,7 +127,7 @@ def _trajectory(name: str) -> Trajectory:
 
 
 _SAMPLING, _LIMITS = Shown(build.sampling), Shown(lambda config: build.limits(config, longest=None))
-_OPTIMIZATION, _REWARDS, _DATA = Shown(build.optimizer_config), Shown(_reward_functions), Shown(_rows)
+_OPTIMIZATION, _REWARDS, _DATA = Shown(_optimization), Shown(_reward_functions), Shown(_rows)
 
 
 def _effects(name: str) -> Proven:

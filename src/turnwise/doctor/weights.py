@@ -49,7 +49,7 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
         for micro in batch.micro_batches:
             micro = micro.to(model.device)
             logprob_N, _ = forward.logprobs(micro)
-            packed = max(packed, _off(logprob_N, micro.old_logprob_N))
+            packed = max(packed, _off(logprob_N, micro.targets.behaviour_logprob_N))
             count += len(logprob_N)
     tolerance = _TOLERANCE.get(model.dtype, 0.5)
     figures = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.attention import ignored_by_sdpa, set_text_attention
 
-__all__ = ["load_model"]
+__all__ = ["ModelOptions", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,27 +25,40 @@ _SHOWN = 3
 """Names of weights in an error."""
 
 
-def load_model(path: str | Path, *, dtype: str, device: str) -> Any:
-    """Load a causal language model to be trained or sampled from; a vision model with its vision part.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model is loaded, and how."""
 
-    Raises ConfigError if there is none at `path`, if weights are missing, left over or not finite, if tied weights are not
-    equal, or if the device is not there.
+    path: str | Path
+    """A model directory or a hub id."""
+    dtype: str
+    """The name of a torch dtype: `float32`, `bfloat16`."""
+    device: str
+    """A torch device, or `auto`: `cuda` where there is one, else `cpu`."""
+
+
+def load_model(options: ModelOptions) -> Any:
+    """Load a causal language model, to train or to sample from; a vision model with its vision part.
+
+    Raises ConfigError if there is no model at `options.path`, if weights are missing, left over or not finite, if tied
+    weights are not equal, or if the device does not exist.
     """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    path, device = str(options.path), options.device
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         with boundary("model"):  # weights that are cut short raise what no other library does
-            model, found = _family(str(path)).from_pretrained(
-                str(path), dtype=getattr(torch, dtype), output_loading_info=True
+            model, found = _family(path).from_pretrained(
+                path, dtype=getattr(torch, options.dtype), output_loading_info=True
             )
     except Failed as failed:
         raise ConfigError(
-            f"no model could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
+            f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
             f"directory or a hub id"
         ) from failed
-    _refuse_other_weights(str(path), model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
+    _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
         model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TorchThreads"]
+__all__ = ["TorchThreads", "use_deterministic_algorithms"]
 
 TRIAL = 3
 """Steps in a row with the other number of threads, and how many before it are compared with them."""
@@ -32,6 +32,12 @@ class _Trial:
     quickest: float = float("inf")
     """The quickest of the last few steps with the best number."""
     quickest_other: float = float("inf")
+
+
+def use_deterministic_algorithms() -> None:
+    """Make torch deterministic in this process: deterministic algorithms, and one thread."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
 
 
 class TorchThreads:

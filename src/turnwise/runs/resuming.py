@@ -11,12 +11,10 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
 from turnwise.config.schema import Config
 from turnwise.errors import RunError, TemplateError
-from turnwise.models.loading import load_model
 from turnwise.record.writer import RunDirectory
 from turnwise.training import fingerprint
 from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
-from turnwise.training.model_fingerprint import of_model
-from turnwise.training.policy import Policy
+from turnwise.training.learner import Learner
 from turnwise.types import Row
 
 __all__ = ["OpenedRun", "open_run"]
@@ -90,33 +88,37 @@ class OpenedRun:
                 f"another run; or resume with the run's own copy: resume_changes='[model.path]'"
             )
 
-    def reference(self, model: Any) -> Any | None:
-        """The model before training, for a resumed run whose loss needs it; None where `model` is it, or none is needed.
+    @property
+    def reference(self) -> str | None:
+        """Path of the model before training, if the loss of a resumed run needs it. A new run copies its own model."""
+        if self.saved is None or self.kind != "train" or self.config.train.kl_coef == 0:
+            return None
+        return self.config.model.path
+
+    def compare_model(self, learner: Learner) -> None:
+        """Note the fingerprint of a new run's model; compare the reference model of a resumed run with it.
 
         Raises RunError if the model in model.path is no longer the one that the run was begun with.
         """
         config = self.config
         if self.saved is None:
-            self.origin["model"] = of_model(model)
-            return None
-        if self.kind != "train" or config.train.kl_coef == 0:
-            return None
-        reference = load_model(config.model.path, dtype=config.model.dtype, device=str(model.device))
-        if of_model(reference) != self.origin["model"]:
+            self.origin["model"] = learner.fingerprint()
+            return
+        reference = learner.reference_fingerprint()
+        if reference is not None and reference != self.origin["model"]:
             raise RunError(
                 f"train.kl_coef={config.train.kl_coef:g} needs the model before training, and the weights in model.path="
                 f"{config.model.path} are not those that the run in {self.directory.path} was begun with: restore them"
             )
-        return reference
 
-    def begin(self, policy: Policy) -> None:
-        """Make the directory ready, and give the policy the state of its optimizer. The last step before the first step.
+    def begin(self, learner: Learner) -> None:
+        """Make the directory ready, and give the learner the state of its optimizer. The last step before the first step.
 
         Raises RunError.
         """
         resuming = self.saved is not None
         if self.saved is not None:
-            policy.load_state(self.saved.state()["policy"])
+            learner.load_state(self.saved.state()["policy"])
             self.notes += self.directory.cut_back(self.saved.about["marks"])
         self.notes += self.directory.prepare(self.config, resuming=resuming, kind=self.kind)
         if self.saved is not None:

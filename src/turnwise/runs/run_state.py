@@ -16,7 +16,7 @@ from turnwise.runs.metrics import template_mismatches
 from turnwise.runs.resuming import OpenedRun
 from turnwise.terminal.activity import Activity
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
-from turnwise.training.policy import Policy
+from turnwise.training.learner import Learner
 from turnwise.types import Trajectory
 
 __all__ = ["RunState", "checkpoint_due"]
@@ -44,7 +44,7 @@ class RunState:
 
     opened: OpenedRun
     renderer: Renderer
-    policy: Policy
+    learner: Learner
     step: int = 0
     """Steps that are finished."""
     saved: int = 0
@@ -120,9 +120,9 @@ class RunState:
         self.activity.part(step, "writing a checkpoint")
         return self.checkpoints.write(
             step,
-            model=self.policy.model,
+            save_model=self.learner.save,
             tokenizer=self.renderer.tokenizer,
-            state={"policy": self.policy.state()},
+            state={"policy": self.learner.state()},
             processor=self.renderer.vision,
         )
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
@@ -26,15 +24,14 @@ from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
-from turnwise.models.loading import load_model
 from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import RunState
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.terminal.sft_report import SftReport
 from turnwise.training.batch import Batch, pack
-from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats, lr_at
-from turnwise.types import Row, Sampling, ToolSchema, Trajectory
+from turnwise.training.learner import UpdateStats
+from turnwise.types import Row, ToolSchema, Trajectory
 
 __all__ = ["SftRun", "assemble", "fine_tune"]
 
@@ -87,7 +84,9 @@ async def fine_tune(run: SftRun, show: SftReport) -> None:
             advance = run.activity.part(run.step + 1, "training, micro-batches", len(batch.micro_batches))
             update = UpdateStats()
             if batch.micro_batches:  # without anything to learn from, momentum would move the weights all the same
-                update = await run.policy.update([batch], lr=_rate(run), done=advance, changing=run.begin_update)
+                update = await run.learner.update(
+                    [batch], lr=_learning_rate(run), on_micro_batch=advance, on_first_step=run.begin_update
+                )
             seconds = {"replay": started - began, "train": time.perf_counter() - started}
             _finish_step(run, show, every, batch, update, seconds, began=began)
         await _evaluate(run, show)
@@ -107,12 +106,12 @@ async def _replay(run: SftRun, rows: Sequence[Row], *, prefix: str) -> list[Traj
 
 
 def _pack(run: SftRun, every: Sequence[Trajectory]) -> Batch:
-    options = run.config.sft
+    options, required = run.config.sft, run.learner.requirements
     return pack(
         [one for one in every if weigh(one, run.mask, cut=options.too_long == "cut")],
         average=options.loss_average,
-        micro_batch_tokens=options.micro_batch_tokens or (2048 if run.policy.model.device.type == "cpu" else 16384),
-        share_prompts=run.policy.shares_prompts,
+        micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
+        share_prompts=required.share_prompts,
     )
 
 
@@ -127,11 +126,8 @@ def _refuse_nothing(run: SftRun, every: Sequence[Trajectory]) -> None:
         raise RolloutError(f"no conversation of the data can be learnt from:\n  {reasons}")
 
 
-def _rate(run: SftRun) -> float:
-    options = run.config.sft
-    return lr_at(
-        run.step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=run.steps
-    )
+def _learning_rate(run: SftRun) -> float:
+    return build.learning_rate(run.config.sft, run.step, steps=run.steps)
 
 
 def _finish_step(
@@ -145,7 +141,7 @@ def _finish_step(
     began: float,
 ) -> None:
     """Write down what the step did."""
-    lr = _rate(run)
+    lr = _learning_rate(run)
     step = run.step + 1
     learnt = [one for one in every if one.advantages]
     metrics: dict[str, Any] = {
@@ -188,7 +184,7 @@ async def _evaluate(run: SftRun, show: SftReport) -> None:
         raise RolloutError(f"no held-out conversation (data.eval) can be measured:\n  {why[0]}")
     summary = {
         "step": run.step,
-        "loss": await run.policy.evaluate_loss(batch),
+        "loss": await run.learner.evaluate_loss(batch),
         "tokens/trained": batch.tokens,
         "conversations": sum(bool(one.advantages) for one in every),
         "left_out": sum(not one.failed and not one.advantages for one in every) / len(every),
@@ -217,15 +213,16 @@ def assemble(config: Config) -> SftRun:
     found = preflight(config, renderer, tools=any(row.fields.get("tools") for row in [*rows, *held_out]))
     every = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     rows, held_out = every[: len(rows)], every[len(rows) :]
-    policy = _policy(config, opened)
-    limits = build.limits(config, longest=build.model_context(policy.model.config.to_dict()))
+    learner = build.sft_learner(config, opened.source)
+    opened.compare_model(learner)
+    limits = build.limits(config, longest=learner.context_length)
     tools = asyncio.run(_recipe_tools(config, renderer))
     if tools and all("tools" in row.fields for row in every):
         raise ConfigError(
             "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
             "the column from the data"
         )
-    opened.begin(policy)
+    opened.begin(learner)
     options = config.sft
     return SftRun(
         config=config,
@@ -237,30 +234,13 @@ def assemble(config: Config) -> SftRun:
         tools=tools,
         context=limits.context,
         mask=mask,
-        policy=policy,
+        learner=learner,
         steps=options.steps or math.ceil(options.epochs * len(rows) / options.batch_size),
         step=opened.step,
         recorded=opened.number("recorded"),
         evaluated=opened.number("evaluated", -1),
         saved=opened.step,
         notes=[*found, *opened.notes],
-    )
-
-
-def _policy(config: Config, opened: OpenedRun) -> Policy:
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(1)
-    model = load_model(
-        opened.source, dtype=config.model.dtype, device="cpu" if config.deterministic else config.model.device
-    )
-    return Policy(
-        model,
-        sampling=Sampling(),  # of the model's own distribution: nothing is sampled here
-        options=_optimization(config),
-        reference=opened.reference(model),
-        share_prompts="auto",
-        threads=1 if config.deterministic else 0,
     )
 
 
@@ -294,14 +274,3 @@ async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSche
             raise RolloutError(f"the recipe's tools could not be made: {failed.failure.message}") from failed
         finally:
             await environment.close()
-
-
-def _optimization(config: Config) -> OptimizerConfig:
-    options = config.sft
-    return OptimizerConfig(
-        lr=options.lr,
-        loss="likelihood",
-        betas=options.betas,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-    )

@@ -1,37 +1,44 @@
-"""From trajectories to what a forward pass takes, exactly: every sampled token once, every weight from the whole batch.
+"""Packs trajectories into micro-batches: each sampled token is one target, weighted by its share of the batch's average.
 
-A group is packed as a *tree*: the tokens that its trajectories have in common, then one branch for each. A token sees the
-prefix and its own branch, at the positions that it had in its own sequence, so a group's prompt is computed once and the
-result is that of separate rows. What is trained on is a flat list of targets: which token, predicted from where, with which
-advantage and which weight. The weights add up to one over the batch, so micro-batches change memory and never the result.
+A group is packed as a *tree*: the tokens that its trajectories have in common (the prefix), then one branch for each
+trajectory. A token sees the prefix and its own branch, at the positions that it has in its own sequence, so the prompt of a
+group is computed once and the result is that of separate rows. The tokens to train on are a flat list of targets: which
+token, predicted from which column, with which advantage and which weight. The weights add up to one over the batch, so the
+division into micro-batches changes memory use and never the result.
+
+Axis suffixes in this folder: B rows, L columns, N targets, T tokens of a flat row, D hidden dimension, H heads, V vocabulary;
+in tree.py also G prefixes, P tokens of a prefix, R tokens of a branch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
+from turnwise.training.branch import Branch, branches_of, logprob_kind
+from turnwise.training.loss import Targets
 from turnwise.training.tree import Tree, TreeShape
-from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
+from turnwise.types import Failure, LogprobKind, Media, Trajectory
 
 __all__ = ["Batch", "MicroBatch", "pack", "stale_without_logprobs"]
 
-_PADDED_GLADLY = 32
-"""Tokens of padding in a branch that are not worth a second copy of the prefix."""
+_CHEAP_PADDING = 32
+"""Tokens of padding in a branch that cost less than a second copy of the prefix."""
 _LONGEST_SHARED = 4096
-"""Tokens. Sharing needs a mask of branches by sequences; beyond this it costs more than the prompt."""
+"""Tokens. Sharing needs a mask of branches by sequences; for longer sequences it costs more than the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass takes, and its N targets: either rows padded on the right, or one flat row of trees.
+    """The input of one forward pass, and its N targets: either rows padded on the right, or one flat row of trees.
 
-    Example: prompt `P P`, answers `a b` and `c`, as a tree::
+    Example: prompt `P P`, completions `a b` and `c`, as a tree::
 
         token_ids_BL = P P a b c
         position_BL  = 0 1 2 3 2
@@ -41,39 +48,37 @@ class MicroBatch:
     token_ids_BL: torch.Tensor
     position_BL: torch.Tensor
     tree: Tree | None
+    """The trees of a flat row; None for padded rows."""
     row_N: torch.Tensor
     """The row of a target."""
     column_N: torch.Tensor
     """The column whose logits predict the target."""
-    target_N: torch.Tensor
-    """The sampled token."""
-    old_logprob_N: torch.Tensor
-    """As the engine reported it; 0 where `known_N` is false."""
-    known_N: torch.Tensor
-    """Whether the engine reported it of the distribution sampled from. Where it did not, the trainer computes it, before the
-    first optimizer step."""
-    advantage_N: torch.Tensor
-    weight_N: torch.Tensor
-    """Share of the token in the batch's average: above 0, for a token of weight 0 is no target."""
+    targets: Targets
     media_B: Sequence[Sequence[Media]] = ()
-    """The images and videos in each row; empty where there are none in any."""
+    """The images and videos in each row; empty if no row has any."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
-        names = [name for name in MicroBatch.__dataclass_fields__ if name not in ("tree", "media_B")]
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return MicroBatch(tree=None if self.tree is None else self.tree.to(device), media_B=self.media_B, **moved)
+        return MicroBatch(
+            token_ids_BL=self.token_ids_BL.to(device),
+            position_BL=self.position_BL.to(device),
+            tree=None if self.tree is None else self.tree.to(device),
+            row_N=self.row_N.to(device),
+            column_N=self.column_N.to(device),
+            targets=self.targets.to(device),
+            media_B=self.media_B,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """All that one optimizer step learns from."""
+    """The data of one optimizer step."""
 
     micro_batches: list[MicroBatch]
     trajectories: int
-    """That count in the average, those with nothing to learn from included."""
+    """Trajectories that count in the average, including those without a gradient."""
     tokens: int
-    """Sampled tokens of those trajectories, as far as they have a weight."""
+    """Sampled tokens of those trajectories in turns with a weight above 0."""
 
 
 def pack(
@@ -87,76 +92,64 @@ def pack(
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
-    `average="token"`: every sampled token of the batch counts by the weight of its turn. `"sequence"`: all trajectories count
-    the same, however many segments they have, and by weight within. Trajectories without any advantage other than zero
-    count in the average and are left out of the forward pass, because their gradient is zero; `keep_zero` keeps them in,
-    for losses with further terms. Trajectories of a group that say the very same thing for the same advantage are
-    computed once, at the weight of all of them.
+    `average="token"`: each sampled token of the batch counts by the weight of its turn. `"sequence"`: all trajectories count
+    the same, however many segments they have, and tokens by weight within a trajectory.
 
-    `kinds` are the kinds of log-probability that the loss can use (`Sampling.exact_kinds`); those of other kinds are left out,
-    and `MicroBatch.known_N` says so.
+    Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
+    is zero; `keep_zero` keeps them in, for losses with further terms. Trajectories of a group with equal tokens and equal
+    advantages are computed once, at the weight of all of them.
 
-    What has no weight (`Turn.weight` 0) is in neither the sum nor what it is divided by, unlike an advantage of zero. An
-    advantage of zero is a finding about what was said: to leave it out of the average would make the others count more the
-    less there is to learn. A weight of zero says that nobody asked: to keep it in would scale the gradient with how much
-    of a conversation is masked, which depends on its length and on nothing that was learnt. It is no target and, behind
-    the last token that is one, not computed; before that it is context like what the model heard.
+    `kinds` are the kinds of log-probability that the loss can use (`BatchRequirements.logprob_kinds`); those of other kinds
+    are dropped, and `Targets.known_N` is false for their tokens.
+
+    Turns of weight 0 (`Turn.weight`) are excluded from numerator and denominator of the average: with them in the denominator,
+    the size of the gradient would depend on how much of a conversation is masked. Advantages of 0 stay in the denominator:
+    without them, the other tokens would count more the fewer tokens have an advantage. Tokens of weight 0 are no targets. They
+    are context, and are not computed behind the last target.
+
+    Raises ValueError if an advantage per token has another length than its turn has sampled tokens.
     """
-    every = [(one, _weighed(one)) for one in trajectories if one.advantages]
-    counted = [(one, weight) for one, (weight, _) in every if weight > 0]
-    total = sum(weight for _, weight in counted)
-    branches: dict[tuple[str, bytes], list[_Branch]] = {}
-    places: dict[tuple[str, bytes], int] = {}
-    for one, mass in counted:
-        weights = [turn.weight for turn in one.turns]
-        if not keep_zero and not any(weight and gain for weight, gain in zip(weights, one.advantages, strict=True)):
+    weighted = [(trajectory, *_weight_sum(trajectory)) for trajectory in trajectories if trajectory.advantages]
+    counted = [(trajectory, weight_sum) for trajectory, weight_sum, _ in weighted if weight_sum > 0]
+    total = sum(weight_sum for _, weight_sum in counted)
+    sequence_numbers = itertools.count()
+    branches: list[tuple[str, Branch]] = []
+    for trajectory, weight_sum in counted:
+        if not keep_zero and not any(turn.weight and trajectory.has_advantage(turn.index) for turn in trajectory.turns):
             continue
-        known = [_kind(one, turn) in kinds for turn in one.turns]
-        share = 1.0 / total if average == "token" else 1.0 / (len(counted) * mass)
-        for segment in one.segments:
-            branch = _Branch.of(segment, one.advantages, weights, known, share)
-            if branch is not None:
-                # what a group has in common is its opening; after it everybody goes their own way
-                together = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
-                common = branch.token_ids[: branch.prefix].tobytes() if together else branch.identity
-                bundle = branches.setdefault((one.group, common), [])
-                # a group often says the same thing several times: it is computed once, at the weight of all of them
-                place = places.setdefault((one.group, branch.identity), len(bundle))
-                if place < len(bundle):
-                    bundle[place] = replace(branch, share=bundle[place].share + branch.share)
-                else:
-                    bundle.append(branch)
-    trees = [_Tree.of(part) for bundle in branches.values() for part in _split(bundle, micro_batch_tokens)]
-    able = [share_prompts and tree.longest <= _LONGEST_SHARED and not tree.media for tree in trees]
-    flat = [tree for tree, shares in zip(trees, able, strict=True) if shares]
-    apart = [tree for tree, shares in zip(trees, able, strict=True) if not shares]
+        share = 1.0 / total if average == "token" else 1.0 / (len(counted) * weight_sum)
+        for branch in branches_of(trajectory, kinds, share, sequence_numbers):
+            branches.append((trajectory.group, branch))
+    bundles = _bundles(branches, share_prompts=share_prompts)
+    trees = [_Tree.of(part) for bundle in bundles for part in _split(bundle, micro_batch_tokens)]
+    shareable = [share_prompts and tree.longest <= _LONGEST_SHARED and not tree.media for tree in trees]
+    flat = [tree for tree, shared in zip(trees, shareable, strict=True) if shared]
+    padded = [tree for tree, shared in zip(trees, shareable, strict=True) if not shared]
     return Batch(
         micro_batches=[
-            *(_flat(chosen) for chosen in _micro(flat, micro_batch_tokens, padded=False)),
-            *(_rows(chosen) for chosen in _micro(apart, micro_batch_tokens, padded=True)),
+            *(_flat_row(chosen) for chosen in _micro_batches(flat, micro_batch_tokens, padded=False)),
+            *(_padded_rows(chosen) for chosen in _micro_batches(padded, micro_batch_tokens, padded=True)),
         ],
         trajectories=len(counted),
-        tokens=sum(tokens for _, (_, tokens) in every),
+        tokens=sum(tokens for _, _, tokens in weighted),
     )
 
 
-def _weighed(trajectory: Trajectory) -> tuple[float, int]:
-    """The weights of a trajectory's sampled tokens, summed up, and how many tokens have one."""
-    # of the segments: what an environment took back (`Turn.cut`) is in the turn's completion still
+def _weight_sum(trajectory: Trajectory) -> tuple[float, int]:
+    """The sum of the weights of a trajectory's sampled tokens, and the number of tokens with a weight above 0."""
+    # counted in the segments: the turn's completion still has the tokens that an environment removed (`Reply.resume`)
     counts = Counter(turn for segment in trajectory.segments for turn in segment.turn)
     turns = [turn for turn in trajectory.turns if turn.weight > 0]
     return sum(turn.weight * counts[turn.index] for turn in turns), sum(counts[turn.index] for turn in turns)
 
 
-def _kind(trajectory: Trajectory, turn: Turn) -> LogprobKind:
-    return turn.completion.logprob_kind if turn.completion is not None else trajectory.logprob_kind
-
-
 def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobKind], version: int) -> Failure | None:
-    """Why a trajectory cannot be learnt from by weights of this version: its log-probabilities are of a kind that the loss
-    cannot use, and can no longer be computed, because older weights sampled its tokens. None where it can.
+    """Why weights of this version cannot be trained on a trajectory, or None if they can.
+
+    They cannot if its log-probabilities are of a kind that the loss cannot use, and older weights sampled its tokens, so that
+    the log-probabilities can no longer be computed.
     """
-    unknown = {turn.index: kind for turn in trajectory.turns if (kind := _kind(trajectory, turn)) not in kinds}
+    unknown = {turn.index: kind for turn in trajectory.turns if (kind := logprob_kind(trajectory, turn)) not in kinds}
     if not unknown:
         return None
     for segment in trajectory.segments:
@@ -171,72 +164,28 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """One segment up to its last target, as numpy columns."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    advantages: np.ndarray
-    """One for each token; 0 where it is no target."""
-    weights: np.ndarray
-    """Of the turn of each token; 0 where it is no target."""
-    known: np.ndarray
-    """Whether the log-probability of each token can be used."""
-    share: float
-    """What a token of weight 1 counts in the batch's average."""
-    prefix: int
-    """Length of the opening: what comes before the first sampled token."""
-    identity: bytes
-    """Equal for branches that differ in nothing but rounding: tokens, turns, advantages, their weights in the loss, the
-    version of the model's weights that they are from, whether their log-probabilities can be used, and images."""
-    media: Sequence[Media]
-
-    @classmethod
-    def of(
-        cls,
-        segment: Segment,
-        advantages: Sequence[float],
-        weights: Sequence[float],
-        known: Sequence[bool],
-        share: float,
-    ) -> _Branch | None:
-        turn = np.array(segment.turn, dtype=np.int64)
-        weight = np.where(turn >= 0, np.array(weights, dtype=np.float64)[turn], 0.0)
-        targets = np.flatnonzero(weight)
-        if not len(targets):
-            return None
-        end = int(targets[-1]) + 1  # nothing is predicted from what comes after the last word that counts
-        turn, weight = turn[:end], weight[:end]
-        token_ids = np.array(segment.token_ids[:end], dtype=np.int64)
-        gains = np.where(weight > 0, np.array(advantages, dtype=np.float32)[turn], 0.0).astype(np.float32)
-        version = np.array(segment.version[:end], dtype=np.int64)
-        usable = np.array(known, dtype=bool)[turn]
-        media = [one for one in segment.media if one.start < end]
-        # the tensors themselves: a group has those of its prompt in common
-        seen = np.array([(id(one.inputs), one.start) for one in media], dtype=np.int64)
-        return cls(
-            token_ids=token_ids,
-            logprobs=np.where(usable, np.array(segment.logprobs[:end], dtype=np.float32), np.float32(0.0)),
-            advantages=gains,
-            weights=weight,
-            known=usable,
-            share=share,
-            # also where the first turns have no weight: the opening is what a group has in common
-            prefix=int(np.flatnonzero(turn >= 0)[0]),
-            identity=b"".join(column.tobytes() for column in (token_ids, turn, gains, weight, version, usable, seen)),
-            media=media,
-        )
+def _bundles(branches: Sequence[tuple[str, Branch]], *, share_prompts: bool) -> list[list[Branch]]:
+    """Branches (with their groups) by common prefix. Equal branches are merged into one, with the sum of their shares."""
+    bundles: dict[tuple[str, bytes], dict[bytes, Branch]] = {}
+    for group, branch in branches:
+        identity = branch.identity()
+        shareable = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
+        # a group shares its opening; behind it, trajectories differ
+        common = branch.token_ids[: branch.prefix].tobytes() if shareable else identity
+        bundle = bundles.setdefault((group, common), {})
+        equal = bundle.get(identity)
+        bundle[identity] = branch if equal is None else replace(equal, share=equal.share + branch.share)
+    return [list(bundle.values()) for bundle in bundles.values()]
 
 
-def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Branch]]:
-    """Share a prefix among as many branches as a forward pass has room for."""
-    part: list[_Branch] = []
+def _split(bundle: list[Branch], micro_batch_tokens: int) -> Iterator[list[Branch]]:
+    """Divide a bundle into parts that share one copy of the prefix and fit into a forward pass."""
+    part: list[Branch] = []
     length = 0
     for branch in sorted(bundle, key=lambda branch: -len(branch.token_ids)):
         own = len(branch.token_ids) - branch.prefix
-        # attention pads branches to the longest: a much shorter one is better off with a prefix of its own kind
-        short = bool(part) and 2 * own + _PADDED_GLADLY < len(part[0].token_ids) - branch.prefix
+        # attention pads branches to the longest: a second copy of the prefix is cheaper for a much shorter branch
+        short = bool(part) and 2 * own + _CHEAP_PADDING < len(part[0].token_ids) - branch.prefix
         if part and (short or length + own > micro_batch_tokens):
             yield part
             part, length = [], 0
@@ -245,30 +194,30 @@ def _split(bundle: list[_Branch], micro_batch_tokens: int) -> Iterator[list[_Bra
     yield part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Tree:
-    """A prefix and its branches, one after the other, and the targets in them."""
+    """A prefix and its branches, one after the other, and the columns that predict the targets."""
 
+    branches: list[Branch]
     shape: TreeShape
-    """With `start` 0: where it comes to stand is not known yet."""
+    """With `start` 0: the place in the flat row is not known yet."""
     token_ids: np.ndarray
     position: np.ndarray
     column: np.ndarray
-    target: np.ndarray
-    old_logprob: np.ndarray
-    known: np.ndarray
-    advantage: np.ndarray
-    weight: np.ndarray
-    media: Sequence[Media]
-    """Only where there is a single branch: rows with images are not shared."""
+    """One for each target of the branches, in their order."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence in it."""
         return self.shape.prefix + max(self.shape.branches)
 
+    @property
+    def media(self) -> Sequence[Media]:
+        """Only a tree of a single branch has media: rows with images are not shared."""
+        return self.branches[0].media
+
     @classmethod
-    def of(cls, branches: list[_Branch]) -> _Tree:
+    def of(cls, branches: list[Branch]) -> _Tree:
         prefix = branches[0].prefix
         ids, positions = [branches[0].token_ids[:prefix]], [np.arange(prefix)]
         columns: list[np.ndarray] = []
@@ -277,82 +226,82 @@ class _Tree:
             length = len(branch.token_ids)
             ids.append(branch.token_ids[prefix:])
             positions.append(np.arange(prefix, length))
-            # the predecessor of a branch's first token is the prefix's last one, wherever the branch stands
+            # a token is predicted from the column before it; the first one of a branch from the last one of the prefix
             before = np.arange(start - 1, start + length - prefix - 1)
             before[0] = prefix - 1
-            columns.append(before[branch.weights[prefix:] > 0])
+            columns.append(before[branch.is_target[prefix:]])
             start += length - prefix
-        pairs = [(branch, branch.weights > 0) for branch in branches]
         return cls(
+            branches=branches,
             shape=TreeShape(0, prefix, [len(branch.token_ids) - prefix for branch in branches]),
             token_ids=np.concatenate(ids),
             position=np.concatenate(positions),
             column=np.concatenate(columns),
-            target=np.concatenate([branch.token_ids[where] for branch, where in pairs]),
-            old_logprob=np.concatenate([branch.logprobs[where] for branch, where in pairs]),
-            known=np.concatenate([branch.known[where] for branch, where in pairs]),
-            advantage=np.concatenate([branch.advantages[where] for branch, where in pairs]),
-            weight=np.concatenate(
-                [(branch.share * branch.weights[where]).astype(np.float32) for branch, where in pairs]
-            ),
-            media=branches[0].media,
         )
 
 
-def _micro(trees: list[_Tree], micro_batch_tokens: int, *, padded: bool) -> Iterator[list[_Tree]]:
-    """Trees of like length together, as many as fit; if `padded`, the padding takes room too."""
+def _micro_batches(trees: list[_Tree], micro_batch_tokens: int, *, padded: bool) -> Iterator[list[_Tree]]:
+    """Trees of similar length together, as many as fit; if `padded`, the padding counts too."""
     chosen: list[_Tree] = []
-    taken = longest = 0
+    tokens = longest = 0
     for tree in sorted(trees, key=lambda tree: (-max(tree.shape.branches), -len(tree.token_ids))):
         longest = max(longest, len(tree.token_ids))
-        taken = (len(chosen) + 1) * longest if padded else taken + len(tree.token_ids)
-        if chosen and taken > micro_batch_tokens:
+        tokens = (len(chosen) + 1) * longest if padded else tokens + len(tree.token_ids)
+        if chosen and tokens > micro_batch_tokens:
             yield chosen
-            chosen, taken, longest = [], len(tree.token_ids), len(tree.token_ids)
+            chosen, tokens, longest = [], len(tree.token_ids), len(tree.token_ids)
         chosen.append(tree)
     if chosen:
         yield chosen
 
 
-def _flat(trees: list[_Tree]) -> MicroBatch:
+def _flat_row(trees: list[_Tree]) -> MicroBatch:
     """Trees one after the other in a single row."""
     starts = np.cumsum([0, *(len(tree.token_ids) for tree in trees)])[:-1]
     shapes = [replace(tree.shape, start=int(start)) for tree, start in zip(trees, starts, strict=True)]
+    columns = [tree.column + start for tree, start in zip(trees, starts, strict=True)]
     return MicroBatch(
-        torch.from_numpy(np.concatenate([tree.token_ids for tree in trees])[None]),
-        torch.from_numpy(np.concatenate([tree.position for tree in trees])[None]),
-        Tree.of(shapes),
-        torch.zeros(sum(len(tree.column) for tree in trees), dtype=torch.int64),
-        torch.from_numpy(np.concatenate([tree.column + start for tree, start in zip(trees, starts, strict=True)])),
-        *_targets(trees),
+        token_ids_BL=torch.from_numpy(np.concatenate([tree.token_ids for tree in trees])[None]),
+        position_BL=torch.from_numpy(np.concatenate([tree.position for tree in trees])[None]),
+        tree=Tree.of(shapes),
+        row_N=torch.zeros(sum(len(column) for column in columns), dtype=torch.int64),
+        column_N=torch.from_numpy(np.concatenate(columns)),
+        targets=_targets(trees),
     )
 
 
-def _rows(trees: list[_Tree]) -> MicroBatch:
-    """Sequences in rows of their own, padded on the right."""
+def _padded_rows(trees: list[_Tree]) -> MicroBatch:
+    """A row for each sequence, padded on the right."""
     length = max(len(tree.token_ids) for tree in trees)
-
-    def padded(columns: list[np.ndarray]) -> torch.Tensor:
-        rows = np.zeros((len(columns), length), dtype=np.int64)
-        for row, column in zip(rows, columns, strict=True):
-            row[: len(column)] = column
-        return torch.from_numpy(rows)
-
-    micro = MicroBatch(
-        padded([tree.token_ids for tree in trees]),
-        torch.arange(length).expand(len(trees), length),
-        None,
-        torch.from_numpy(np.concatenate([np.full(len(tree.column), row) for row, tree in enumerate(trees)])),
-        torch.from_numpy(np.concatenate([tree.column for tree in trees])),
-        *_targets(trees),
+    token_ids = np.zeros((len(trees), length), dtype=np.int64)
+    for row, tree in zip(token_ids, trees, strict=True):
+        row[: len(tree.token_ids)] = tree.token_ids
+    rows = [np.full(len(tree.column), row) for row, tree in enumerate(trees)]
+    return MicroBatch(
+        token_ids_BL=torch.from_numpy(token_ids),
+        position_BL=torch.arange(length).expand(len(trees), length),
+        tree=None,
+        row_N=torch.from_numpy(np.concatenate(rows)),
+        column_N=torch.from_numpy(np.concatenate([tree.column for tree in trees])),
+        targets=_targets(trees),
+        media_B=[tree.media for tree in trees] if any(tree.media for tree in trees) else (),
     )
-    if not any(tree.media for tree in trees):
-        return micro
-    return replace(micro, media_B=[tree.media for tree in trees])
 
 
-def _targets(trees: list[_Tree]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    def column(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([getattr(tree, name) for tree in trees]))
+def _targets(trees: list[_Tree]) -> Targets:
+    """The targets of all branches, in the order of the trees' columns."""
+    branches = [branch for tree in trees for branch in tree.branches]
 
-    return column("target"), column("old_logprob"), column("known"), column("advantage"), column("weight")
+    def column(values: Callable[[Branch], np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([values(branch)[branch.is_target] for branch in branches]))
+
+    return Targets(
+        token_N=column(lambda branch: branch.token_ids),
+        sequence_N=column(lambda branch: np.full(len(branch.turn), branch.number)),
+        turn_N=column(lambda branch: branch.turn),
+        version_N=column(lambda branch: branch.version),
+        behaviour_logprob_N=column(lambda branch: branch.logprobs),
+        known_N=column(lambda branch: branch.known),
+        advantage_N=column(lambda branch: branch.advantages),
+        weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
+    )

@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,17 +92,24 @@ class Checkpoints:
         self,
         step: int,
         *,
-        model: Any,
+        save_model: Callable[[Path], None],
         tokenizer: Any,
         state: Mapping[str, Any],
         about: Mapping[str, Any] | None = None,
         processor: Processor | None = None,
     ) -> None:
         """`write` and `finish` in one."""
-        self.finish(self.write(step, model=model, tokenizer=tokenizer, state=state, processor=processor), about or {})
+        pending = self.write(step, save_model=save_model, tokenizer=tokenizer, state=state, processor=processor)
+        self.finish(pending, about or {})
 
     def write(
-        self, step: int, *, model: Any, tokenizer: Any, state: Mapping[str, Any], processor: Processor | None = None
+        self,
+        step: int,
+        *,
+        save_model: Callable[[Path], None],
+        tokenizer: Any,
+        state: Mapping[str, Any],
+        processor: Processor | None = None,
     ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint; `processor` is that of images, where the model sees.
 
@@ -113,7 +120,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             folder = temporary / _MODEL
             folder.mkdir(parents=True)
-            model.save_pretrained(folder)
+            save_model(folder)
             tokenizer.save_pretrained(folder)
             if processor is not None:
                 processor.save_pretrained(folder)

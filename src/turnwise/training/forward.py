@@ -39,12 +39,12 @@ class Forward:
             top_k_N=sampling.top_k,
             top_p_N=sampling.top_p,
             min_p_N=sampling.min_p,
-            keep_N=micro.target_N,
+            keep_N=micro.targets.token_N,
         )
         if not entropy:
-            return -F.cross_entropy(logits_NV, micro.target_N, reduction="none"), None
+            return -F.cross_entropy(logits_NV, micro.targets.token_N, reduction="none"), None
         all_NV = logits_NV.log_softmax(dim=-1)
-        logprob_N = all_NV.gather(-1, micro.target_N.unsqueeze(-1)).squeeze(-1)
+        logprob_N = all_NV.gather(-1, micro.targets.token_N.unsqueeze(-1)).squeeze(-1)
         # tokens that a filter left out have probability zero, and zero times minus infinity is zero here
         entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1)
         return logprob_N, entropy_N

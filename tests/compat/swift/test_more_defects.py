@@ -76,7 +76,7 @@ def test_a_conversation_of_many_records_weighs_as_much_as_one_of_one() -> None:
     # what reaches the loss: of each conversation the same, whatever the number of its records
     weights: dict[float, float] = {}
     for micro in pack(four, average="sequence", keep_zero=True).micro_batches:
-        for advantage, weight in zip(micro.advantage_N, micro.weight_N, strict=True):
+        for advantage, weight in zip(micro.targets.advantage_N, micro.targets.weight_N, strict=True):
             weights[round(float(advantage), 4)] = weights.get(round(float(advantage), 4), 0.0) + float(weight)
     of = {one.reward: round(one.advantages[0], 4) for one in four}
     assert weights == {of[1.0]: pytest.approx(0.25), of[0.5]: pytest.approx(0.25), of[0.0]: pytest.approx(0.5)}
@@ -113,7 +113,7 @@ def test_what_is_masked_weighs_nothing_and_nothing_is_corrected_that_needs_no_co
     batch = pack([trajectory])
     assert batch.tokens == 4
     (micro,) = batch.micro_batches
-    assert [round(float(weight), 6) for weight in micro.weight_N] == [0.25] * 4
+    assert [round(float(weight), 6) for weight in micro.targets.weight_N] == [0.25] * 4
     converted = from_swift_arguments(["--rollout_importance_sampling_mode", "token_mask"])
     (left,) = [left for left in converted.unsupported if left.key == "rollout_importance_sampling_mode"]
     assert "the engine uses the trainer's weights" in left.reason

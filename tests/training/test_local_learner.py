@@ -13,22 +13,23 @@ import torch
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.errors import ConfigError
-from turnwise.models.loading import load_model
+from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.background import Halt
 from turnwise.training.batch import pack
-from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats, lr_at
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.options import LossConfig, lr_at
 from turnwise.types import Sampling
 
 
-def policy(**options: float) -> Policy:
-    return Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2, **options))
+def policy(**options: float) -> LocalLearner:
+    return LocalLearner(tiny_model(), sampling=Sampling(), loss=LossConfig(**options))
 
 
-def learn(one: Policy, **options: object) -> None:
+def learn(one: LocalLearner, **options: object) -> None:
     asyncio.run(one.update([pack(group(), **options)], lr=1e-2))  # type: ignore[arg-type]
 
 
-def flat(one: Policy) -> torch.Tensor:
+def flat(one: LocalLearner) -> torch.Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in one.model.parameters()])
 
 
@@ -47,14 +48,14 @@ def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
     before = one._forward.logprobs(micro)[0].detach()
     learn(one)
     change = one._forward.logprobs(micro)[0].detach() - before
-    assert float((change * micro.advantage_N).sum()) > 0.5
+    assert float((change * micro.targets.advantage_N).sum()) > 0.5
 
 
 def test_update_reports_loss_norm_and_deviation() -> None:
     one = policy()
     update = asyncio.run(one.update([pack(group())], lr=0.0, epochs=2))
     (micro,) = pack(group()[:3]).micro_batches
-    ratio = (one._forward.logprobs(micro)[0].detach() - micro.old_logprob_N).exp()
+    ratio = (one._forward.logprobs(micro)[0].detach() - micro.targets.behaviour_logprob_N).exp()
     assert update.steps == 2
     assert update.tokens == 26
     assert update.grad_norm > 0
@@ -63,13 +64,13 @@ def test_update_reports_loss_norm_and_deviation() -> None:
 
 def test_bfloat16_keeps_masters_that_small_steps_are_not_lost_in() -> None:
     model = tiny_model().to(torch.bfloat16)
-    one = Policy(model, sampling=Sampling(), options=OptimizerConfig(lr=1e-5))
-    start = torch.cat([master.flatten().clone() for master in one._masters])
+    one = LocalLearner(model, sampling=Sampling())
+    start = torch.cat([master.flatten().clone() for master in one._optimizer.masters])
     for _ in range(3):
         asyncio.run(one.update([pack(group())], lr=1e-5))
-    moved = torch.cat([master.flatten() for master in one._masters]) - start
+    moved = torch.cat([master.flatten() for master in one._optimizer.masters]) - start
     assert moved.abs().max() == pytest.approx(3e-5, rel=0.2)
-    for parameter, master in zip(one._parameters, one._masters, strict=True):
+    for parameter, master in zip(one._optimizer.parameters, one._optimizer.masters, strict=True):
         assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
@@ -92,7 +93,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         asyncio.run(one.update([pack(trajectories)], lr=1e-2))
     assert torch.equal(flat(one), before)
-    assert "left out" in caplog.text
+    assert "this optimizer step is skipped" in caplog.text
 
 
 def test_state_goes_on_exactly() -> None:
@@ -117,12 +118,12 @@ def test_rates() -> None:
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"no model could be loaded from .*model\.path must be"):
-        load_model(f"{tmp_path}/nothing", dtype="float32", device="cpu")
+        load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
     windowed = tiny_model(
         use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
     )
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Qwen3ForCausalLM does not"):
-        Policy(windowed, sampling=Sampling(), options=OptimizerConfig(lr=0.1), share_prompts="always")
+        LocalLearner(windowed, sampling=Sampling(), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
@@ -133,8 +134,8 @@ def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> Non
     for name in ("loss", "kl", "grad_norm"):
         values = [getattr(one, name) for one in each]
         assert getattr(both, name) == pytest.approx(sum(values) / 2, rel=1e-5)
-    clipped = sum(one.clipped * one.tokens for one in each) / (each[0].tokens + each[1].tokens)
-    assert both.clipped == pytest.approx(clipped)
+    clipped = sum(one.clip_fraction * one.tokens for one in each) / (each[0].tokens + each[1].tokens)
+    assert both.clip_fraction == pytest.approx(clipped)
     assert both.max_deviation == pytest.approx(each[0].max_deviation)  # before the first step only
 
 
@@ -145,16 +146,16 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
         beside = policy()
     finally:
         torch.set_num_threads(threads)
-    one_by_one = Policy(tiny_model(), sampling=Sampling(), options=OptimizerConfig(lr=1e-2), threads=1)
+    one_by_one = LocalLearner(tiny_model(), sampling=Sampling(), threads=1)
     assert beside._workers is not None
     assert beside._workers._max_workers == 3
     assert one_by_one._workers is None
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
-    found, expected = UpdateStats(), UpdateStats()
-    ours = beside._accumulate(batch, found, lambda: None, Halt())
-    assert ours == pytest.approx(one_by_one._accumulate(batch, expected, lambda: None, Halt()))
-    for own, theirs in zip(beside._parameters, one_by_one._parameters, strict=True):
+    found = beside._accumulate(batch, lambda: None, Halt())
+    expected = one_by_one._accumulate(batch, lambda: None, Halt())
+    assert (found.loss, found.kl) == pytest.approx((expected.loss, expected.kl))
+    for own, theirs in zip(beside._optimizer.parameters, one_by_one._optimizer.parameters, strict=True):
         assert own.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(own.grad, theirs.grad, atol=1e-6, rtol=1e-4)
@@ -189,7 +190,9 @@ def test_a_cancellation_before_the_first_optimizer_step_ends_after_a_micro_batch
             loop.call_soon_threadsafe(first.set)
             cancelled.wait(60)
 
-        task = asyncio.create_task(one.update([batch], lr=1e-2, done=done, changing=lambda: changed.append(1)))
+        task = asyncio.create_task(
+            one.update([batch], lr=1e-2, on_micro_batch=done, on_first_step=lambda: changed.append(1))
+        )
         await first.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -214,7 +217,11 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
                 time.sleep(0.2)
 
         async def work() -> None:
-            ended.append(await one.update(batches, lr=1e-2, epochs=2, done=done, changing=lambda: changed.append(1)))
+            ended.append(
+                await one.update(
+                    batches, lr=1e-2, epochs=2, on_micro_batch=done, on_first_step=lambda: changed.append(1)
+                )
+            )
             await asyncio.sleep(0)
 
         loop, ended = asyncio.get_running_loop(), []

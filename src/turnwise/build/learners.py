@@ -1,0 +1,101 @@
+"""From a recipe to the learner: which model is loaded, which loss is minimised, and how the weights are changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.build.values import sampling
+from turnwise.config.optimization import Optimization
+from turnwise.config.schema import Config
+from turnwise.training.options import LossConfig, OptimizerConfig, lr_at
+from turnwise.types import Sampling
+
+if TYPE_CHECKING:
+    from turnwise.models.loading import ModelOptions
+    from turnwise.training.local_learner import LocalLearner
+
+__all__ = ["learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
+
+
+def loss_config(config: Config) -> LossConfig:
+    """The loss of `turnwise train`."""
+    options = config.train
+    return LossConfig(
+        name="ppo_clip",
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        kl_coef=options.kl_coef,
+        entropy_coef=options.entropy_coef,
+    )
+
+
+def optimizer_config(options: Optimization) -> OptimizerConfig:
+    """The optimizer of training or fine-tuning."""
+    return OptimizerConfig(betas=options.betas, weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm)
+
+
+def learner(config: Config, path: str | Path, *, reference: str | Path | None = None) -> LocalLearner:
+    """The learner of `turnwise train`, on the model at `path`. `reference` is the path of the model before training."""
+    return _learner(
+        config,
+        path,
+        sampled_from=sampling(config),
+        loss=loss_config(config),
+        optimizer=optimizer_config(config.train),
+        reference=reference,
+        share_prompts=config.train.share_prompts,
+    )
+
+
+def sft_learner(config: Config, path: str | Path) -> LocalLearner:
+    """The learner of `turnwise sft`, on the model at `path`."""
+    return _learner(
+        config,
+        path,
+        sampled_from=Sampling(),  # nothing is sampled: the loss is that of the model's own distribution
+        loss=LossConfig(name="nll"),
+        optimizer=optimizer_config(config.sft),
+    )
+
+
+def _learner(
+    config: Config,
+    path: str | Path,
+    *,
+    sampled_from: Sampling,
+    loss: LossConfig,
+    optimizer: OptimizerConfig,
+    reference: str | Path | None = None,
+    share_prompts: str = "auto",
+) -> LocalLearner:
+    from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
+    from turnwise.training.local_learner import LocalLearner
+
+    if config.deterministic:
+        use_deterministic_algorithms()
+    return LocalLearner.from_pretrained(
+        model_options(config, path),
+        sampling=sampled_from,
+        loss=loss,
+        optimizer=optimizer,
+        reference=reference,
+        share_prompts=share_prompts,
+        threads=1 if config.deterministic else 0,
+    )
+
+
+def model_options(config: Config, path: str | Path | None = None) -> ModelOptions:
+    """How the recipe's model is loaded; `path` is another model directory to load in its place."""
+    from turnwise.models.loading import ModelOptions  # torch
+
+    return ModelOptions(
+        path=config.model.path if path is None else path,
+        dtype=config.model.dtype,
+        device="cpu" if config.deterministic else config.model.device,
+    )
+
+
+def learning_rate(options: Optimization, step: int, *, steps: int) -> float:
+    """The learning rate of a step, counted from 0; `steps` is the number of steps of the run."""
+    return lr_at(step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=steps)

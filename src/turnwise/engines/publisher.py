@@ -1,0 +1,37 @@
+"""Publishing weights: how an engine gets the weights that a learner has changed.
+
+An implementation knows how weights travel (shared memory, disk, a collective operation). The training loop knows only
+`publish`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from turnwise.engines.engine import Engine
+
+__all__ = ["SharedWeights", "WeightPublisher"]
+
+
+class WeightPublisher(Protocol):
+    """Hands the learner's current weights to the engine."""
+
+    async def publish(self, version: int) -> None:
+        """When it returns, the engine samples with the learner's current weights and reports them as `version`.
+
+        Raises EngineError if the engine cannot take them.
+        """
+        ...
+
+
+class SharedWeights:
+    """For an engine that samples on the learner's own parameters: nothing is copied.
+
+    The engine only learns that its weights have changed in place, and forgets its KV cache.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def publish(self, version: int) -> None:
+        await self._engine.load_weights(version)

@@ -1,0 +1,113 @@
+"""The learner: the part of a run that owns the model's weights and changes them.
+
+`Learner` is the protocol that training, fine-tuning and checkpoints use. They know nothing else of the model: no parameters,
+no optimizer, no device. `LocalLearner` (local_learner.py) is the implementation in this process. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from turnwise.types import LogprobKind
+
+if TYPE_CHECKING:
+    from turnwise.training.batch import Batch
+
+__all__ = ["BatchRequirements", "Learner", "UpdateStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequirements:
+    """What a learner requires of the batches that it receives: arguments of `batch.pack`."""
+
+    share_prompts: bool
+    """Whether the model can compute the prompt of a group once (tree attention)."""
+    logprob_kinds: frozenset[LogprobKind]
+    """The kinds of reported log-probability that the loss can use. The learner computes the others itself."""
+    keep_zero: bool
+    """Whether tokens with advantage 0 have a gradient, from a divergence or an entropy term."""
+    micro_batch_tokens: int
+    """Tokens of a forward pass where the recipe gives no number: the default of the learner's device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """Statistics of one call of `Learner.update`. `loss`, `kl` and `grad_norm` are means over the optimizer steps."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    """KL divergence from the reference model if there is one, else from the policy that sampled; averaged as the loss is."""
+    grad_norm: float = 0.0
+    """Norm of the gradient before clipping."""
+    max_deviation: float = 0.0
+    """Largest `|ratio - 1|` of trainer to engine before the first optimizer step."""
+    clip_fraction: float = 0.0
+    """Share of the trained tokens whose probability ratio is outside the clip bounds."""
+    tokens: int = 0
+    """Targets that were in a forward pass, counted once for each epoch."""
+    steps: int = 0
+    """Optimizer steps."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Learner(Protocol):
+    """Owns the model's weights and changes them. Its methods are called from one event loop, one at a time."""
+
+    @property
+    def requirements(self) -> BatchRequirements:
+        """What batches must look like. It does not change during a run."""
+        ...
+
+    @property
+    def context_length(self) -> int | None:
+        """The most tokens of a sequence that the model allows; None if its configuration does not say."""
+        ...
+
+    async def update(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        on_micro_batch: Callable[[], None] = _nothing,
+        on_first_step: Callable[[], None] = _nothing,
+    ) -> UpdateStats:
+        """Take one optimizer step for each batch, `epochs` times over.
+
+        `on_micro_batch` is called after each micro-batch, possibly in another thread; `on_first_step` once, before the first
+        optimizer step changes the weights.
+
+        If the call is cancelled before the first optimizer step, the weights are unchanged. A later cancellation takes effect
+        after the last optimizer step.
+        """
+        ...
+
+    async def evaluate_loss(self, batch: Batch) -> float:
+        """The negative log-likelihood of a batch, averaged by its weights. Changes nothing."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the model into a model directory. Tokenizer and processor are the caller's."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved besides the model to resume exactly: the state of the optimizer."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state` returned. The weights are loaded with the model; options are the learner's own."""
+        ...
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights: equal for equal names, shapes, types and values."""
+        ...
+
+    def reference_fingerprint(self) -> str | None:
+        """The same of the reference model; None if the loss needs no reference model."""
+        ...

@@ -1,0 +1,306 @@
+"""The learner in this process: a transformers model, its reference model, and the optimizer.
+
+Knows how packed batches become optimizer steps. Knows nothing of conversations, and nothing of where batches come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise.errors import ConfigError
+from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.model_config import context_length
+from turnwise.models.torch_threads import TorchThreads
+from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
+from turnwise.training.batch import Batch, MicroBatch
+from turnwise.training.forward import Forward, try_tree_attention
+from turnwise.training.learner import BatchRequirements, UpdateStats
+from turnwise.training.loss import make_loss, nll
+from turnwise.training.model_fingerprint import of_model
+from turnwise.training.optimizer import Optimizer
+from turnwise.training.options import LossConfig, OptimizerConfig
+from turnwise.types import Sampling
+
+__all__ = ["LocalLearner"]
+
+_SMALL = 20_000_000
+"""Models with fewer parameters compute several micro-batches in parallel on a CPU."""
+_CPU_TOKENS, _ACCELERATOR_TOKENS = 2048, 16384
+"""Tokens of a forward pass where the recipe gives no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Loss and metrics of one micro-batch, or of several added up."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    tokens: int = 0
+    clipped: float = 0.0
+    max_deviation: float = 0.0
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(
+            loss=self.loss + other.loss,
+            kl=self.kl + other.kl,
+            tokens=self.tokens + other.tokens,
+            clipped=self.clipped + other.clipped,
+            max_deviation=max(self.max_deviation, other.max_deviation),
+        )
+
+
+class LocalLearner:
+    """A `Learner` in this process, on one device.
+
+    `reference` is the model before training, where `loss.kl_coef` needs one; None takes a copy of `model`. `share_prompts` is
+    `auto`, `always` or `never`. `threads` is the number of torch threads; 0 measures which number is faster.
+
+    Raises ConfigError if `share_prompts` is `always` and the model cannot compute trees.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sampling: Sampling,
+        loss: LossConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        reference: Any | None = None,
+        share_prompts: str = "auto",
+        threads: int = 0,
+    ) -> None:
+        shares = share_prompts != "never" and try_tree_attention(model)
+        if share_prompts == "always" and not shares:
+            raise ConfigError(
+                f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with "
+                f"shared prompts (sliding windows and recurrent layers do not); use auto or never"
+            )
+        self._model = model
+        self._loss = make_loss(loss or LossConfig())
+        self._threads = TorchThreads(threads)
+        self._forward = Forward(model, sampling)
+        self._reference_model = None
+        self._reference = None
+        if self._loss.needs_reference:
+            frozen = copy.deepcopy(model) if reference is None else reference
+            self._reference_model = frozen.requires_grad_(False)
+            if shares and reference is not None:  # batches are packed for the attention that the model has now
+                try_tree_attention(self._reference_model)
+            self._reference = Forward(self._reference_model, sampling)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
+        self._workers = _workers(parameters) if threads == 0 else None
+        self._requirements = BatchRequirements(
+            share_prompts=shares,
+            logprob_kinds=sampling.exact_kinds,
+            keep_zero=self._loss.needs_zero_advantages,
+            micro_batch_tokens=_CPU_TOKENS if model.device.type == "cpu" else _ACCELERATOR_TOKENS,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        options: ModelOptions,
+        *,
+        sampling: Sampling,
+        loss: LossConfig,
+        optimizer: OptimizerConfig,
+        reference: str | Path | None = None,
+        share_prompts: str = "auto",
+        threads: int = 0,
+    ) -> LocalLearner:
+        """Load the model, and the reference model from the path `reference` with the same options.
+
+        Raises ConfigError if a model cannot be loaded or used as asked for.
+        """
+        model = load_model(options)
+        return cls(
+            model,
+            sampling=sampling,
+            loss=loss,
+            optimizer=optimizer,
+            reference=None
+            if reference is None
+            else load_model(replace(options, path=reference, device=str(model.device))),
+            share_prompts=share_prompts,
+            threads=threads,
+        )
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, for an engine that samples on the same parameters (`build.engine`), and for nothing else."""
+        return self._model
+
+    @property
+    def requirements(self) -> BatchRequirements:
+        return self._requirements
+
+    @property
+    def context_length(self) -> int | None:
+        return context_length(self._model.config.to_dict())
+
+    async def update(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        on_micro_batch: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> UpdateStats:
+        """See `Learner.update`.
+
+        Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
+        in the event loop's own thread, and therefore never in the middle of an engine's step.
+
+        If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
+        current micro-batch.
+        """
+        # before the first step: afterwards the weights are no longer those that sampled
+        batches = await halted_if_cancelled(lambda halt: [self._with_logprobs(batch, halt) for batch in batches])
+        sums: list[_Sums] = []
+        norms: list[float] = []
+        for _ in range(epochs):
+            for batch in batches:
+                in_thread = to_the_end if sums else halted_if_cancelled
+                total = await in_thread(lambda halt, batch=batch: self._accumulate(batch, on_micro_batch, halt))
+                if not sums:
+                    on_first_step()
+                norms.append(self._optimizer.step(lr))
+                sums.append(total)
+        return _statistics(sums, norms)
+
+    def _with_logprobs(self, batch: Batch, halt: Halt) -> Batch:
+        """The batch with log-probabilities of the current weights where the engine reported none that the loss can use."""
+        if not self._loss.needs_behaviour_logprobs or all(bool(m.targets.known_N.all()) for m in batch.micro_batches):
+            return batch
+        return replace(
+            batch, micro_batches=[self._with_own_logprobs(micro) for micro in halt.until(batch.micro_batches)]
+        )
+
+    def _with_own_logprobs(self, micro: MicroBatch) -> MicroBatch:
+        targets = micro.targets
+        if bool(targets.known_N.all()):
+            return micro
+        with torch.no_grad(), self._threads.during("measure", micro.token_ids_BL.numel()):
+            logprob_N = self._forward.logprobs(micro.to(self._model.device))[0]
+        reported_N = targets.behaviour_logprob_N
+        filled_N = torch.where(targets.known_N, reported_N, logprob_N.to(reported_N.device))
+        return replace(micro, targets=replace(targets, behaviour_logprob_N=filled_N))
+
+    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], halt: Halt) -> _Sums:
+        """Add up the gradients of a batch in the parameters' `grad`, and its loss and metrics."""
+        self._optimizer.zero_grad()
+        total = _Sums()
+        # when the generator is closed early, it computes no further micro-batch
+        with contextlib.closing(self._results(batch.micro_batches)) as results:
+            for sums, gradients in halt.until(results):
+                if gradients is not None:
+                    self._optimizer.add_gradients(gradients)
+                total += sums
+                on_micro_batch()
+        return total
+
+    def _results(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[_Sums, _Gradients | None]]:
+        """The result of each micro-batch, in order. Small models compute several at a time."""
+        if self._workers is not None and len(micro_batches) > 1:
+            yield from self._workers.map(lambda micro: self._backward(micro, separate=True), micro_batches)
+            return
+        for micro in micro_batches:
+            with self._threads.during("learn", micro.token_ids_BL.numel()):
+                result = self._backward(micro.to(self._model.device), separate=False)
+            yield result
+
+    def _backward(self, micro: MicroBatch, *, separate: bool) -> tuple[_Sums, _Gradients | None]:
+        """Loss and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
+        targets = micro.targets
+        logprob_N, entropy_N = self._forward.logprobs(micro, entropy=self._loss.needs_entropy)
+        reference_logprob_N = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_logprob_N, _ = self._reference.logprobs(micro)
+        terms = self._loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
+        loss = (terms.loss_N * targets.weight_N).sum()
+        gradients = None
+        if separate:  # two threads must not add to the same `grad` at once
+            gradients = torch.autograd.grad(loss, self._optimizer.parameters, allow_unused=True)
+        else:
+            loss.backward()
+        with torch.no_grad():
+            sums = _Sums(
+                loss=float(loss),
+                kl=float((terms.kl_N * targets.weight_N).sum()),
+                tokens=len(terms.loss_N),
+                clipped=float(terms.clipped),
+                max_deviation=float(terms.max_deviation),
+            )
+        return sums, gradients
+
+    async def evaluate_loss(self, batch: Batch) -> float:
+        """See `Learner.evaluate_loss`. Computed in a thread."""
+        return await halted_if_cancelled(lambda halt: self._evaluate_loss(batch, halt))
+
+    def _evaluate_loss(self, batch: Batch, halt: Halt) -> float:
+        total = 0.0
+        with torch.no_grad():
+            for micro in halt.until(batch.micro_batches):
+                with self._threads.during("measure", micro.token_ids_BL.numel()):
+                    here = micro.to(self._model.device)
+                    loss_N = nll(self._forward.logprobs(here)[0], here.targets).loss_N
+                    total += float((loss_N * here.targets.weight_N).sum())
+        return total
+
+    def save(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+
+    def state(self) -> dict[str, Any]:
+        return self._optimizer.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state(state)
+
+    def fingerprint(self) -> str:
+        return of_model(self._model)
+
+    def reference_fingerprint(self) -> str | None:
+        return None if self._reference_model is None else of_model(self._reference_model)
+
+
+_Gradients = Sequence[torch.Tensor | None]
+"""One for each parameter; None where the loss does not depend on it."""
+
+
+def _statistics(sums: Sequence[_Sums], norms: Sequence[float]) -> UpdateStats:
+    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each."""
+    if not sums:
+        return UpdateStats()
+    tokens = sum(one.tokens for one in sums)
+    return UpdateStats(
+        loss=sum(one.loss for one in sums) / len(sums),
+        kl=sum(one.kl for one in sums) / len(sums),
+        grad_norm=sum(norms) / len(norms),
+        max_deviation=sums[0].max_deviation,
+        clip_fraction=sum(one.clipped for one in sums) / max(tokens, 1),
+        tokens=tokens,
+        steps=len(sums),
+    )
+
+
+def _workers(parameters: Sequence[torch.nn.Parameter]) -> ThreadPoolExecutor | None:
+    """A thread for each core, with one torch thread each, where that is faster than all cores on one operation.
+
+    It is faster for small models on a CPU: their operations end before a second torch thread has started. Each worker needs
+    its own copy of the gradients, so large models and models on other devices do not use workers.
+    """
+    cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
+    if cores < 2 or size > _SMALL or parameters[0].device.type != "cpu":
+        return None
+    return ThreadPoolExecutor(min(cores, 8), "learn", initializer=torch.set_num_threads, initargs=(1,))
