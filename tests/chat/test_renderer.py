@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import CHATML, byte_tokenizer, templates
+from support import CHATML, byte_tokenizer, merging_tokenizer, templates
 from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
 from turnwise.chat.one_pass import Held, OnePass
 from turnwise.chat.renderer import Renderer
@@ -190,17 +190,6 @@ def test_thoughts_are_told_from_words_where_the_template_knows_of_them() -> None
 
 
 # what was sampled is never encoded again
-
-
-def merging_tokenizer() -> Any:
-    """A tokenizer that would write `ab` as one token (259), where the model may have said `a`, `b`."""
-    from tokenizers import models
-
-    tokenizer = byte_tokenizer()
-    core = tokenizer.backend_tokenizer
-    vocabulary = {**tokenizer.get_vocab(), "ab": 259}
-    core.model = models.BPE(vocab=vocabulary, merges=[("a", "b")])
-    return tokenizer
 
 
 def test_ids_that_would_be_encoded_otherwise_stay_as_they_were_sampled() -> None:

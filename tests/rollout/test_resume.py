@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import byte_tokenizer
+from support import byte_tokenizer, merging_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, call, hold, scripted, spoken
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.environment import environment, say
@@ -72,8 +72,6 @@ def test_keeping_nothing_begins_the_answer_anew_with_the_added_words() -> None:
 
 
 def test_a_token_that_is_cut_in_two_becomes_context() -> None:
-    from test_renderer import merging_tokenizer  # type: ignore[import-not-found]
-
     renderer = Renderer(merging_tokenizer())
     trajectory = hold(
         Says([259, 259, STOP], [259, STOP]), lambda: resumes(resume=Resume(keep=3, add="!")), renderer=renderer

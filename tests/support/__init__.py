@@ -38,3 +38,12 @@ def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that would write `ab` as one token (259), where the model may have said `a`, `b`."""
+    tokenizer = byte_tokenizer()
+    core = tokenizer.backend_tokenizer
+    vocabulary = {**tokenizer.get_vocab(), "ab": 259}
+    core.model = models.BPE(vocab=vocabulary, merges=[("a", "b")])
+    return tokenizer
