@@ -68,7 +68,7 @@ ADVICE = {
     "unclear words": "write plain English (CONTRIBUTING.md): the field's term, short sentences, a noun",
 }
 
-BEGIN, END = ("data/rows.py", "take"), ("runs/metrics.py", "conversation_metrics")
+BEGIN, END = ("data/rows.py", "take"), ("record/metrics.py", "conversation_metrics")
 """File and function with whose call the traced step begins, and with whose call it ends."""
 NOT_COUNTED = ("terminal/", "record/", "runs/run_state.py")
 """Progress, record, and whether a checkpoint may be written now."""
@@ -108,7 +108,7 @@ def trace_step(source: Path = SOURCE) -> dict[str, set[int]]:
     from rich.console import Console
 
     from turnwise.config.schema import Config
-    from turnwise.terminal.report import Report
+    from turnwise.terminal.train_report import TrainReport
     from turnwise.train import assemble, train
 
     ran: dict[str, set[int]] = {}
@@ -141,7 +141,7 @@ def trace_step(source: Path = SOURCE) -> dict[str, set[int]]:
         threading.setprofile(profile)
         sys.setprofile(profile)
         try:
-            asyncio.run(train(run, Report(Console(file=io.StringIO()), run.activity)))
+            asyncio.run(train(run, TrainReport(Console(file=io.StringIO()), run.activity)))
         finally:
             sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from turnwise.record.reader import Record, read_lines, read_trajectories
 from turnwise.terminal.show import token_texts
+
+from turnwise.record.reader import Record, read_lines, read_trajectories
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 INK, PALE, GRID = "#1f2328", "#6e7781", "#e4e7eb"

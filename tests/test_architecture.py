@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "build",
         "chat",
         "config",
+        "doctor.preflight",
         "models",
         "record",
         "rewards",

@@ -17,12 +17,12 @@ from support.conversations import RENDERER, Says, call, hold
 from support.tiny import save_model, save_rows
 from turnwise import build
 from turnwise.build.tools import tool as tool_of
-from turnwise.commands.rollout import collect
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.record.writer import write_config
-from turnwise.terminal.report import Report
+from turnwise.runs.collect import collect
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
 SCRIPT = str(Path(__file__).parent / "support" / "mcp_server.py")
@@ -233,7 +233,7 @@ def test_the_servers_of_a_run_end_with_it(mcp: str, tmp_path: Path) -> None:
     (tmp_path / "pid").unlink()
     trained = {**tree, "train": {"steps": 1, "batch_size": 2, "group_size": 2}, "output": str(tmp_path / "run")}
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(Config.model_validate(trained)), Report(Console(file=nowhere))))
+        asyncio.run(train(assemble(Config.model_validate(trained)), TrainReport(Console(file=nowhere))))
     assert gone(tmp_path)
 
     (tmp_path / "bad.py").write_text("def raises(trajectory):\n    raise KeyboardInterrupt\n")

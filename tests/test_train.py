@@ -23,7 +23,7 @@ from support.tiny import save_model, save_rows
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import Run, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "places.py"
@@ -56,7 +56,7 @@ def run(recipe: Path, *overrides: str) -> Run:
     config, _ = load(recipe, overrides)
     made = assemble(config)
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, Report(Console(file=nowhere))))
+        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
     return made
 
 

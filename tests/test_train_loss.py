@@ -18,7 +18,7 @@ from support.tiny import save_model, save_rows
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import Run, _hold, _pack, assemble, train
 from turnwise.training.background import Halt
 from turnwise.types import Completion, Group, LogprobKind, Request
@@ -45,7 +45,7 @@ def assembled(model: Path, path: Path, environment: str, **options: Any) -> Run:
 
 def learnt(run: Run) -> None:
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(run, Report(Console(file=nowhere))))
+        asyncio.run(train(run, TrainReport(Console(file=nowhere))))
 
 
 def held(run: Run) -> list[Group]:

@@ -16,7 +16,7 @@ from support.vision import picture, save_vision_model
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import Run, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "vision.py"
@@ -50,7 +50,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def run(recipe: Path, *overrides: str) -> Run:
     one = assemble(load(recipe, overrides)[0])
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(one, Report(Console(file=nowhere))))
+        asyncio.run(train(one, TrainReport(Console(file=nowhere))))
     return one
 
 

@@ -22,16 +22,16 @@ from turnwise.data.rows import Order
 from turnwise.doctor.preflight import preflight
 from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.errors import RolloutError
+from turnwise.record.metrics import conversation_metrics, failures
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.reward import Scorer
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.learning_watch import LearningWatch
-from turnwise.runs.metrics import conversation_metrics, failures
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import RunState
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, pack, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
 from turnwise.types import Group, Row, Trajectory
@@ -66,7 +66,7 @@ class Run(RunState):
         self.position += self.config.train.batch_size
 
 
-async def train(run: Run, show: Report) -> None:
+async def train(run: Run, show: TrainReport) -> None:
     """Train until `train.steps` steps are finished.
 
     Raises RolloutError if all conversations of a step broke, RunError if the run directory cannot be written.
@@ -173,7 +173,13 @@ def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
 
 
 def _finish_step(
-    run: Run, show: Report, groups: Sequence[Group], update: UpdateStats, seconds: dict[str, float], *, began: float
+    run: Run,
+    show: TrainReport,
+    groups: Sequence[Group],
+    update: UpdateStats,
+    seconds: dict[str, float],
+    *,
+    began: float,
 ) -> None:
     """Write down what the step did."""
     lr = _learning_rate(run)
@@ -212,7 +218,7 @@ def _learning_rate(run: Run) -> float:
     return build.learning_rate(options, run.step, steps=options.steps)
 
 
-async def _evaluate(run: Run, show: Report) -> None:
+async def _evaluate(run: Run, show: TrainReport) -> None:
     if not run.held_out or run.evaluated == run.step:
         return
     options = run.config.eval

@@ -11,14 +11,16 @@ from rich.console import Console
 
 from support import byte_tokenizer
 from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise.commands.show import Selection, show
 from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
 from turnwise.record.reader import read_lines
 from turnwise.record.writer import RunDirectory, trajectory_record, write_trajectories
+from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
-from turnwise.terminal.show import conversation, evaluations_table, number, show, sparkline
+from turnwise.terminal.tables import evaluations_table, number, sparkline
 from turnwise.types import Opening, Reply, Trajectory
 
 
@@ -32,9 +34,9 @@ def text(what: Any) -> str:
 
 def shown(run: Path, **options: Any) -> str:
     console = Console(width=160, no_color=True)
-    chosen = {"trajectory": None, "step": None, "worst": 0, "failed": False, "tokens": False, **options}
+    printed = {name: options.pop(name) for name in ("tokens", "evaluation") if name in options}
     with console.capture() as captured:
-        show(console, run, **chosen)
+        show(console, run, Selection(**options), **printed)
     return captured.get()
 
 
@@ -76,11 +78,11 @@ def test_the_summary_counts_and_names_one(run: Path) -> None:
     evaluations = [{"step": n, "reward/mean": n / 4} for n in (0, 2)]
     (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, evaluations)) + "\n")
     assert "held-out questions" in shown(run)
-    assert lines[-1] == f"one of them: turnwise show {run} --id middle/0"
+    assert lines[-1] == f"show one: turnwise show {run} --id middle/0"
 
 
 def test_one_conversation_with_who_said_what_and_what_it_earned(run: Path) -> None:
-    out = shown(run, trajectory="sum/0")
+    out = shown(run, id="sum/0")
     lines = [line.strip("│ ") for line in out.splitlines()]
     assert "sum/0  (step 1, reward 1, stop: done, " in lines[0]
     assert lines[1:-1] == [
@@ -99,7 +101,7 @@ def test_one_conversation_with_who_said_what_and_what_it_earned(run: Path) -> No
 
 
 def test_the_tokens_of_a_conversation(run: Path) -> None:
-    out = shown(run, trajectory="low/0", tokens=True)
+    out = shown(run, id="low/0", tokens=True)
     rows = [line.strip("│ ").split() for line in out.splitlines()]
     assert ["segment", "0:", "25", "tokens"] in rows
     assert ["token_ids", "turn", "weight", "logprobs", "version"] in rows
@@ -117,7 +119,7 @@ def test_the_weights_of_turns_are_shown_where_they_are_not_1(tmp_path: Path) -> 
     one = scored(hold(Says("a", "b"), lambda: ScriptedUser(["And?"]), row=a_row(id="one")), 1.0)
     one.turns[0].weight, one.turns[1].weight = 0.0, 0.5
     write_trajectories(tmp_path / "trajectories.jsonl", [one])
-    out = shown(tmp_path, trajectory="one/0", tokens=True)
+    out = shown(tmp_path, id="one/0", tokens=True)
     assert out.count(", weight 0 ") == out.count(", weight 0.5 ") == 1
     rows = [line.strip("│ ").split() for line in out.splitlines()]
     assert [row[2] for row in rows if len(row) == 5 and row[1] in ("0", "1")] == ["0", "0", "0.5", "0.5"]
@@ -175,7 +177,7 @@ def test_the_row_the_tools_and_the_parts_of_the_reward_are_shown(tmp_path: Path)
 
 def test_the_text_of_every_token_stands_beside_its_id(run: Path) -> None:
     byte_tokenizer().save_pretrained(run / "checkpoint")
-    rows = [line.strip("│ ").split() for line in shown(run, trajectory="low/0", tokens=True).splitlines()]
+    rows = [line.strip("│ ").split() for line in shown(run, id="low/0", tokens=True).splitlines()]
     at = rows.index(["token_ids", "turn", "weight", "logprobs", "version", "text"]) + 1
     assert rows[at] == ["1", "-1", "0", "0.0000", "-1", '"<|im_start|>"']
     assert [row[-1] for row in rows[at + 21 : at + 25]] == ['"H"', '"m"', '"."', '"<|im_end|>"']
@@ -184,10 +186,10 @@ def test_the_text_of_every_token_stands_beside_its_id(run: Path) -> None:
 def test_a_tokenizer_is_found_where_the_recipe_says_the_model_is(run: Path, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (run / "config.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
-    assert '"<|im_start|>"' in shown(run, trajectory="low/0", tokens=True)
+    assert '"<|im_start|>"' in shown(run, id="low/0", tokens=True)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with pytest.raises(RunError, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        shown(run, trajectory="low/0", tokens=True)
+        shown(run, id="low/0", tokens=True)
 
 
 def test_a_path_is_in_one_piece_on_a_narrow_terminal(run: Path) -> None:
@@ -213,9 +215,9 @@ def test_the_conversations_of_a_step(run: Path) -> None:
     assert shown(run, step=2, failed=True).count("╭─") == 1
 
 
-@pytest.mark.parametrize("options", [{"trajectory": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
+@pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
 def test_nothing_that_fits_is_told(run: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(RunError, match=r"no conversation in .* fits; `turnwise show .*` tells what there is"):
+    with pytest.raises(RunError, match=r"no conversation in .* matches; `turnwise show .*` prints what there is"):
         shown(run, **options)
 
 

@@ -25,8 +25,8 @@ from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.sft import fine_tune as sft
-from turnwise.terminal.report import Report
 from turnwise.terminal.sft_report import SftReport
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import Run, assemble, train
 from turnwise.types import Request, Sampling
 
@@ -66,7 +66,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(recipe: Path, overrides: Sequence[str], out: Path) -> Run:
     """Train in this process; what differs from a run without the overrides is theirs, because runs are deterministic."""
     made = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(made, Report(Console(quiet=True))))
+    asyncio.run(train(made, TrainReport(Console(quiet=True))))
     return made
 
 
@@ -494,7 +494,7 @@ def test_the_size_of_a_micro_batch_is_that_of_the_recipe(
 ) -> None:
     options = ["train.steps=1", "train.share_prompts=never", f"train.micro_batch_tokens={tokens}"]
     made = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
-    report = Report(Console(quiet=True))
+    report = TrainReport(Console(quiet=True))
     assert passes(made.learner.model, lambda: asyncio.run(train(made, report))) == expected
 
 

@@ -14,11 +14,11 @@ from support import CHATML, byte_tokenizer
 from support.templates import GROWS, STRANGE_CALLS, THINKS
 from support.tiny import save_model, save_rows
 from turnwise.chat.renderer import Renderer
-from turnwise.commands.rollout import collect
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import TemplateError
+from turnwise.runs.collect import collect
 from turnwise.train import assemble
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from fuzz.mutations import mutated_text, mutated_tree
 from support.conversations import Says, a_row, call, hold
+from turnwise.commands.show import Selection, show
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
 from turnwise.record.writer import trajectory_record
-from turnwise.terminal.show import show
 
 ROUNDS = 400
 
@@ -42,7 +42,9 @@ def test_a_damaged_record_is_shown_or_refused_with_a_message(tmp_path: Path) -> 
             (tmp_path / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
         try:
             with console.capture() as captured:
-                show(console, tmp_path, **draw.choice(options))
+                chosen = dict(draw.choice(options))
+                tokens = chosen.pop("tokens", False)
+                show(console, tmp_path, Selection(**chosen), tokens=tokens)
             captured.get().encode("utf-8")
             outcomes.add(True)
         except RunError as error:

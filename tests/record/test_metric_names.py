@@ -12,9 +12,9 @@ from rich.console import Console
 
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
+from turnwise.commands.show import show_metric
 from turnwise.errors import RunError
 from turnwise.record.metric_names import METRICS, metric_hint, metric_of
-from turnwise.terminal.show_metric import show_metric
 
 ROOT = Path(__file__).parent.parent.parent
 PLACES = ROOT / "tests" / "support" / "places.py"

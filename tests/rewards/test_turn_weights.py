@@ -17,13 +17,13 @@ from rich.console import Console
 
 from support.tiny import save_model, save_rows
 from turnwise import build
-from turnwise.commands.rollout import collect
 from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom
-from turnwise.terminal.report import Report
+from turnwise.runs.collect import collect
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 from turnwise.types import Row, Stop, Trajectory, Turn
 
@@ -265,7 +265,7 @@ def held(path: Path) -> list[dict[str, Any]]:
 
 def learn(config: Config) -> dict[str, Any]:
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), Report(Console(file=nowhere))))
+        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
     return json.loads((Path(config.output) / "metrics.jsonl").read_text())
 
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from support.tiny import save_model, save_rows
 from turnwise.config.recipe import load
 from turnwise.terminal.activity import Activity, Heartbeat
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
 SLOW = """
@@ -88,7 +88,7 @@ def test_a_long_step_prints_a_line_in_each_interval_where_there_is_no_terminal(r
     console = Console(file=written, width=200)
 
     async def go() -> None:
-        going = asyncio.create_task(train(run, Report(console, run.activity)))
+        going = asyncio.create_task(train(run, TrainReport(console, run.activity)))
         while written.getvalue().count("step 1: conversations ") < 3 and not going.done():
             await asyncio.sleep(0.05)
         recipe.with_name("wait").unlink()

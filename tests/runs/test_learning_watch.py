@@ -15,9 +15,9 @@ from support.tiny import save_model, save_rows
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_reward
 from turnwise.errors import ConfigError
+from turnwise.record.metrics import conversation_metrics
 from turnwise.runs.learning_watch import LearningWatch
-from turnwise.runs.metrics import conversation_metrics
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 from turnwise.types import Group, Row, Stop, Trajectory, Turn
 
@@ -47,7 +47,7 @@ def warned(model: Path, path: Path, caplog: pytest.LogCaptureFixture, **options:
         }
     )
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), Report(Console(file=nowhere))))
+        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
     return [one.getMessage() for one in caplog.records if one.getMessage().startswith("step ")]
 
 

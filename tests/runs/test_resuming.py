@@ -29,7 +29,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.record.run_lock import RunLock
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import checkpoint_due
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.training.checkpoint import Checkpoints
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
@@ -83,7 +83,7 @@ def run(recipe: Path, *overrides: str) -> Any:
 
     made = assemble(load(recipe, overrides)[0])
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, Report(Console(file=nowhere))))
+        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
     return made
 
 

@@ -17,7 +17,7 @@ from support.vision import image_processor, picture, save_vision_model, vision_t
 from turnwise.chat.media import MediaProcessor
 from turnwise.config.schema import Config
 from turnwise.errors import DataError
-from turnwise.terminal.report import Report
+from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
 pytest.importorskip("torchvision")
@@ -76,7 +76,7 @@ def test_engine_and_trainer_agree_about_videos_of_rows(model: Path, tmp_path: Pa
     }
     run = assemble(Config.model_validate(config))
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(run, Report(Console(file=nowhere))))
+        asyncio.run(train(run, TrainReport(Console(file=nowhere))))
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["stop/error"] for one in metrics] == [0.0, 0.0]
     assert metrics[0]["ratio/max_deviation"] < 1e-3

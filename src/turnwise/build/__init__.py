@@ -15,6 +15,7 @@ from turnwise.build.learners import (
     sft_learner,
 )
 from turnwise.build.rewards import credit, scorer, turn_weighting
+from turnwise.build.rollouts import renderer, rollout_context
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "model_options",
     "optimizer_config",
     "read_scripts",
+    "renderer",
+    "rollout_context",
     "rows",
     "sampling",
     "scorer",

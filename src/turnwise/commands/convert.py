@@ -1,25 +1,70 @@
-"""`turnwise convert`: another system's configuration, made a recipe, and every key that has no place in it, with the reason."""
+"""`turnwise convert`: a recipe from another system's configuration, and the reason for every key that is left out."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
-from turnwise.compat.conversion import ConversionReport
+from turnwise.commands.command import Context, Subparsers, print_lines
 from turnwise.errors import ConfigError
 
-__all__ = ["SYSTEMS", "as_recipe", "converted", "refuse"]
+if TYPE_CHECKING:
+    from turnwise.compat.conversion import ConversionReport
+
+__all__ = ["SYSTEMS", "as_recipe", "converted", "refuse", "register"]
 
 SYSTEMS = ("verl", "swift")
-"""Systems whose configurations can be read."""
+"""Systems whose configurations can be converted."""
+
+_MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
+"""How a key that is left out is marked, by whether the training is another one without it."""
+
+
+def register(commands: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "convert",
+        help="make a recipe from a configuration of verl or ms-swift",
+        description="Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
+        "and give the reason for every key that is left out. Arguments that begin with a dash stand behind `--`.",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="argument", help="verl's key=value, or the arguments of ms-swift"
+    )
+    parser.add_argument("--from", dest="system", choices=SYSTEMS, default="verl", help="the system; default verl")
+    parser.add_argument("--config-path", metavar="DIR", help="a directory of verl's YAML files")
+    parser.add_argument("--config-name", metavar="NAME", help="the file in that directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the recipe; default: it is printed")
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace, context: Context) -> int:
+    report = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
+    recipe = as_recipe(report)
+    if options.out is None:
+        print(recipe, end="")
+        return 0
+    if options.out.exists():
+        raise ConfigError(f"{options.out} is there already: name another file, or remove it")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(recipe, encoding="utf-8")
+    summary = (
+        f"{len(report.converted)} keys converted and {len(report.unsupported)} left out, {len(report.refused())} of which change "
+        f"the training; the recipe: {options.out}"
+    )
+    print_lines(context.console, [*_notes(report), summary])
+    return 0
 
 
 def converted(
     system: str, words: Sequence[str], *, folder: str | None = None, name: str | None = None
 ) -> ConversionReport:
-    """What a system's command line means here. `folder` and `name` are verl's `--config-path` and `--config-name`.
+    """The recipe of a system's command line. `folder` and `name` are verl's `--config-path` and `--config-name`.
 
     Raises ConfigError.
     """
@@ -35,19 +80,21 @@ def converted(
 
 
 def as_recipe(report: ConversionReport) -> str:
-    """The recipe as YAML, below comments about the keys that are not in it and about assumptions."""
-    marks = {True: "CHANGES THE TRAINING, left out", False: "left out"}
-    notes = [f"{marks[key.changes_training]}: {key}" for key in report.unsupported]
-    notes += [f"assumed: {key}" for key in report.assumptions]
-    lines = [f"# {line}" for note in notes for line in note.splitlines()]
+    """The recipe as YAML. Comments at its top list the keys that are left out, and assumptions."""
+    lines = [f"# {line}" for note in _notes(report) for line in note.splitlines()]
     recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join([*lines, *([""] if lines else []), recipe])
 
 
-def refuse(report: ConversionReport, *, how: str) -> None:
-    """Refuse to train if the result would differ from the original's. `how` tells the user what to do instead.
+def _notes(report: ConversionReport) -> list[str]:
+    notes = [f"{_MARKS[key.changes_training]}: {key}" for key in report.unsupported]
+    return notes + [f"assumed: {assumption}" for assumption in report.assumptions]
 
-    Raises ConfigError.
+
+def refuse(report: ConversionReport, *, how: str) -> None:
+    """Refuse a configuration with keys that cannot be converted and that change the training.
+
+    `how` says what a person can do about it. Raises ConfigError.
     """
     if refused := report.refused():
         lines = "\n".join(f"  {key}" for key in refused)

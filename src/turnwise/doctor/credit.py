@@ -16,12 +16,12 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.conversation import said
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, say
+from turnwise.record.metrics import failures
 from turnwise.rewards.credit import grpo
 from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
-from turnwise.runs.metrics import failures
 from turnwise.training.batch import Batch, pack
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Trajectory, Turn
 

@@ -112,7 +112,7 @@ def _rule(config: Config | None) -> TurnWeighting | None:
 def _renderer(path: str, config: Config | None) -> Renderer:
     if config is None:
         return Renderer.from_pretrained(path)
-    return Renderer.from_pretrained(path, sanity=config.tokenization_sanity_check, tool_format=config.tool_format)
+    return build.renderer(config, path)
 
 
 def _directory(path: str, renderer: Renderer) -> template.Directory:

@@ -18,8 +18,8 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.errors import DataError, TurnwiseError
+from turnwise.record.metrics import failures
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
-from turnwise.runs.metrics import failures
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["conversations", "openings", "rewards"]

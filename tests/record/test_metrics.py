@@ -9,10 +9,10 @@ import pytest
 
 from support.conversations import Says, a_row, a_table, call, scripted
 from turnwise.environments.tools.toolbox import Tools
+from turnwise.record.metrics import conversation_metrics, failures
 from turnwise.rewards.reward import Scorer, TrajectoryReward
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.runs.metrics import conversation_metrics, failures
 from turnwise.types import Failure, Group, Trajectory
 
 

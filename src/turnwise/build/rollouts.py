@@ -1,0 +1,43 @@
+"""What every conversation of a recipe needs: its renderer, and the shared context of all rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from turnwise.build.environments import Environments
+from turnwise.build.values import limits, sampling
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.engines.engine import Engine
+from turnwise.rollout.rollout import RolloutContext
+
+__all__ = ["renderer", "rollout_context"]
+
+
+def renderer(config: Config, source: str | Path | None = None) -> Renderer:
+    """The renderer of the model in `source`, which is model.path unless given (a resumed run has its own copy).
+
+    Raises TemplateError.
+    """
+    return Renderer.from_pretrained(
+        source or config.model.path, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
+    )
+
+
+def rollout_context(
+    config: Config, renderer: Renderer, engine: Engine, environments: Environments, *, longest: int | None
+) -> RolloutContext:
+    """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known.
+
+    Raises ConfigError if the recipe's limits are beyond it.
+    """
+    return RolloutContext(
+        engine=engine,
+        renderer=renderer,
+        make_environment=environments,
+        sampling=sampling(config),
+        limits=limits(config, longest=longest),
+        thinking=config.thinking,
+        max_concurrent=config.max_concurrent,
+        lockstep=config.deterministic,
+    )

@@ -1,0 +1,53 @@
+"""What every command has: its arguments, and what it runs with.
+
+A command is a module with `register(commands)`, which adds its arguments and sets `command` to a function of the parsed options
+and the `Context` that returns the exit status. Heavy imports are made in that function.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rich.console import Console
+
+from turnwise.commands.stopping import Stops
+
+__all__ = ["Command", "Context", "Subparsers", "add_recipe", "print_lines"]
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a command runs with."""
+
+    console: Console
+    stops: Stops
+    """Runs coroutines until a signal stops them."""
+
+
+Command = Callable[[argparse.Namespace, Context], int]
+"""Runs a command and returns its exit status. Raises TurnwiseError for what a person can put right."""
+
+_OVERRIDES = "options of the recipe to change, with YAML values: {lr}=1e-4 limits.turns=4 'sampling.stop=[\"###\"]'"
+
+
+def add_recipe(
+    parser: argparse.ArgumentParser,
+    *,
+    example: str = "recipes/calculator.yaml",
+    lr: str = "train.lr",
+    nargs: str | None = None,
+) -> None:
+    """Add the arguments `recipe` and `key=value ...`. `nargs="?"` makes the recipe optional."""
+    parser.add_argument("recipe", nargs=nargs, help=f"a YAML file, such as {example}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES.format(lr=lr))
+
+
+def print_lines(console: Console, lines: Sequence[str], *, style: str | None = None) -> None:
+    """Print lines as they are: without markup, and without wrapping paths."""
+    for line in lines:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)

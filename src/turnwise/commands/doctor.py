@@ -1,0 +1,52 @@
+"""`turnwise doctor`: checks whether a model, and a recipe with it, would be trained rightly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from turnwise.commands.command import Context, Subparsers
+from turnwise.errors import ConfigError
+
+__all__ = ["register"]
+
+
+def register(commands: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check a model, and a recipe with it, before training",
+        description="Check a model's chat template, tokenizer and weights, and a recipe with them (docs/doctor.md). The exit "
+        "status is 1 if training would be wrong.",
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model directory or a hub name; it replaces the recipe's model"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe to check with the model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether the model's weights are loaded; auto: if that does not take long",
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace, context: Context) -> int:
+    if options.overrides and options.recipe is None:
+        raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and there is none: add --recipe FILE")
+    from turnwise.config.recipe import load
+    from turnwise.doctor.check import as_json, show, worst
+    from turnwise.doctor.examine import examine
+
+    config = None
+    if options.recipe is not None:
+        config, _ = load(options.recipe, [*options.overrides, f"model.path={json.dumps(options.model)}"])
+    checks = examine(options.model, config, weights=options.weights)
+    if options.json:
+        context.console.out(as_json(options.model, checks), highlight=False)
+    else:
+        show(checks, context.console)
+    return int(worst([check.status for check in checks]) == "fail")

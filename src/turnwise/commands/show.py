@@ -1,0 +1,254 @@
+"""`turnwise show`: the summary of a run, single conversations, or one metric, as text.
+
+Reads what `record` wrote, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from turnwise.commands.command import Context, Subparsers
+from turnwise.errors import ConfigError, Failed, RunError, boundary
+from turnwise.json_yaml import parse_yaml, read_text
+from turnwise.record.metric_names import metric_hint, metric_of
+from turnwise.record.reader import Record, read_lines, read_trajectories
+from turnwise.terminal.conversation import conversation
+from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
+
+__all__ = ["Selection", "register", "show", "show_metric", "token_texts"]
+
+_COLUMNS = {
+    "reward": "reward/mean",
+    "±": "reward/std",
+    "turns": "turns/mean",
+    "calls": "tool_calls/mean",
+    "errors": "tool_errors/mean",
+    "failed": "failed",
+    "entropy": "entropy",
+    "s/step": "seconds/step",
+}
+_SFT_COLUMNS = {
+    "epoch": "epoch",
+    "loss": "loss",
+    "grad norm": "grad_norm",
+    "turns": "turns/mean",
+    "left out": "left_out",
+    "failed": "failed",
+    "s/step": "seconds/step",
+}
+
+
+def register(commands: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser("show", help="print a run, or single conversations, as text")
+    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
+    parser.add_argument("--id", metavar="ID", help="the conversation with this id")
+    parser.add_argument("--step", type=int, metavar="N", help="the conversations of step N")
+    parser.add_argument("--worst", type=int, default=0, metavar="N", help="the N conversations with the lowest reward")
+    parser.add_argument("--best", type=int, default=0, metavar="N", help="the N conversations with the highest reward")
+    parser.add_argument("--last", type=int, default=0, metavar="N", help="the N latest conversations")
+    parser.add_argument(
+        "--eval",
+        action="store_true",
+        dest="evaluation",
+        help="held-out conversations instead of training conversations",
+    )
+    parser.add_argument("--failed", action="store_true", help="the conversations that ended with an error")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="also every token: id, text, turn, log-probability, version of the weights",
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME", help="one metric in every step, such as reward/mean (docs/metrics.md)"
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace, context: Context) -> int:
+    if options.metric is not None:
+        selecting = ("id", "step", "worst", "best", "last", "failed", "tokens")
+        others = [f"--{name}" for name in selecting if vars(options)[name]]
+        if others:
+            raise ConfigError(f"--metric shows figures and {others[0]} shows conversations: give one of them")
+        show_metric(context.console, options.run, options.metric, evaluation=options.evaluation)
+        return 0
+    selection = Selection(
+        id=options.id,
+        step=options.step,
+        worst=options.worst,
+        best=options.best,
+        last=options.last,
+        failed=options.failed,
+    )
+    show(context.console, options.run, selection, evaluation=options.evaluation, tokens=options.tokens)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which conversations of a run are printed. Nothing set: the run's summary instead."""
+
+    id: str | None = None
+    """The conversation with this id."""
+    step: int | None = None
+    """Conversations of this step."""
+    failed: bool = False
+    """Conversations that ended with an error."""
+    worst: int = 0
+    """Of the selected conversations, this many with the lowest reward. Only one of `worst`, `best` and `last` may be set."""
+    best: int = 0
+    """Of the selected conversations, this many with the highest reward."""
+    last: int = 0
+    """Of the selected conversations, this many from the end."""
+
+    def counts(self) -> list[str]:
+        """The counts that are set, as options of the command line."""
+        return [
+            name for name, count in (("--worst", self.worst), ("--best", self.best), ("--last", self.last)) if count
+        ]
+
+    def of(self, records: Iterator[Record]) -> list[Record]:
+        """The selected conversations."""
+        matching = [
+            record
+            for record in records
+            if (self.step is None or record.get("step") == self.step)
+            and (self.id is None or record["id"] == self.id)
+            and (not self.failed or record["error"] is not None)
+        ]
+        if self.worst or self.best:
+            scored = [record for record in matching if record["reward"] is not None]
+            by_reward = sorted(scored, key=lambda record: record["reward"], reverse=bool(self.best))
+            return by_reward[: self.worst or self.best]
+        return matching[-self.last :] if self.last else matching
+
+
+def show(
+    console: Console,
+    run: Path,
+    selection: Selection = Selection(),  # frozen
+    *,
+    evaluation: bool = False,
+    tokens: bool = False,
+) -> None:
+    """Print a run's summary, or the conversations of `selection`.
+
+    `evaluation` reads the held-out conversations instead of the training conversations; `tokens` prints every token too.
+    Raises RunError if `run` is not a run, its record is damaged, or no conversation matches.
+    """
+    path = run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl")
+    if not (run / "trajectories.jsonl").is_file():
+        raise RunError(
+            f"{run.absolute()} is no run: it has no trajectories.jsonl. `turnwise train`, `sft` and `rollout` make one"
+        )
+    if not path.is_file():
+        raise RunError(f"{run.absolute()} has no evaluations: the recipe names no held-out rows (data.eval)")
+    if len(selection.counts()) > 1:
+        raise RunError(f"{' and '.join(selection.counts())} choose differently: give one of them")
+    if selection == Selection():
+        if tokens:
+            raise RunError(
+                "--tokens needs conversations to show: add --id, --step, --worst, --best, --last or --failed"
+            )
+        for part in _summary(run, path):
+            console.print(part, soft_wrap=isinstance(part, Text))  # paths are not wrapped
+        return
+    records = selection.of(read_trajectories(path))
+    if not records:
+        raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints what there is")
+    decode = token_texts(run) if tokens else None
+    for record in records:
+        console.print(conversation(record, tokens=tokens, decode=decode))
+
+
+def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = False) -> None:
+    """Print a metric's meaning, its curve, and its value in every step. `evaluation` reads evaluations.jsonl instead.
+
+    Raises RunError if there are no metrics, or none of this name; the error names what the metric is called here.
+    """
+    path = run / ("evaluations.jsonl" if evaluation else "metrics.jsonl")
+    lines = list(read_lines(path))
+    if not lines:
+        raise RunError(f"{path.absolute()} has no metrics: it is missing or empty")
+    known = list(dict.fromkeys(key for line in lines for key in line))
+    if name not in known:
+        raise RunError(
+            f"{name} is no metric in {path}{metric_hint(name, known)}. The metrics there: {', '.join(known)}"
+        )
+    metric = metric_of(name)
+    if metric is not None:
+        console.print(f"{name}: {metric.meaning}", highlight=False, markup=False, soft_wrap=True)
+    values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
+    if values:
+        console.print(sparkline(values), highlight=False, markup=False, soft_wrap=True)
+    for line in lines:
+        text = f"{line.get('step', '-'):>6}  {json.dumps(line.get(name))}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def token_texts(run: Path) -> Callable[[int], str] | None:
+    """The function from token id to text, by the run's own tokenizer; None if there is no `tokenizer.json`.
+
+    Raises RunError if the tokenizer cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    file = next((file for file in _tokenizer_files(run) if file.is_file()), None)
+    if file is None:
+        return None
+    try:
+        with boundary("tokenizer"):  # the library raises plain Exception
+            tokenizer = Tokenizer.from_file(str(file))
+    except Failed as failed:
+        raise RunError(f"{file} cannot be read as a tokenizer: {failed.failure.message}") from None
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < 2**32 else "?"
+
+
+def _tokenizer_files(run: Path) -> Iterator[Path]:
+    """Where a run's tokenizer may be: in its newest checkpoint, or in the model that it started from."""
+    yield run / "checkpoint" / "tokenizer.json"
+    yield from sorted(run.glob("checkpoints/step-*/tokenizer.json"), reverse=True)
+    config = run / "config.yaml"
+    tree = (
+        parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError) if config.is_file() else None
+    )
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        yield Path(model["path"]).expanduser() / "tokenizer.json"
+
+
+def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
+    """The steps, the evaluations, and the conversations of `path`: how they ended, and the most frequent errors."""
+    metrics = list(read_lines(run / "metrics.jsonl"))
+    if metrics:
+        # fine-tuning has a loss and no reward
+        curve = "reward/mean" if "reward/mean" in metrics[0] else "loss"
+        values = [line[curve] for line in metrics if isinstance(line.get(curve), int | float)]
+        yield Text(f"{run}: {len(metrics)} steps, {curve.partition('/')[0]} {sparkline(values)}")
+        yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
+    evaluations = list(read_lines(run / "evaluations.jsonl"))
+    if evaluations:
+        yield evaluations_table(evaluations)
+    stops: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    last = ""
+    for record in read_trajectories(path):
+        last = record["id"]
+        stops[record["stop"]] += 1
+        if record["error"]:
+            errors[f"{record['error']['kind']}: {record['error']['message']}"] += 1
+    yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {count}" for stop, count in stops.most_common()))
+    for error, count in errors.most_common(5):
+        yield Text(f"  {count} x {error}", style="red")
+    if last:
+        held_out = "" if path.name == "trajectories.jsonl" else " --eval"
+        yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")

@@ -1,0 +1,165 @@
+"""Conversations without training: sampled on a recipe's rows with any engine, scored, and written down as they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
+from turnwise.config.schema import Config, ScriptedEngine
+from turnwise.doctor.preflight import preflight
+from turnwise.errors import DataError, RolloutError
+from turnwise.models.model_config import context_length
+from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
+from turnwise.record.run_lock import RunLock
+from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
+from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.terminal.activity import Activity, Heartbeat
+from turnwise.types import Group, Trajectory
+
+__all__ = ["collect"]
+
+
+async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Run conversations on the recipe's rows, score them, and write them to `out` in the order of the rows.
+
+    Returns the summary, which is also the only line of `out/metrics.jsonl`. Raises TurnwiseError. If all conversations failed,
+    everything is written, and then RolloutError is raised.
+    """
+    renderer = build.renderer(config)
+    _print(console, preflight(config, renderer), style="dim")
+    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
+        return await _collect(config, environments, renderer, out, console)
+
+
+async def _collect(
+    config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
+) -> dict[str, Any]:
+    rows, notes = build.drop_long_prompts(config, build.rows(config, limit=config.rollout.max_rows), renderer)
+    _print(console, notes, style="dim")
+    scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
+    rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
+    groups, scripts = _assign_scripts(config, groups)
+    model = build.engine_model(config)
+    engine = build.engine(config, renderer, model, scripts=scripts)
+    longest = context_length(model.config.to_dict()) if model is not None else None
+    context = build.rollout_context(config, renderer, engine, environments, longest=longest)
+    started = time.perf_counter()
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    writer = _OrderedWriter(out, trajectories)
+    score = scorer.score_when_finished(groups)
+    with _progress(console, len(trajectories)) as advance:
+
+        async def done(trajectory: Trajectory) -> None:
+            advance()
+            for scored in await score(trajectory):
+                weigh_turns(scored)  # nothing is trained; the record shows what training would use
+                writer.add(scored)
+
+        await rollout_groups(groups, context, on_finished=done)
+    await engine.close()
+    if (warning := template_mismatches(trajectories)) is not None:
+        _print(console, [warning], style="yellow")
+    _print(console, failures(groups)[:5], style="red")
+    summary = {
+        "step": 0,
+        "conversations": len(trajectories),
+        **conversation_metrics(groups),
+        "seconds/rollout": round(time.perf_counter() - started, 4),
+    }
+    writer.finish(config, summary)
+    if summary["failed"] == 1.0:
+        raise RolloutError(f"all {len(trajectories)} conversations broke; they are in {out}, with their errors")
+    return summary
+
+
+def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group], build.Scripts | None]:
+    """For the scripted engine: the groups that have scripts, and the script of each trajectory. Else all groups, and None.
+
+    The scripts say how many conversations there are: trajectories without a script are dropped. Raises DataError if there are
+    more scripts than trajectories.
+    """
+    if not isinstance(config.engine, ScriptedEngine):
+        return list(groups), None
+    scripts = build.read_scripts(config.engine.script)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if len(scripts) > len(trajectories):
+        raise DataError(
+            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with rollout.samples_per_row="
+            f"{config.rollout.samples_per_row} make {len(trajectories)} conversations; there must be a row for each script"
+        )
+    by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}
+    for group in groups:
+        group.trajectories = [trajectory for trajectory in group.trajectories if trajectory.id in by_id]
+    return [group for group in groups if group.trajectories], by_id
+
+
+@contextlib.contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, and a line now and then elsewhere. Yields the function that counts a conversation."""
+    activity = Activity(what="conversations", total=total)
+    bar = Progress(
+        *Progress.get_default_columns()[:2],
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task("conversations", total=total)
+
+    def advance() -> None:
+        activity.advance()
+        bar.advance(task)
+
+    with Heartbeat(activity, console), bar:
+        yield advance
+
+
+def _print(console: Console, lines: Sequence[str], *, style: str) -> None:
+    for line in lines:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+class _OrderedWriter:
+    """Writes trajectories in a given order: each as soon as it and all before it have ended."""
+
+    def __init__(self, out: Path, trajectories: Sequence[Trajectory]) -> None:
+        self._out = out
+        self._path = out / "trajectories.jsonl"
+        self._ended: set[str] = set()
+        self._waiting = list(reversed(trajectories))
+        refuse_run_directory(out)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(out)
+            self._keep_previous()
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._ended.add(trajectory.id)
+        ready: list[Trajectory] = []
+        while self._waiting and self._waiting[-1].id in self._ended:
+            ready.append(self._waiting.pop())
+        with writing(self._out):
+            write_trajectories(self._path, ready)
+
+    def finish(self, config: Config, summary: dict[str, Any]) -> None:
+        with writing(self._out):
+            (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+            write_config(self._out / "config.yaml", config)
+        self._lock.release()
+
+    def _keep_previous(self) -> None:
+        """Rename the trajectories of an earlier call instead of overwriting them."""
+        if self._path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._path.stat().st_mtime))
+            self._path.rename(self._path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl"))

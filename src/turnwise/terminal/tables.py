@@ -1,0 +1,58 @@
+"""Tables and curves of metrics, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from turnwise.record.reader import Record
+
+__all__ = ["evaluations_table", "number", "sparkline", "steps_table"]
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def steps_table(metrics: Sequence[Record], columns: Mapping[str, str]) -> Table:
+    table = Table(box=None)
+    for label in ("step", *columns):
+        table.add_column(label, justify="right")
+    stride = max(1, len(metrics) // 10)
+    chosen = [one for place, one in enumerate(metrics) if place % stride == 0 or place == len(metrics) - 1]
+    for one in chosen:
+        table.add_row(str(one.get("step", "-")), *(number(one.get(name)) for name in columns.values()))
+    return table
+
+
+def evaluations_table(evaluations: Sequence[Record]) -> Table:
+    """The first evaluation beside the last one; where there is only one, as after an early Ctrl-C, that one alone."""
+    first, last = evaluations[0], evaluations[-1]
+    title = "held-out questions" if "reward/mean" in last else "held-out conversations"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    shown = [first, last] if len(evaluations) > 1 else [last]
+    for label, one in zip(("before", "after") if len(shown) > 1 else ("so far",), shown, strict=True):
+        table.add_column(f"{label} (step {one.get('step', '-')})", justify="right")
+    names = ["reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
+    names = names if "reward/mean" in last else ["loss"]
+    names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
+    for name in names:
+        table.add_row(name, *(number(one.get(name)) for one in shown))
+    return table
+
+
+def number(value: Any) -> str:
+    """A figure in a table; a dash where there is none."""
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A curve in one line of text."""
+    if not values:
+        return ""
+    shown = [values[place * len(values) // min(width, len(values))] for place in range(min(width, len(values)))]
+    shown[-1] = values[-1]
+    low, high = min(shown), max(shown)
+    scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_LEVELS[round((value - low) * scale)] for value in shown) + f" {values[0]:.2f} → {values[-1]:.2f}"
