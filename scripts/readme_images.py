@@ -15,8 +15,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from turnwise.terminal.show import token_texts
-
+from turnwise.commands.show import token_texts
 from turnwise.record.reader import Record, read_lines, read_trajectories
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
