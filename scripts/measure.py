@@ -15,7 +15,7 @@ The figures:
 - largest file, in lines; longest function, in lines from `def` to its end, docstring and nested functions included.
 - hidden state: the instance attributes of a class whose name begins with one underscore, and its cached properties.
 - class names that are defined more than once.
-- unclear words in prose: docstrings, comments and messages of src/turnwise, and the Markdown pages without their code blocks.
+- unclear words in prose: docstrings, comments and messages of src/turnwise, and the Markdown pages; code in them is left out.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def prose(path: Path) -> str:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
     ]
-    return "\n".join(parts)
+    return _without_code("\n".join(parts))
 
 
 def problems(figures: list[Figure], bounds: dict[str, int]) -> Iterator[str]:
@@ -306,7 +306,8 @@ def _function_lines(path: Path, first_lines: set[int]) -> int:
 
 
 def _without_code(page: str) -> str:
-    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    """A Markdown text without code blocks and inline code."""
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def main() -> int:

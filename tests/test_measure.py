@@ -57,7 +57,7 @@ def test_a_class_name_that_is_defined_in_two_files_is_counted_once(tmp_path: Pat
 
 def test_unclear_words_are_counted_in_prose_and_not_in_names_or_code_blocks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Nobody is told.\n\n```\ntold\n```\nUntold.\n", encoding="utf-8")
+    page.write_text("Nobody is told of `the whole`.\n\n```\ntold\n```\nUntold.\n", encoding="utf-8")
     source = tmp_path / "source"
     source.mkdir()
     (source / "a.py").write_text('"""It hears."""\ntold = "told"  # anew\nx = f"{told} was heard"\n', encoding="utf-8")
