@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from support.families import template_files
 from support.tool_calls import FAMILIES, THINK, TOOLS
-from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, Reading, by_name, detect
+from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, ParsedText, by_name, detect
 from turnwise.errors import TemplateError
 
 FORMAT_OF = {
@@ -305,7 +305,7 @@ SPEC = {
 }
 
 
-def through_transformers(text: str, *, thinking: bool = False) -> Reading:
+def through_transformers(text: str, *, thinking: bool = False) -> ParsedText:
     return FromResponseTemplate(SPEC).parse(text, thinking=thinking, first_id=1)
 
 

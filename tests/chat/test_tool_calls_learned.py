@@ -163,7 +163,7 @@ def found(write: Any) -> ToolFormat:
 @every_template
 def test_a_format_is_learned_from_what_the_template_writes(write: Any, how: str) -> None:
     format = found(write)
-    assert (format.name, getattr(format, "how", "")) == ("learned", how)
+    assert (format.name, getattr(format, "example", "")) == ("learned", how)
     several = [{"text": 'it "is" so: </b>, [x]', "n": -1.5}, {"text": "\\d\n or not"}]
     for calls in ([several[0]], several) if write([{}, {}]) else ([several[0]],):
         reading = format.parse(f"Let me see.\n{write(calls)}\nAnd then?", first_id=3)
@@ -207,7 +207,7 @@ def test_hostile_text_costs_a_learned_format_no_more_than_its_length(write: Any,
 )
 def test_a_template_without_marks_tells_the_model_its_own_shape(write: Any, how: str) -> None:
     format = found(write)
-    assert (format.name, getattr(format, "how", "")) == ("llama3", how)
+    assert (format.name, getattr(format, "example", "")) == ("llama3", how)
     (bad,) = format.parse('{"name": "probe_tool", "arguments": }').calls
     assert bad.error is not None
     assert bad.error.endswith(f". Write it as {how}")
@@ -219,7 +219,7 @@ OFFERED = [{"type": "function", "function": {"name": "weather"}}]
 def test_a_name_without_a_mark_is_a_call_on_the_first_line_only_and_only_of_a_tool_on_offer() -> None:
     """GLM-4's shape."""
     format = found(turn(lambda one: f"probe_tool\n{_json(one)}"))
-    assert (format.name, getattr(format, "how", "")) == ("learned", "<tool>\n{...}")
+    assert (format.name, getattr(format, "example", "")) == ("learned", "<tool>\n{...}")
     for text in ('weather\n{"city": "Rome"}', '\nweather \n {"city": "Rome"}\n'):
         reading = format.parse(text, tools=OFFERED)
         assert [(one.name, one.arguments, one.error) for one in reading.calls] == [("weather", {"city": "Rome"}, None)]

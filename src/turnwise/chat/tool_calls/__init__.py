@@ -9,7 +9,7 @@ formats and what each makes of the calls that usually go wrong.
 
 from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
-from turnwise.chat.tool_calls.reading import Reading, ToolFormat
+from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
 from turnwise.chat.tool_calls.reasoning import KNOWN, MARKS, Thought, ThoughtMarks, split_reasoning, thoughts
 from turnwise.chat.tool_calls.response_template import FromResponseTemplate
 
@@ -19,7 +19,7 @@ __all__ = [
     "MARKS",
     "FromResponseTemplate",
     "Hermes",
-    "Reading",
+    "ParsedText",
     "Thought",
     "ThoughtMarks",
     "ToolFormat",

@@ -1,4 +1,4 @@
-"""All formats, by name and by what a template writes."""
+"""The named formats, and the choice of the format that a chat template writes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from turnwise.chat.tool_calls.gemma import FunctionGemma, Gemma4
 from turnwise.chat.tool_calls.harmony import Harmony
 from turnwise.chat.tool_calls.json_formats import Cohere2, DeepSeek, Hermes, Kimi, Mistral
-from turnwise.chat.tool_calls.learned import PROBE_TOOLS, Write, learn
+from turnwise.chat.tool_calls.learned import PROBE_TOOLS, ProbeWriter, Write, learn
 from turnwise.chat.tool_calls.llama3 import Llama3
+from turnwise.chat.tool_calls.parsing import ToolFormat
 from turnwise.chat.tool_calls.pythonic import Lfm2, Pythonic
-from turnwise.chat.tool_calls.reading import ToolFormat
 from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks
 from turnwise.chat.tool_calls.xml_formats import Glm, MuseGlimmer, Qwen3Coder
 from turnwise.errors import TemplateError, nearest
@@ -34,18 +34,15 @@ FORMATS: tuple[ToolFormat, ...] = (
     Pythonic(),
     Llama3(),
 )
-"""All of them, those that need no marks last: they would read what others have written between their marks."""
+"""All named formats. Formats without marks are last: they would also parse the calls inside the marks of other formats."""
 
-_BARE = ("pythonic", "llama3")
-"""Formats without marks. A template that puts marks around such a call has a format of its own."""
+_UNMARKED = ("pythonic", "llama3")
+"""Formats without marks. A template that writes marks around such a call has another format."""
 _PROBE = {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
 
 
 def by_name(name: str) -> ToolFormat:
-    """The format of that name.
-
-    Raises TemplateError if there is none.
-    """
+    """The format of that name. Raises TemplateError if there is none."""
     formats = {format.name: format for format in FORMATS}
     if name not in formats:
         raise TemplateError(
@@ -59,7 +56,7 @@ def detect(
     formats: Sequence[ToolFormat] = FORMATS,
     marks: ThoughtMarks = KNOWN,
 ) -> ToolFormat | None:
-    """The format in which a template writes calls: the one that reads a probe back, in the words around it.
+    """The first of these formats that parses a probe call back from the text that a template writes; None if none does.
 
     `write(name, arguments)` renders a conversation that ends with an assistant message with that call.
     """
@@ -77,29 +74,28 @@ def detect(
 def find_format(
     write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = (), marks: ThoughtMarks = KNOWN
 ) -> ToolFormat | None:
-    """The format in which a template writes calls: a named one, the tokenizer's `own`, or one learned from the template.
+    """The format in which a template writes calls: a named format, the tokenizer's `own`, or a format learned from the template.
 
-    `write(calls)` gives what the model has to say for the template to write calls of `probe_tool` with these arguments;
-    `ends` are the texts that end a turn of the model, `marks` those around its thoughts.
+    `write(calls)` returns the text that the model would have to sample for calls of `probe_tool` with these arguments, `ends`
+    are texts that end a turn of the model, `marks` the marks around reasoning.
     """
+    written = ProbeWriter(write, ends)
 
-    def alone(name: str, arguments: dict[str, Any]) -> str:
-        text = write([arguments])
-        found = [place for end in ends if end and (place := text.find(end)) >= 0]
-        return text[: min(found, default=len(text))].replace("probe_tool", name)
+    def one_call(name: str, arguments: dict[str, Any]) -> str:
+        return written(arguments).replace("probe_tool", name)
 
-    def clean(format: ToolFormat) -> bool:
-        """Whether it reads not the call alone, but what the template puts around it too: else it is another format."""
-        return not format.parse(alone("probe_tool", {"text": "x"}), tools=PROBE_TOOLS, marks=marks).content.strip()
+    def leaves_nothing(format: ToolFormat) -> bool:
+        """Whether the format also parses the text that the template writes around a call: otherwise it is another format."""
+        return not format.parse(one_call("probe_tool", {"text": "x"}), tools=PROBE_TOOLS, marks=marks).content.strip()
 
-    marked = [format for format in FORMATS if format.name not in _BARE]
-    tries: tuple[Callable[[], ToolFormat | None], ...] = (
-        lambda: detect(alone, marked, marks),
-        lambda: detect(alone, own, marks),
-        lambda: learn(write, ends=ends),
-        lambda: detect(alone, FORMATS, marks),
+    marked = [format for format in FORMATS if format.name not in _UNMARKED]
+    searches: tuple[Callable[[], ToolFormat | None], ...] = (
+        lambda: detect(one_call, marked, marks),
+        lambda: detect(one_call, own, marks),
+        lambda: learn(written),
+        lambda: detect(one_call, FORMATS, marks),
     )
-    for attempt in tries:
-        if (format := attempt()) is not None and clean(format):
+    for search in searches:
+        if (format := search()) is not None and leaves_nothing(format):
             return format
     return None

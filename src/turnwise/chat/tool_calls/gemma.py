@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.chat.tool_calls.json_text import decode
-from turnwise.chat.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed
+from turnwise.chat.tool_calls.parsing import MalformedCall, MarkedFormat, ParsedCalls, skip_space, well_formed_call
 from turnwise.types import ToolSchema
 
 __all__ = ["FunctionGemma", "Gemma4"]
@@ -19,41 +19,45 @@ _WORD = re.compile(r"[A-Za-z]+")
 _DEEPEST = 100  # lists and objects inside each other
 
 
-class _Gemma(Tagged):
+class _Gemma(MarkedFormat):
     quote: str
     """What stands before and after a string; a string cannot hold it."""
-    close: str
+    closing_mark: str
     """The closing mark."""
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         begin, name = mark.end(), ""
         try:
             head = _HEAD.match(text, begin)
             if head is None:
-                raise Problem("call:<tool> does not follow", begin)
+                raise MalformedCall("call:<tool> does not follow", begin)
             name = head["name"]
             at = head.end()
             arguments: dict[str, Any] = {}
             if text.startswith("{", at):
                 arguments, at = self._object(text, at + 1, 0)
             end = skip_space(text, at)
-            if text.startswith(self.close, end):
-                return [well_formed(name, arguments, text[begin:at])], end + len(self.close)
-            if end < len(text) and not self._opens.match(text, end):
-                raise Problem(f"{text[end : end + 20]!r} follows the arguments where {self.close} should", end)
+            if text.startswith(self.closing_mark, end):
+                return [well_formed_call(name, arguments, text[begin:at])], end + len(self.closing_mark)
+            if end < len(text) and not self._opening.match(text, end):
+                raise MalformedCall(
+                    f"{text[end : end + 20]!r} follows the arguments where {self.closing_mark} should", end
+                )
             if at == head.end():
-                raise Problem("its arguments are missing", at)  # and may have been about to come
-            return [well_formed(name, arguments, text[begin:at])], end
-        except Problem as problem:
-            opens = self._opens.search(text, begin)
+                raise MalformedCall("its arguments are missing", at)  # and may have been about to come
+            return [well_formed_call(name, arguments, text[begin:at])], end
+        except MalformedCall as problem:
+            opens = self._opening.search(text, begin)
             limit = opens.start() if opens else len(text)
-            close = text.find(self.close, begin, limit)
+            close = text.find(self.closing_mark, begin, limit)
             stop = close if close >= 0 else limit
-            return [self.bad(problem, text[begin:stop], name)], stop + len(self.close) if close >= 0 else limit
+            return [self.malformed(problem, text[begin:stop], name)], stop + len(
+                self.closing_mark
+            ) if close >= 0 else limit
 
     @property
-    def _opens(self) -> re.Pattern[str]:
-        return re.compile(self.opening)  # re keeps it
+    def _opening(self) -> re.Pattern[str]:
+        return re.compile(self.opening_pattern)  # re keeps it
 
     def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         found: dict[str, Any] = {}
@@ -78,7 +82,7 @@ class _Gemma(Tagged):
         if text.startswith(",", at):
             return skip_space(text, at + 1)
         if not text.startswith(end, at):
-            raise Problem(_unexpected(text, at, f", or {end}"), at)
+            raise MalformedCall(_unexpected(text, at, f", or {end}"), at)
         return at
 
     def _key(self, text: str, at: int) -> tuple[str, int]:
@@ -86,11 +90,11 @@ class _Gemma(Tagged):
             key, at = self._string(text, at)
             at = skip_space(text, at)
             if not text.startswith(":", at):
-                raise Problem(_unexpected(text, at, ":"), at)
+                raise MalformedCall(_unexpected(text, at, ":"), at)
             return key, at + 1
         key = _KEY.match(text, at)
         if key is None:
-            raise Problem(_unexpected(text, at, "<name>:"), at)
+            raise MalformedCall(_unexpected(text, at, "<name>:"), at)
         return key["key"].rstrip(), key.end()
 
     def _string(self, text: str, at: int) -> tuple[str, int]:
@@ -99,12 +103,12 @@ class _Gemma(Tagged):
         begin = at + len(self.quote)
         end = text.find(self.quote, begin)
         if end < 0:
-            raise Problem("a string is not closed", at)
+            raise MalformedCall("a string is not closed", at)
         return text[begin:end], end + len(self.quote)
 
     def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
         if depth > _DEEPEST:
-            raise Problem("it is nested too deep", at)
+            raise MalformedCall("it is nested too deep", at)
         at = skip_space(text, at)
         if text.startswith((self.quote, '"'), at):
             return self._string(text, at)
@@ -116,7 +120,7 @@ class _Gemma(Tagged):
         if word and word[0] in _WORDS:
             return _WORDS[word[0]], word.end()
         if word or text[at : at + 1] not in set("-0123456789"):
-            raise Problem(_unexpected(text, at, f"a value, strings as {self.quote}text{self.quote}"), at)
+            raise MalformedCall(_unexpected(text, at, f"a value, strings as {self.quote}text{self.quote}"), at)
         return decode(text, at)
 
 
@@ -129,13 +133,13 @@ class Gemma4(_Gemma):
     """`<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
 
     name = "gemma4"
-    how = '<|tool_call>call:<tool>{<name>:<|"|><text><|"|>,<name>:<number>}<tool_call|>'
-    opening, close, quote = r"<\|tool_call>", "<tool_call|>", '<|"|>'
+    example = '<|tool_call>call:<tool>{<name>:<|"|><text><|"|>,<name>:<number>}<tool_call|>'
+    opening_pattern, closing_mark, quote = r"<\|tool_call>", "<tool_call|>", '<|"|>'
 
 
 class FunctionGemma(_Gemma):
     """`<start_function_call>call:name{key:<escape>text<escape>,other:3}<end_function_call>`."""
 
     name = "functiongemma"
-    how = "<start_function_call>call:<tool>{<name>:<escape><text><escape>,<name>:<number>}<end_function_call>"
-    opening, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
+    example = "<start_function_call>call:<tool>{<name>:<escape><text><escape>,<name>:<number>}<end_function_call>"
+    opening_pattern, closing_mark, quote = "<start_function_call>", "<end_function_call>", "<escape>"

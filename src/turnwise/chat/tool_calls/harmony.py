@@ -11,8 +11,15 @@ import re
 from collections.abc import Sequence
 
 from turnwise.chat.tool_calls.json_text import arguments_of, decode
-from turnwise.chat.tool_calls.reading import Problem, Reading, malformed, numbered, skip_space, well_formed
-from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks, joined
+from turnwise.chat.tool_calls.parsing import (
+    MalformedCall,
+    ParsedText,
+    assign_ids,
+    malformed_call,
+    skip_space,
+    well_formed_call,
+)
+from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks, join_pieces
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Harmony"]
@@ -30,7 +37,7 @@ class Harmony:
     """Messages with headers."""
 
     name = "harmony"
-    how = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
+    example = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
     def parse(
         self,
@@ -40,7 +47,7 @@ class Harmony:
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
         marks: ThoughtMarks = KNOWN,
-    ) -> Reading:
+    ) -> ParsedText:
         content: list[str] = [""]
         thoughts: list[str] = [""]
         channels = {"analysis", *(found["name"] for opening, _ in marks.own if (found := _CHANNEL.search(opening)))}
@@ -58,8 +65,10 @@ class Harmony:
             else:
                 thought = channel is not None and channel["name"] in channels
                 at = self._body(text, header.end(), thoughts if thought else content)
-        return Reading(
-            content=joined([*content, ""]), reasoning=joined([*thoughts, ""]), calls=numbered(calls, first_id)
+        return ParsedText(
+            content=join_pieces([*content, ""]),
+            reasoning=join_pieces([*thoughts, ""]),
+            calls=assign_ids(calls, first_id),
         )
 
     def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
@@ -72,18 +81,18 @@ class Harmony:
         begin = header.end()
         try:
             if header["message"] is None:
-                raise Problem("<|message|> is missing after its header", begin)
+                raise MalformedCall("<|message|> is missing after its header", begin)
             if missing := _AFTER.match(text, begin):
-                return well_formed(name, {}, ""), missing.end()
+                return well_formed_call(name, {}, ""), missing.end()
             value, end = decode(text, skip_space(text, begin))
             arguments = arguments_of(value)
             after = _AFTER.match(text, end)
             if after is None:
-                raise Problem(f"{text[end : end + 20]!r} follows the JSON where <|call|> should", end)
-            return well_formed(name, arguments, text[begin:end]), after.end()
-        except Problem as problem:
+                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON where <|call|> should", end)
+            return well_formed_call(name, arguments, text[begin:end]), after.end()
+        except MalformedCall as problem:
             first, last = _end(text, begin)
-            return malformed(problem, text[begin:first], how=self.how, name=name), last
+            return malformed_call(problem, text[begin:first], example=self.example, name=name), last
 
 
 def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:

@@ -1,107 +1,118 @@
 """Formats whose arguments are JSON: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi.
 
-The JSON decides where a call ends, so that a closing mark inside a string does not.
+A call ends where its JSON value ends, so a closing mark inside a string does not end it.
+
+Malformed calls: if the JSON cannot be decoded, or the name is missing, the call becomes a `ToolCall` with an error, and parsing
+continues after the next closing mark or before the next opening mark, whichever comes first. In a list of calls, parsing
+continues with the next item. A missing closing mark is accepted at the end of the text and before the next call.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.chat.tool_calls.json_text import arguments_of, decode, named
-from turnwise.chat.tool_calls.reading import Found, Problem, Tagged, skip_space, well_formed, with_written_id
+from turnwise.chat.tool_calls.json_text import arguments_of, decode, name_and_arguments
+from turnwise.chat.tool_calls.parsing import (
+    MalformedCall,
+    MarkedFormat,
+    ParsedCalls,
+    skip_space,
+    well_formed_call,
+    with_written_id,
+)
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonTagged", "Kimi", "Mistral", "NameFirst"]
+__all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonFormat", "Kimi", "Mistral", "NameThenJson"]
 
 
-class JsonTagged(Tagged):
-    """A mark, JSON, a closing mark. The closing one may be missing at the end of the text and before the next call."""
+class JsonFormat(MarkedFormat):
+    """An opening mark, JSON, a closing mark. A subclass that sets attributes in `__init__` calls `super().__init__` after."""
 
-    close: str
-    """Regular expression of the closing mark; one that never matches where there is none."""
-    closing = ""
-    """The closing mark as a message shows it."""
+    closing_pattern: str
+    """Regular expression of the closing mark; one that never matches if the format has none."""
+    closing_mark = ""
+    """The closing mark, for error messages."""
     name_key = "name"
     argument_keys: Sequence[str] = ("arguments",)
-    refused_key = "parameters"
+    """Keys that may hold the arguments, the format's own first."""
+    wrong_key = "parameters"
+    """A key that other formats use for the arguments: an error message names it."""
     id_key = ""
-    """Where a call has its id; empty where it has none."""
+    """The key of the call's id; empty if the format has no ids."""
+    item_pattern = ""
+    """Regular expression of the beginning of a call in a list; empty: an object whose first key is `name_key`."""
 
-    def read_json(self, text: str, begin: int) -> Found:
-        """An object, or a list of objects, with name and arguments."""
+    def __init__(self) -> None:
+        opening, closing = self.opening_pattern, self.closing_pattern
+        item = self.item_pattern or rf"\{{\s*[\"']{re.escape(self.name_key)}[\"']\s*:"
+        self._end_pattern = re.compile(rf"\s*(?:{closing}|(?={opening})|\Z)")
+        self._recovery_pattern = re.compile(rf"{closing}|(?={opening})|\Z")
+        self._next_item_pattern = re.compile(rf",\s*(?={item})|(?={closing}|{opening}|\Z)")
+
+    def read_json(self, text: str, begin: int) -> ParsedCalls:
+        """An object `{"name": ..., "arguments": {...}}`, or a list of such objects, that begins at `begin`."""
         begin = skip_space(text, begin)
         if text.startswith("[", begin):
             return self._list(text, begin)
         try:
             value, end = decode(text, begin)
-            name, arguments = self.named(value)
-            after = self._after_json(text, end)
-        except Problem as problem:
-            return self._lost(text, begin, problem)
-        return [well_formed(name, arguments, text[begin:end], self._id(value))], after
+            name, arguments = self.name_and_arguments(value)
+            after = self._end_of_call(text, end)
+        except MalformedCall as problem:
+            return self._skip_malformed(text, begin, problem)
+        return [well_formed_call(name, arguments, text[begin:end], self._id(value))], after
 
     def _id(self, value: Mapping[str, Any]) -> str:
         id = value.get(self.id_key) if self.id_key else None
         return str(id) if isinstance(id, str | int) else ""
 
-    def read_arguments(self, text: str, begin: int, name: str) -> Found:
-        """The arguments of a call whose name was said before."""
+    def read_arguments(self, text: str, begin: int, name: str) -> ParsedCalls:
+        """The arguments of the call `name`, as a JSON object that begins at `begin`; no arguments if the call ends there."""
         begin = skip_space(text, begin)
-        if missing := self._after.match(text, begin):
-            return [well_formed(name, {}, "")], missing.end()
+        if missing := self._end_pattern.match(text, begin):
+            return [well_formed_call(name, {}, "")], missing.end()
         try:
             value, end = decode(text, begin)
             arguments = arguments_of(value)
-            after = self._after_json(text, end)
-        except Problem as problem:
-            return self._lost(text, begin, problem, name)
-        return [well_formed(name, arguments, text[begin:end])], after
+            after = self._end_of_call(text, end)
+        except MalformedCall as problem:
+            return self._skip_malformed(text, begin, problem, name)
+        return [well_formed_call(name, arguments, text[begin:end])], after
 
-    def named(self, value: Any) -> tuple[str, dict[str, Any]]:
+    def name_and_arguments(self, value: Any) -> tuple[str, dict[str, Any]]:
         """Name and arguments of a decoded call."""
-        return named(value, name_key=self.name_key, keys=self.argument_keys, refused=self.refused_key)
+        return name_and_arguments(
+            value, name_key=self.name_key, argument_keys=self.argument_keys, wrong_key=self.wrong_key
+        )
 
-    @functools.cached_property
-    def _after(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*(?:{self.close}|(?={self.opening})|\Z)")
-
-    @functools.cached_property
-    def _stop(self) -> re.Pattern[str]:
-        return re.compile(rf"{self.close}|(?={self.opening})|\Z")
-
-    @functools.cached_property
-    def _next_item(self) -> re.Pattern[str]:
-        key = re.escape(self.name_key)
-        return re.compile(rf",\s*(?=\{{\s*[\"']{key}[\"']\s*:)|(?={self.close}|{self.opening}|\Z)")
-
-    def _after_json(self, text: str, end: int) -> int:
-        after = self._after.match(text, end)
+    def _end_of_call(self, text: str, end: int) -> int:
+        """The index after the call whose JSON ends at `end`. Raises MalformedCall if other text follows."""
+        after = self._end_pattern.match(text, end)
         if after is None:
             follows = text[skip_space(text, end) :][:20]
-            raise Problem(f"{follows!r} follows the JSON where {self.closing} should", end)
+            raise MalformedCall(f"{follows!r} follows the JSON where {self.closing_mark} should", end)
         return after.end()
 
-    def _lost(self, text: str, begin: int, problem: Problem, name: str = "") -> Found:
-        """A call that cannot be read: it goes on to its closing mark, or to the next call."""
-        stop = self._stop.search(text, begin)
+    def _skip_malformed(self, text: str, begin: int, problem: MalformedCall, name: str = "") -> ParsedCalls:
+        """The malformed call at `begin`, up to its closing mark or to the next call."""
+        stop = self._recovery_pattern.search(text, begin)
         first, last = stop.span() if stop else (len(text), len(text))
-        return [self.bad(problem, text[begin:first], name)], last
+        return [self.malformed(problem, text[begin:first], name)], last
 
-    def _list(self, text: str, begin: int) -> Found:
+    def _list(self, text: str, begin: int) -> ParsedCalls:
         calls, at = self._items(text, begin + 1)
         if not calls:
-            return self._lost(text, begin, Problem("the list is empty", begin))
+            return self._skip_malformed(text, begin, MalformedCall("the list is empty", begin))
         try:
-            return calls, self._after_json(text, at)
-        except Problem as problem:
-            rest, at = self._lost(text, at, problem)
+            return calls, self._end_of_call(text, at)
+        except MalformedCall as problem:
+            rest, at = self._skip_malformed(text, at, problem)
             return [*calls, *rest], at
 
     def _items(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        """The calls of a list whose first one begins at `at`, and where the list ends."""
+        """The calls of a list whose first item begins at `at`, and the index after the list."""
         calls: list[ToolCall] = []
         while True:
             at = skip_space(text, at)
@@ -113,65 +124,65 @@ class JsonTagged(Tagged):
                 value, end = decode(text, at)
                 after = skip_space(text, end)
                 if text[after : after + 1] not in ("", ",", "]"):
-                    raise Problem(f"{text[after : after + 20]!r} follows it in the list", after)
-            except Problem as problem:
-                item = None if problem.hopeless else self._next_item.search(text, at)
+                    raise MalformedCall(f"{text[after : after + 20]!r} follows it in the list", after)
+            except MalformedCall as problem:
+                item = None if problem.give_up else self._next_item_pattern.search(text, at)
                 end, after = item.span() if item else (len(text), len(text))
                 written = text[at:end].rstrip()
-                calls.append(self.bad(problem, written.removesuffix("]")))
+                calls.append(self.malformed(problem, written.removesuffix("]")))
                 at = after
                 if item is None or not item[0]:
                     return calls, at
                 continue
             try:
-                name, arguments = self.named(value)
-                calls.append(well_formed(name, arguments, text[at:end], self._id(value)))
-            except Problem as problem:
-                calls.append(self.bad(problem, text[at:end]))
+                name, arguments = self.name_and_arguments(value)
+                calls.append(well_formed_call(name, arguments, text[at:end], self._id(value)))
+            except MalformedCall as problem:
+                calls.append(self.malformed(problem, text[at:end]))
             at = after + 1 if text.startswith(",", after) else after
 
 
-class Hermes(JsonTagged):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text before and between allowed."""
+class Hermes(JsonFormat):
+    """Qwen2.5, Qwen3, Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Several calls may follow each other, with text before and between them.
+    """
 
     name = "hermes"
-    how = '<tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
-    opening, close, closing = "<tool_call>", "</tool_call>", "</tool_call>"
+    example = '<tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
+    opening_pattern, closing_pattern, closing_mark = "<tool_call>", "</tool_call>", "</tool_call>"
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         return self.read_json(text, mark.end())
 
 
-class Cohere2(JsonTagged):
-    """`<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`."""
+class Cohere2(JsonFormat):
+    """Command A and R7B: `<|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}]<|END_ACTION|>`."""
 
     name = "cohere2"
-    how = '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "<tool>", "parameters": {...}}]<|END_ACTION|>'
-    opening, close, closing = r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", "<|END_ACTION|>"
-    name_key, argument_keys, refused_key = "tool_name", ("parameters",), "arguments"
+    example = '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "<tool>", "parameters": {...}}]<|END_ACTION|>'
+    opening_pattern, closing_pattern, closing_mark = r"<\|START_ACTION\|>", r"<\|END_ACTION\|>", "<|END_ACTION|>"
+    name_key, argument_keys, wrong_key = "tool_name", ("parameters",), "arguments"
     id_key = "tool_call_id"
+    item_pattern = r"\{\s*[\"']tool_(?:call_id|name)[\"']\s*:"
 
-    @functools.cached_property
-    def _next_item(self) -> re.Pattern[str]:
-        return re.compile(rf",\s*(?=\{{\s*[\"']tool_(?:call_id|name)[\"']\s*:)|(?={self.close}|{self.opening}|\Z)")
-
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         return self.read_json(text, mark.end())
 
 
-class Mistral(JsonTagged):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and since 2025 `[TOOL_CALLS]name[ARGS]{...}`."""
+class Mistral(JsonFormat):
+    """Mistral, Magistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, since 2025 `[TOOL_CALLS]name[ARGS]{...}`."""
 
     name = "mistral"
-    how = '[TOOL_CALLS][{"name": "<tool>", "arguments": {...}}] or [TOOL_CALLS]<tool>[ARGS]{...}'
-    opening, close = r"\[TOOL_CALLS\]", r"(?!)"
+    example = '[TOOL_CALLS][{"name": "<tool>", "arguments": {...}}] or [TOOL_CALLS]<tool>[ARGS]{...}'
+    opening_pattern, closing_pattern = r"\[TOOL_CALLS\]", r"(?!)"
     id_key = "id"
     _HEAD = re.compile(r"(?P<name>[^\s\[\]{}\"']+)\s*(?:\[CALL_ID\](?P<id>[^\[{\s]*))?\s*(?:\[ARGS\])?")
 
-    def _after_json(self, text: str, end: int) -> int:
-        return end  # there is no closing mark: whatever follows is said
+    def _end_of_call(self, text: str, end: int) -> int:
+        return end  # there is no closing mark: the text that follows is content
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         begin = skip_space(text, mark.end())
         head = self._HEAD.match(text, begin)
         if head is None:
@@ -179,48 +190,56 @@ class Mistral(JsonTagged):
         return with_written_id(self.read_arguments(text, head.end(), head["name"]), head["id"])
 
 
-class NameFirst(JsonTagged):
-    """A mark, the name, JSON, a closing mark."""
+class NameThenJson(JsonFormat):
+    """An opening mark, the name, the arguments as JSON, a closing mark."""
 
-    head: re.Pattern[str]
+    head_pattern: re.Pattern[str]
+    """The text from the opening mark to the arguments, with the group `name`, and the group `id` if the format has ids."""
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
-        head = self.head.match(text, mark.end())
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
+        head = self.head_pattern.match(text, mark.end())
         if head is None:
-            return self._lost(text, mark.end(), Problem("its name is missing", mark.end()))
+            return self._skip_malformed(text, mark.end(), MalformedCall("its name is missing", mark.end()))
         return with_written_id(self.read_arguments(text, head.end(), head["name"]), head.groupdict().get("id"))
 
 
-class DeepSeek(NameFirst):
-    """DeepSeek: V3 and R1 write `function`, the name and fenced JSON, V3.1 the name and JSON.
+class DeepSeek(NameThenJson):
+    """DeepSeek V3 and R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, fenced JSON, `<｜tool▁call▁end｜>`.
+    V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 
-    `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a fence and `<｜tool▁call▁end｜>`; or
-    `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. All of a turn's calls stand between
-    `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, which may be missing.
+    All calls of a turn are between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, which may be missing.
     """
 
     name = "deepseek"
-    how = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><tool><｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    opening = "<｜tool▁call▁begin｜>"
-    close, closing = "(?:```\\s*)?(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))|```\\s*\\Z", "<｜tool▁call▁end｜>"
-    scaffold = "<｜tool▁calls▁(?:begin|end)｜>"
-    head = re.compile(
+    example = (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><tool><｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    )
+    opening_pattern = "<｜tool▁call▁begin｜>"
+    closing_pattern, closing_mark = (
+        "(?:```\\s*)?(?:<｜tool▁call▁end｜>|(?=<｜tool▁calls▁end｜>))|```\\s*\\Z",
+        "<｜tool▁call▁end｜>",
+    )
+    ignored_pattern = "<｜tool▁calls▁(?:begin|end)｜>"
+    head_pattern = re.compile(
         r"\s*(?:function<｜tool▁sep｜>\s*)?(?P<name>[^\s<{}`\"']+)\s*(?:<｜tool▁sep｜>)?\s*(?:```(?:json)?)?"
     )
 
 
-class Kimi(NameFirst):
-    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section of calls."""
+class Kimi(NameThenJson):
+    """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
+
+    All calls of a turn are between `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`, which may be missing.
+    """
 
     name = "kimi"
-    how = (
+    example = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.<tool>:0<|tool_call_argument_begin|>{...}"
         "<|tool_call_end|><|tool_calls_section_end|>"
     )
-    opening = r"<\|tool_call_begin\|>"
-    close, closing = r"(?:<\|tool_call_end\|>|(?=<\|tool_calls_section_end\|>))", "<|tool_call_end|>"
-    scaffold = r"<\|tool_calls_section_(?:begin|end)\|>"
-    head = re.compile(
+    opening_pattern = r"<\|tool_call_begin\|>"
+    closing_pattern, closing_mark = r"(?:<\|tool_call_end\|>|(?=<\|tool_calls_section_end\|>))", "<|tool_call_end|>"
+    ignored_pattern = r"<\|tool_calls_section_(?:begin|end)\|>"
+    head_pattern = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{}:\"']+)(?::\d+)?)"
         r"\s*(?:<\|tool_call_argument_begin\|>|(?=<\|tool_call_end\|>))"
     )

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.chat.tool_calls.reading import Problem, skip_space
+from turnwise.chat.tool_calls.parsing import MalformedCall, skip_space
 
-__all__ = ["arguments_of", "decode", "decode_all", "named", "refuse_unwritable"]
+__all__ = ["arguments_of", "decode", "decode_all", "name_and_arguments", "refuse_unwritable"]
 
 _SHOWN = 20  # characters of what is wrong
 _PIECE = 512  # characters that are decoded at first
@@ -26,16 +26,16 @@ _FIRST = frozenset(
 def decode(text: str, begin: int) -> tuple[Any, int]:
     """The JSON value that begins at `begin`, and where it ends.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     if text[begin : begin + 1] not in _FIRST:
-        raise Problem(f"Expecting value at {text[begin : begin + _SHOWN]!r}", begin)
+        raise MalformedCall(f"Expecting value at {text[begin : begin + _SHOWN]!r}", begin)
     try:
         value, end = _decode_in_pieces(text, begin)
     except RecursionError:
-        raise Problem("it is nested too deep", begin, hopeless=True) from None
+        raise MalformedCall("it is nested too deep", begin, give_up=True) from None
     except ValueError as error:  # NaN, an infinite number, one of too many digits
-        raise Problem(str(error), begin) from None
+        raise MalformedCall(str(error), begin) from None
     if "\\u" in text[begin:end]:
         refuse_unwritable(value, begin)
     return value, end
@@ -47,7 +47,7 @@ def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
     The decoder counts the lines in front of an error from the beginning of what it was given. So it is given a piece, which
     grows while the error may come from its end.
 
-    Raises Problem, RecursionError and ValueError.
+    Raises MalformedCall, RecursionError and ValueError.
     """
     size = _PIECE
     while True:
@@ -62,7 +62,7 @@ def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
             at = begin + error.pos
             rest = text[at : at + _SHOWN]
             where = f"at {rest!r}" if rest else "at the end"
-            raise Problem(f"{error.msg} {where}", at) from None
+            raise MalformedCall(f"{error.msg} {where}", at) from None
         if whole or end < size - _TAIL:  # a number might go on behind the end
             return value, begin + end
         size *= 4
@@ -71,56 +71,56 @@ def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
 def decode_all(text: str) -> Any:
     """The JSON value that a text is.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     value, end = decode(text, skip_space(text, 0))
     end = skip_space(text, end)
     if end < len(text):
-        raise Problem(f"{text[end : end + _SHOWN]!r} follows the JSON", end)
+        raise MalformedCall(f"{text[end : end + _SHOWN]!r} follows the JSON", end)
     return value
 
 
-def named(
-    value: Any, *, name_key: str = "name", keys: Sequence[str] = ("arguments",), refused: str = "parameters"
+def name_and_arguments(
+    value: Any, *, name_key: str = "name", argument_keys: Sequence[str] = ("arguments",), wrong_key: str = "parameters"
 ) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a decoded call. `keys` are those that may hold the arguments, the format's own first.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     if not isinstance(value, dict):
-        raise Problem(f"it is a JSON {type(value).__name__}, not an object", 0)
+        raise MalformedCall(f"it is a JSON {type(value).__name__}, not an object", 0)
     name = value.get(name_key)
     if not isinstance(name, str) or not name:
-        raise Problem(f'its "{name_key}" is missing', 0)
-    key = next((key for key in keys if key in value), None)
-    if key is None and refused in value:
-        raise Problem(f'its arguments are called "{refused}" where they should be "{keys[0]}"', 0)
+        raise MalformedCall(f'its "{name_key}" is missing', 0)
+    key = next((key for key in argument_keys if key in value), None)
+    if key is None and wrong_key in value:
+        raise MalformedCall(f'its arguments are called "{wrong_key}" where they should be "{argument_keys[0]}"', 0)
     return name, arguments_of(value[key], key) if key is not None else {}
 
 
 def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
     """Decoded arguments, which may be JSON in a string, as OpenAI has them.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     if isinstance(value, str):
         value = decode_all(value)
     if not isinstance(value, dict):
-        raise Problem(f'its "{key}" are a {type(value).__name__}, not an object', 0)
+        raise MalformedCall(f'its "{key}" are a {type(value).__name__}, not an object', 0)
     return value
 
 
 def refuse_unwritable(value: Any, at: int) -> None:
     """Refuse what no JSON file can hold: a surrogate without its other half, NaN, something endless.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise Problem(f"it holds half a character, {error.object[error.start]!r}", at) from None
+        raise MalformedCall(f"it holds half a character, {error.object[error.start]!r}", at) from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise Problem(f"it is not JSON: {error}", at) from None
+        raise MalformedCall(f"it is not JSON: {error}", at) from None
 
 
 def _refuse_constant(name: str) -> float:

@@ -12,8 +12,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from turnwise.chat.tool_calls.json_text import decode, named
-from turnwise.chat.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
+from turnwise.chat.tool_calls.json_text import decode, name_and_arguments
+from turnwise.chat.tool_calls.parsing import (
+    MalformedCall,
+    MarkedFormat,
+    ParsedCalls,
+    skip_space,
+    tool_names,
+    well_formed_call,
+)
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Llama3"]
@@ -29,27 +36,27 @@ _AROUND_A_CALL = {"type", "id", "index", "function"}
 _NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open
 
 
-class Llama3(Tagged):
+class Llama3(MarkedFormat):
     """`{"name": ..., "parameters": {...}}`, several of them separated by `;` or in a list, or after `<|python_tag|>`."""
 
     name = "llama3"
-    how = '{"name": "<tool>", "parameters": {...}}'
+    example = '{"name": "<tool>", "parameters": {...}}'
 
-    def __init__(self, how: str | None = None) -> None:
-        """`how` is what the model is told about the shape of a call, where a template writes another one."""
-        if how is not None:
-            self.how = how
+    def __init__(self, example: str | None = None) -> None:
+        """`example` is what the model is told about the shape of a call, where a template writes another one."""
+        if example is not None:
+            self.example = example
 
-    opening = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
+    opening_pattern = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         begin = mark.end() if mark[0][0] == "<" else mark.start()
         try:
             value, end = decode(text, begin)
-        except Problem as problem:
-            return self._lost(text, begin, problem)
+        except MalformedCall as problem:
+            return self._skip_malformed(text, begin, problem)
         items = value if isinstance(value, list) else [value]
-        known = names_of(tools)
+        known = tool_names(tools)
         items = [_inner(item) for item in items]
         if not items or not all(_is_call(item, known) for item in items):
             return [], end  # JSON, and said: what is inside it is not looked at
@@ -58,21 +65,21 @@ class Llama3(Tagged):
     def _call(self, value: Any, written: str) -> ToolCall:
         try:
             if (key := next((key for key in value if key not in _OF_A_CALL), None)) and not _has_arguments(value):
-                raise Problem(f'its "parameters" are missing, and {key!r} stands beside its name', 0)
-            return well_formed(*named(value, keys=_ARGUMENTS), written)
-        except Problem as problem:
-            return self.bad(problem, written)
+                raise MalformedCall(f'its "parameters" are missing, and {key!r} stands beside its name', 0)
+            return well_formed_call(*name_and_arguments(value, argument_keys=_ARGUMENTS), written)
+        except MalformedCall as problem:
+            return self.malformed(problem, written)
 
-    def _lost(self, text: str, begin: int, problem: Problem) -> Found:
+    def _skip_malformed(self, text: str, begin: int, problem: MalformedCall) -> ParsedCalls:
         inside = skip_space(text, begin + 1) if text.startswith("[", begin) else begin
-        further = begin + (_NESTED if problem.hopeless else 1)
+        further = begin + (_NESTED if problem.give_up else 1)
         if not _CALL.match(text, inside):
             return [], max(problem.at, further)
         if inside > begin:
-            return [], further if problem.hopeless else inside  # one of the list is bad: each is read by itself
+            return [], further if problem.give_up else inside  # one of the list is bad: each is read by itself
         following = _NEXT.search(text, further)
         end = following.start() if following else len(text)
-        return [self.bad(problem, text[begin:end])], following.end() if following else end
+        return [self.malformed(problem, text[begin:end])], following.end() if following else end
 
     def _separated(self, text: str, end: int) -> int:
         """Where the text goes on after a call: what only separates it from the next one is left out."""

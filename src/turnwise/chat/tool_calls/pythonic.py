@@ -10,7 +10,6 @@ that no comma, colon or closing bracket follows closes nothing. A value may not 
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 import warnings
@@ -18,7 +17,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.chat.tool_calls.json_text import refuse_unwritable
-from turnwise.chat.tool_calls.reading import Found, Problem, Tagged, names_of, skip_space, well_formed
+from turnwise.chat.tool_calls.parsing import (
+    MalformedCall,
+    MarkedFormat,
+    ParsedCalls,
+    skip_space,
+    tool_names,
+    well_formed_call,
+)
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Lfm2", "PythonCalls", "Pythonic"]
@@ -28,13 +34,13 @@ _HEAD = re.compile(rf"(?P<name>{_NAME})\s*\(")
 _ARGUMENT = re.compile(r"\s*(?P<key>[^\W\d][\w.\-]*)\s*=(?!=)")
 _CLOSES = r"\s*(?:[,)\]}:]|\Z)"
 _MARK = r"""(?P<mark>[\[\](){},'"])"""
-_PYTHONS = re.compile(
+_PYTHON_TOKENS = re.compile(
     rf"""(?P<string>\'\'\'(?:[^'\\]|\\.|'(?!''))*+\'\'\'|\"\"\"(?:[^"\\]|\\.|"(?!""))*+\"\"\""""
     rf"""|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|{_MARK}""",
     re.DOTALL,
 )
 """Strings and marks as Python has them."""
-_LENIENT = re.compile(
+_LENIENT_TOKENS = re.compile(
     rf"""(?P<string>'(?:[^'\\]|\\.|'(?!{_CLOSES}))*+'|"(?:[^"\\]|\\.|"(?!{_CLOSES}))*+")|{_MARK}""",
     re.DOTALL,
 )
@@ -47,26 +53,37 @@ _DEEPEST = 50  # brackets inside each other
 _READ_AGAIN = 8  # times that a list may be read over before no further call is looked for in it
 
 
-class PythonCalls(Tagged):
-    close: str
-    """Regular expression of the mark that follows the list."""
-    bare = False
-    """Whether the opening mark is so weak that what it opens may be no call."""
+class PythonCalls(MarkedFormat):
+    """A list of calls after an opening mark. A subclass that sets attributes in `__init__` calls `super().__init__` after."""
 
-    def read(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> Found:
+    closing_pattern: str
+    """Regular expression of the closing mark after the list."""
+    unmarked = False
+    """Whether there is no real opening mark, so that a list may be content."""
+
+    def __init__(self) -> None:
+        closing = self.closing_pattern
+        self._opening = re.compile(self.opening_pattern)
+        self._closing = re.compile(closing)
+        self._closing_or_end = re.compile(rf"\s*(?:{closing}|\Z)")
+        self._recovery = re.compile(rf"{closing}|\Z")
+        # the next call, or the end of the list; possessive and with a look-behind, so that white space is scanned only once
+        self._next_call = re.compile(rf",\s*(?={_NAME}\s*\()|(?=\]\s*+{closing})|(?<!\s)(?=\s*+{closing})|\Z")
+
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         begin = skip_space(text, mark.end())
-        following = self._opens.search(text, begin + 1)
+        following = self._opening.search(text, begin + 1)
         limit = following.start() if following else len(text)
         calls, at = self._items(text, begin + text.startswith("[", begin), limit)
-        if self.bare and not _meant(calls, tools):
+        if self.unmarked and not _are_calls(calls, tools):
             return [], begin + 1
         if not calls:
-            calls.append(self.bad("the list is empty", text[begin:at]))
-        close = self._ends.match(text, at, limit)
-        if close is None and not self.bare:
-            stop = self._stops.search(text, at, limit)
+            calls.append(self.malformed("the list is empty", text[begin:at]))
+        close = self._closing_or_end.match(text, at, limit)
+        if close is None and not self.unmarked:
+            stop = self._recovery.search(text, at, limit)
             first, last = stop.span() if stop else (limit, limit)
-            calls.append(self.bad(f"{text[at:first].strip()[:20]!r} follows the list", text[at:first]))
+            calls.append(self.malformed(f"{text[at:first].strip()[:20]!r} follows the list", text[at:first]))
             return calls, last
         return calls, close.end() if close else at
 
@@ -80,21 +97,21 @@ class PythonCalls(Tagged):
             if self._closing.match(text, at):
                 return calls, at
             try:
-                name, arguments, end, wasted = _read(text, at, limit, strict=read <= most)
+                name, arguments, end, wasted = _read_call(text, at, limit, strict=read <= most)
                 read += wasted
-            except Problem as problem:
+            except MalformedCall as problem:
                 read += problem.at - at
-                hopeless = problem.hopeless or read > most
-                following = None if hopeless else self._beyond.search(text, at, limit)
+                give_up = problem.give_up or read > most
+                following = None if give_up else self._next_call.search(text, at, limit)
                 first, end = following.span() if following else (limit, limit)
                 head = _HEAD.match(text, at, limit)
-                calls.append(self.bad(problem, text[at:first], head["name"] if head else ""))
+                calls.append(self.malformed(problem, text[at:first], head["name"] if head else ""))
                 at = end
                 continue
-            if isinstance(arguments, Problem):
-                calls.append(self.bad(arguments, text[at:end], name))
+            if isinstance(arguments, MalformedCall):
+                calls.append(self.malformed(arguments, text[at:end], name))
             else:
-                calls.append(well_formed(name, arguments, text[at:end]))
+                calls.append(well_formed_call(name, arguments, text[at:end]))
             at = skip_space(text, end)
             if text.startswith(",", at):
                 at += 1
@@ -102,65 +119,44 @@ class PythonCalls(Tagged):
                 return calls, at  # calls on lines of their own need no comma
         return calls, limit
 
-    @functools.cached_property
-    def _opens(self) -> re.Pattern[str]:
-        return re.compile(self.opening)
 
-    @functools.cached_property
-    def _closing(self) -> re.Pattern[str]:
-        return re.compile(self.close)
-
-    @functools.cached_property
-    def _ends(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*(?:{self.close}|\Z)")
-
-    @functools.cached_property
-    def _stops(self) -> re.Pattern[str]:
-        return re.compile(rf"{self.close}|\Z")
-
-    @functools.cached_property
-    def _beyond(self) -> re.Pattern[str]:
-        """What the next call, or the end, is told by. White space is looked at from where it begins only: not over and over."""
-        return re.compile(rf",\s*(?={_NAME}\s*\()|(?=\]\s*+{self.close})|(?<!\s)(?=\s*+{self.close})|\Z")
-
-
-def _meant(calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> bool:
+def _are_calls(calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> bool:
     """Whether what looks like calls is any: one can be read, or bears the name of a tool (of any, if none are known)."""
-    known = names_of(tools)
+    known = tool_names(tools)
     return any(call.error is None or not known or call.name in known for call in calls)
 
 
-def _read(text: str, at: int, limit: int, *, strict: bool) -> tuple[str, dict[str, Any] | Problem, int, int]:
+def _read_call(text: str, at: int, limit: int, *, strict: bool) -> tuple[str, dict[str, Any] | MalformedCall, int, int]:
     """The call at `at`: its name, its arguments or why they cannot be read, where it ends, and how many characters were read
     in vain. With `strict` it is read as Python first.
 
-    Raises Problem if it has no end.
+    Raises MalformedCall if it has no end.
     """
     wasted = at
     if strict:
         try:
-            name, written, wasted = _one(text, at, limit, _PYTHONS)
+            name, written, wasted = _split_call(text, at, limit, _PYTHON_TOKENS)
             return name, _arguments(written, wasted), wasted, 0
-        except Problem as problem:
-            wasted = max(wasted, limit if problem.hopeless else problem.at)
+        except MalformedCall as problem:
+            wasted = max(wasted, limit if problem.give_up else problem.at)
     try:
-        name, written, end = _one(text, at, limit, _LENIENT)
-    except Problem as problem:
-        raise Problem(str(problem), max(wasted, problem.at), hopeless=problem.hopeless) from None
+        name, written, end = _split_call(text, at, limit, _LENIENT_TOKENS)
+    except MalformedCall as problem:
+        raise MalformedCall(str(problem), max(wasted, problem.at), give_up=problem.give_up) from None
     try:
         return name, _arguments(written, end), end, wasted - at
-    except Problem as problem:
+    except MalformedCall as problem:
         return name, problem, end, wasted - at
 
 
-def _one(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, list[str], int]:
+def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, list[str], int]:
     """The call at `at`: its name, its arguments as Python source, and where it ends.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     head = _HEAD.match(text, at, limit)
     if head is None:
-        raise Problem(f"{text[at : min(at + 20, limit)]!r} is no call, <tool>(<name>=<value>)", at)
+        raise MalformedCall(f"{text[at : min(at + 20, limit)]!r} is no call, <tool>(<name>=<value>)", at)
     arguments: list[str] = []
     pieces: list[str] = []
     open_brackets = [")"]
@@ -170,16 +166,16 @@ def _one(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, 
         begin = token.end()
         mark = token[0]
         if token["string"] is not None:
-            pieces.append(_escaped(mark))
+            pieces.append(_as_python_string(mark))
             continue
         if mark in "'\"":
-            raise Problem("a string is not closed", token.start(), hopeless=True)
+            raise MalformedCall("a string is not closed", token.start(), give_up=True)
         if mark in _PAIRS:
             open_brackets.append(_PAIRS[mark])
             if len(open_brackets) > _DEEPEST:
-                raise Problem("it is nested too deep", token.start())
+                raise MalformedCall("it is nested too deep", token.start())
         elif mark != "," and mark != open_brackets.pop():
-            raise Problem(f"{text[token.start() : token.start() + 20]!r} closes what is not open", token.start())
+            raise MalformedCall(f"{text[token.start() : token.start() + 20]!r} closes what is not open", token.start())
         if not open_brackets or (mark == "," and len(open_brackets) == 1):
             arguments.append("".join(pieces))
             pieces.clear()
@@ -187,10 +183,10 @@ def _one(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, 
                 return head["name"], arguments, token.end()
         else:
             pieces.append(mark)
-    raise Problem("its ) is missing", limit)
+    raise MalformedCall("its ) is missing", limit)
 
 
-def _escaped(literal: str) -> str:
+def _as_python_string(literal: str) -> str:
     """A string literal as Python wants it: one line, its own quotes escaped; between triple quotes both may stay."""
     if literal[:3] in ("'''", '"""') and len(literal) > 5:
         return re.sub(r"\\.|[\r\0]", lambda found: _ESCAPES.get(found[0], found[0]), literal, flags=re.DOTALL)
@@ -211,7 +207,7 @@ def _arguments(written: Sequence[str], at: int) -> dict[str, Any]:
     for one in written:
         argument = _ARGUMENT.match(one)
         if argument is None:
-            raise Problem(f"{one.strip()[:20]!r} has no name; arguments are written <name>=<value>", at)
+            raise MalformedCall(f"{one.strip()[:20]!r} has no name; arguments are written <name>=<value>", at)
         arguments[argument["key"]] = _literal(one[argument.end() :].strip(), at)
     return arguments
 
@@ -219,20 +215,20 @@ def _arguments(written: Sequence[str], at: int) -> dict[str, Any]:
 def _literal(source: str, at: int) -> Any:
     """The value of a literal.
 
-    Raises Problem.
+    Raises MalformedCall.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of unknown escapes, as in a regular expression
             value = _value(ast.parse(source, mode="eval").body)
-    except Problem:
+    except MalformedCall:
         raise
     except SyntaxError as error:
-        raise Problem(f"{source[:20]!r}: {error.msg}", at) from None
+        raise MalformedCall(f"{source[:20]!r}: {error.msg}", at) from None
     except (ValueError, RecursionError, MemoryError):  # a number of too many digits; an expression nested too deep
-        raise Problem(f"{source[:20]!r} is too long", at) from None
+        raise MalformedCall(f"{source[:20]!r} is too long", at) from None
     if "\\" in source:
-        value = _paired(value)
+        value = _join_surrogates(value)
         refuse_unwritable(value, at)
     return value
 
@@ -251,23 +247,23 @@ def _value(node: ast.expr) -> Any:
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
-    raise Problem(f"{ast.unparse(node)[:20]!r} is no literal", 0)
+    raise MalformedCall(f"{ast.unparse(node)[:20]!r} is no literal", 0)
 
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise Problem("a key of a dictionary is no string", 0)
+    raise MalformedCall("a key of a dictionary is no string", 0)
 
 
-def _paired(value: Any) -> Any:
+def _join_surrogates(value: Any) -> Any:
     """Surrogate pairs, as JSON escapes them, as the characters that they mean."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, list):
-        return [_paired(item) for item in value]
+        return [_join_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {_paired(key): _paired(item) for key, item in value.items()}
+        return {_join_surrogates(key): _join_surrogates(item) for key, item in value.items()}
     return value
 
 
@@ -275,15 +271,15 @@ class Lfm2(PythonCalls):
     """`<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>`."""
 
     name = "lfm2"
-    how = "<|tool_call_start|>[<tool>(<name>=<value>, ...)]<|tool_call_end|>"
-    opening, close = r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"
+    example = "<|tool_call_start|>[<tool>(<name>=<value>, ...)]<|tool_call_end|>"
+    opening_pattern, closing_pattern = r"<\|tool_call_start\|>", r"<\|tool_call_end\|>"
 
 
 class Pythonic(PythonCalls):
     """`[f(a=1), g()]` at the beginning of a line, or between `<|python_start|>` and `<|python_end|>`."""
 
     name = "pythonic"
-    how = "[<tool>(<name>=<value>, ...)]"
-    opening = rf"(?:\A|(?<=[\n>]))[ \t]*(?:<\|python_start\|>\s*)?(?=\[\s*{_NAME}\s*\()"
-    close = r"<\|python_end\|>"
-    bare = True
+    example = "[<tool>(<name>=<value>, ...)]"
+    opening_pattern = rf"(?:\A|(?<=[\n>]))[ \t]*(?:<\|python_start\|>\s*)?(?=\[\s*{_NAME}\s*\()"
+    closing_pattern = r"<\|python_end\|>"
+    unmarked = True

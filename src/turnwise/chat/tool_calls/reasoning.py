@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KNOWN", "MARKS", "Thought", "ThoughtMarks", "joined", "split_reasoning", "thoughts"]
+__all__ = ["KNOWN", "MARKS", "Thought", "ThoughtMarks", "join_pieces", "split_reasoning", "thoughts"]
 
 MARKS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Nemotron, LFM2, Kimi K2 and most others
@@ -105,7 +105,7 @@ class ThoughtMarks:
         White space is removed where a thought was taken out; a text without marks is returned unchanged.
         """
         found, said = self._walk(text, opened=opened)
-        return joined(["", *(thought.text for thought in found), ""]), joined(said)
+        return join_pieces(["", *(thought.text for thought in found), ""]), join_pieces(said)
 
     def open_thought(self, text: str) -> str:
         """What a generation prompt ends with, if it leaves a thought open: the mark and the white space behind it."""
@@ -180,7 +180,7 @@ def _trimmed(text: str, start: int, end: int) -> tuple[str, int]:
     return found, text.index(found, start)
 
 
-def joined(pieces: Sequence[str]) -> str:
+def join_pieces(pieces: Sequence[str]) -> str:
     """Pieces between which something was taken out: a line each, without the white space at the joints, none empty."""
     last = len(pieces) - 1
     trimmed = (

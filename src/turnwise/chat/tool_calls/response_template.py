@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.chat.tool_calls.json_text import arguments_of, refuse_unwritable
-from turnwise.chat.tool_calls.reading import Problem, Reading, malformed, numbered, well_formed
+from turnwise.chat.tool_calls.parsing import MalformedCall, ParsedText, assign_ids, malformed_call, well_formed_call
 from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.types import ToolCall, ToolSchema
@@ -27,7 +27,7 @@ class FromResponseTemplate:
     """
 
     name = "response_template"
-    how = "the chat template does"
+    example = "the chat template does"
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -48,7 +48,7 @@ class FromResponseTemplate:
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
         marks: ThoughtMarks = KNOWN,
-    ) -> Reading:
+    ) -> ParsedText:
         from transformers.utils.chat_parsing import parse_response
 
         try:
@@ -58,12 +58,12 @@ class FromResponseTemplate:
                 )
         except Failed as failed:
             reasoning, said = marks.split(text, opened=thinking)
-            calls = [malformed(failed.failure.message, said, how=self.how)]
-            return Reading(content="", reasoning=reasoning, calls=numbered(calls, first_id))
-        return Reading(
+            calls = [malformed_call(failed.failure.message, said, example=self.example)]
+            return ParsedText(content="", reasoning=reasoning, calls=assign_ids(calls, first_id))
+        return ParsedText(
             content=str(message.get("content") or "").strip("\n"),
             reasoning="\n".join(str(message[field]) for field in _THOUGHTS if message.get(field)),
-            calls=numbered((self._call(one) for one in message.get("tool_calls") or []), first_id),
+            calls=assign_ids((self._call(one) for one in message.get("tool_calls") or []), first_id),
         )
 
     def _call(self, found: Any) -> ToolCall:
@@ -71,13 +71,13 @@ class FromResponseTemplate:
         try:
             function = found.get("function", found) if isinstance(found, dict) else None
             if not isinstance(function, dict):
-                raise Problem(f"it is a {type(function).__name__}, not an object", 0)
+                raise MalformedCall(f"it is a {type(function).__name__}, not an object", 0)
             name, arguments = function.get("name"), function.get("arguments")
             if not isinstance(name, str) or not name:
-                raise Problem('its "name" is missing', 0)
+                raise MalformedCall('its "name" is missing', 0)
             arguments = arguments_of({} if arguments is None else arguments)
             refuse_unwritable(arguments, 0)  # the library lets NaN pass
             id = found.get("id") if isinstance(found, dict) else None
-            return well_formed(name, arguments, written, id if isinstance(id, str) else "")
-        except Problem as problem:
-            return malformed(problem, written, how=self.how)
+            return well_formed_call(name, arguments, written, id if isinstance(id, str) else "")
+        except MalformedCall as problem:
+            return malformed_call(problem, written, example=self.example)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.chat.tool_calls.json_text import decode_all
-from turnwise.chat.tool_calls.reading import Problem
+from turnwise.chat.tool_calls.parsing import MalformedCall
 from turnwise.types import ToolSchema
 
 __all__ = ["properties", "typed"]
@@ -49,7 +49,7 @@ def typed(text: str, schema: Any) -> Any:
     else:
         try:
             value = decode_all(stripped)
-        except Problem:
+        except MalformedCall:
             return text
     if "string" in declared and not any(_is_a(value, kind) for kind in declared):
         return text
