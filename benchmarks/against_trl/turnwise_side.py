@@ -19,7 +19,7 @@ import torch
 
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
-from turnwise.record.writer import RunDirectory
+from turnwise.record.run_directory import RunDirectory
 from turnwise.train import assemble, train
 from turnwise.types import Group
 

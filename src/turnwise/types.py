@@ -368,7 +368,10 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """How many tokens the model sampled."""
+        """How many tokens the model sampled. Of a trajectory that was read from a record, tokens that an environment cut off or
+        masked are not counted."""
+        if all(turn.completion is None for turn in self.turns):
+            return sum(turn >= 0 for segment in self.segments for turn in segment.turn)
         return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
 
     def has_advantage(self, turn: int) -> bool:

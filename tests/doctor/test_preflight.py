@@ -83,7 +83,7 @@ def test_what_one_should_know_is_among_the_notes_once(models: dict[str, Path], t
     (told,) = [one for one in notes if "thoughts" in one]
     assert told.startswith("thinking: the template leaves earlier thoughts out at messages of user")
     notes = assemble(recipe(tmp_path, models["grows"], "replace=true")).notes
-    assert [one.partition(":")[0] for one in notes if "former run" not in one] == ["user turns"]
+    assert [one.partition(":")[0] for one in notes if "previous run" not in one] == ["user turns"]
     assert assemble(recipe(tmp_path, models["plain"], f"output={tmp_path / 'other'}")).notes == []
 
 

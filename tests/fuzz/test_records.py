@@ -14,7 +14,7 @@ from support.conversations import Says, a_row, call, hold
 from turnwise.commands.show import Selection, show
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
-from turnwise.record.writer import trajectory_record
+from turnwise.record.encode import trajectory_record
 
 ROUNDS = 400
 
@@ -28,7 +28,8 @@ def test_a_damaged_record_is_shown_or_refused_with_a_message(tmp_path: Path) -> 
     draw = random.Random(0)
     one = hold(Says(call("add", '{"a": 1, "b": 2}'), "It is 3."), lambda: Tools([add]), row=a_row("1+2?", answer=3))
     one.reward, one.advantages = 1.0, [0.5, 0.5]
-    record = json.loads(json.dumps(trajectory_record(one, step=1)))
+    one.step = 1
+    record = json.loads(json.dumps(trajectory_record(one)))
     metrics = {"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "turns/mean": 2.0, "seconds/step": 0.5}
     options: list[dict[str, Any]] = [{}, {"last": 1}, {"worst": 1, "tokens": True}, {"failed": True}, {"step": 1}]
     outcomes: set[bool] = set()

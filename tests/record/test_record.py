@@ -15,7 +15,9 @@ from turnwise.config.schema import Config
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
-from turnwise.record.writer import RunDirectory, trajectory_record, write_trajectories, writing
+from turnwise.record.encode import trajectory_record
+from turnwise.record.run_directory import RunDirectory
+from turnwise.record.writer import write_trajectories, writing
 from turnwise.rollout.limits import Limits
 from turnwise.types import Opening, Reply, Trajectory, Turn
 
@@ -41,9 +43,10 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "t.jsonl", [one], step=4)
     (record,) = read(tmp_path / "t.jsonl")
     assert list(record) == [
-        "step", "id", "group", "row", "stop", "error", "reward", "rewards", "tools", "messages", "turns", "segments",
-        "logprob_kind", "template_mismatch", "seconds",
+        "schema", "step", "id", "group", "row", "stop", "error", "reward", "rewards", "tools", "messages", "turns",
+        "segments", "logprob_kind", "template_mismatch", "started", "seconds",
     ]  # fmt: skip
+    assert record["schema"] == 2
     assert (record["step"], record["id"], record["group"]) == (4, "r1/0", "r1")
     assert [tool["function"]["name"] for tool in record["tools"]] == ["add"]
     assert record["row"] == {"id": "r1", "answer": 3, "level": "easy"}
@@ -67,8 +70,10 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
 
     first, last = record["turns"]
     assert list(first) == [
-        "message", "text", "reward", "advantage", "weight", "info", "tool_calls", "finish_reason", "seconds"
+        "message", "message_index", "text", "reward", "advantage", "weight", "info", "tool_calls", "finish_reason", "started",
+        "seconds",
     ]  # fmt: skip
+    assert (first["message_index"], last["message_index"]) == (1, 5)
     assert first["message"] == one.turns[0].message
     assert first["text"] == one.assistant_texts[0]
     assert (first["reward"], first["advantage"], first["info"], first["finish_reason"]) == (0.0, 0.25, {}, "stop")
@@ -230,14 +235,14 @@ def test_a_former_run_is_refused_replaced_or_gone_on_with(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path / "run")
     run.prepare(a_config(), resuming=False)
     run.write_step({"step": 1}, [])
-    with pytest.raises(RunError, match=r"holds a run already\. Go on with it: resume=auto; begin anew .* replace=true"):
+    with pytest.raises(RunError, match=r"holds a run already\. Resume it: resume=auto; start again .* replace=true"):
         run.prepare(a_config(), resuming=False)
     assert run.prepare(a_config(checkpoint={"keep": 5}, resume="auto"), resuming=True) == []
     assert yaml.safe_load(run.config.read_text())["checkpoint"]["keep"] == 5
     assert read(run.metrics) == [{"step": 1}]
     (note,) = run.prepare(a_config(replace=True), resuming=False)
     (moved,) = [path for path in tmp_path.iterdir() if path != run.path]
-    assert note == f"the former run is now in {moved}"
+    assert note == f"the previous run was moved to {moved}"
     assert moved.name.startswith("run-until-")
     assert read(moved / "metrics.jsonl") == [{"step": 1}]
     assert not run.metrics.exists()

@@ -20,7 +20,7 @@ from support.tiny import save_model
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, DataError, RolloutError, RunError, TemplateError
-from turnwise.record.writer import RunDirectory
+from turnwise.record.run_directory import RunDirectory
 from turnwise.sft.fine_tune import SftRun, assemble, fine_tune
 from turnwise.terminal.sft_report import SftReport
 

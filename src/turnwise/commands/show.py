@@ -19,9 +19,10 @@ from turnwise.commands.command import Context, Subparsers
 from turnwise.errors import ConfigError, Failed, RunError, boundary
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.record.metric_names import metric_hint, metric_of
-from turnwise.record.reader import Record, read_lines, read_trajectories
+from turnwise.record.reader import RecordedTrajectories, read, read_lines
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
+from turnwise.types import Trajectory
 
 __all__ = ["Selection", "register", "show", "show_metric", "token_texts"]
 
@@ -116,19 +117,21 @@ class Selection:
             name for name, count in (("--worst", self.worst), ("--best", self.best), ("--last", self.last)) if count
         ]
 
-    def of(self, records: Iterator[Record]) -> list[Record]:
-        """The selected conversations."""
+    def of(self, file: Path) -> list[Trajectory]:
+        """The selected conversations of a file."""
+        if self == Selection(last=self.last):
+            return RecordedTrajectories(file)[-self.last :]  # without reading the others
         matching = [
-            record
-            for record in records
-            if (self.step is None or record.get("step") == self.step)
-            and (self.id is None or record["id"] == self.id)
-            and (not self.failed or record["error"] is not None)
+            trajectory
+            for trajectory in read(file)
+            if (self.step is None or trajectory.step == self.step)
+            and (self.id is None or trajectory.id == self.id)
+            and (not self.failed or trajectory.error is not None)
         ]
         if self.worst or self.best:
-            scored = [record for record in matching if record["reward"] is not None]
-            by_reward = sorted(scored, key=lambda record: record["reward"], reverse=bool(self.best))
-            return by_reward[: self.worst or self.best]
+            scored = [(trajectory.reward, trajectory) for trajectory in matching if trajectory.reward is not None]
+            scored.sort(key=lambda pair: pair[0], reverse=bool(self.best))
+            return [trajectory for _, trajectory in scored[: self.worst or self.best]]
         return matching[-self.last :] if self.last else matching
 
 
@@ -162,12 +165,12 @@ def show(
         for part in _summary(run, path):
             console.print(part, soft_wrap=isinstance(part, Text))  # paths are not wrapped
         return
-    records = selection.of(read_trajectories(path))
-    if not records:
+    trajectories = selection.of(path)
+    if not trajectories:
         raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints what there is")
     decode = token_texts(run) if tokens else None
-    for record in records:
-        console.print(conversation(record, tokens=tokens, decode=decode))
+    for trajectory in trajectories:
+        console.print(conversation(trajectory, tokens=tokens, decode=decode))
 
 
 def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = False) -> None:
@@ -241,11 +244,11 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
     stops: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     last = ""
-    for record in read_trajectories(path):
-        last = record["id"]
-        stops[record["stop"]] += 1
-        if record["error"]:
-            errors[f"{record['error']['kind']}: {record['error']['message']}"] += 1
+    for trajectory in read(path):
+        last = trajectory.id
+        stops[str(trajectory.stop)] += 1
+        if trajectory.error is not None:
+            errors[f"{trajectory.error.kind}: {trajectory.error.message}"] += 1
     yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {count}" for stop, count in stops.most_common()))
     for error, count in errors.most_common(5):
         yield Text(f"  {count} x {error}", style="red")

@@ -1,1 +1,5 @@
-"""What a run writes down, and how it is read back."""
+"""What a run leaves behind, and reading it back: `read(run)` and `RecordedTrajectories(run)[n]` give typed trajectories."""
+
+from turnwise.record.reader import RecordedTrajectories, read
+
+__all__ = ["RecordedTrajectories", "read"]

@@ -1,128 +1,130 @@
-"""Reads back what `record` wrote: lines of JSON, and the conversations in them, checked.
+"""Reads the files of a run: trajectories, one by one or by their number, and the objects of other jsonl files.
 
-A record may be damaged by a full disk, a killed run or an editor. Every defect is a `RunError` with the file, the line and
-the key; nothing is guessed. The format is that of docs/record.md.
+Every defect of a file is a `RunError` with the file and the line. What a line holds is the business of `decode`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NotRequired
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing import Any, overload
 
 from turnwise.errors import RunError
+from turnwise.json_yaml import parse_json
+from turnwise.record.decode import decode_trajectory
+from turnwise.record.line_index import line_offsets
+from turnwise.types import Trajectory
 
-__all__ = ["Record", "check_record", "read_lines", "read_trajectories"]
-
-Record = Mapping[str, Any]
-"""One line of trajectories.jsonl."""
-
-
-class _Error(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    kind: str
-    message: str
+__all__ = ["RecordedTrajectories", "read", "read_lines", "trajectories_file"]
 
 
-class _Turn(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    message: dict[str, Any]
-    text: str
-    reward: float | None
-    advantage: float | None
-    weight: NotRequired[float]
+def trajectories_file(run_or_file: str | Path) -> Path:
+    """`trajectories.jsonl` of a run directory, or the file itself.
+
+    Raises RunError if there is no such file.
+    """
+    path = Path(run_or_file)
+    file = path / "trajectories.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise RunError(f"there is no file {file.absolute()}; give a run directory or a file of trajectories")
+    return file
 
 
-class _Segment(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    token_ids: list[int]
-    logprobs: list[float]
-    turn: list[int]
-    version: list[int]
+def read(run_or_file: str | Path) -> Iterator[Trajectory]:
+    """The trajectories of a run or of one of its files, in their order, each read when it is asked for.
+
+    A last line that a killed run has not finished is skipped. Images are references (`StoredImage`).
+
+    Raises RunError if the file is missing or cannot be read, or a line is damaged or has a newer schema.
+    """
+    path = trajectories_file(run_or_file)
+    for number, value in _objects(path):
+        yield decode_trajectory(value, where=f"{path}:{number}", media=path.parent / "media")
 
 
-class _Trajectory(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    id: str
-    step: NotRequired[int]
-    row: NotRequired[dict[str, Any]]
-    stop: str
-    error: _Error | None
-    reward: float | None
-    rewards: NotRequired[dict[str, float | None]]
-    tools: NotRequired[list[dict[str, Any]]]
-    messages: list[dict[str, Any]]
-    turns: list[_Turn]
-    segments: list[_Segment]
-    template_mismatch: NotRequired[str | None]
-    seconds: float
+class RecordedTrajectories(Sequence[Trajectory]):
+    """The trajectories of a run or of one of its files, by number: `RecordedTrajectories("runs/demo")[-1]`.
 
+    Opening the file finds where each line begins (`line_index`); a trajectory is read when it is asked for, without reading the
+    others. Lines that are appended later are not seen.
 
-_TRAJECTORY = TypeAdapter(_Trajectory)
+    Raises RunError if the file is missing or cannot be read; on access, if the line is damaged or has a newer schema.
+    """
+
+    def __init__(self, run_or_file: str | Path) -> None:
+        self.path = trajectories_file(run_or_file)
+        try:
+            self._offsets: array[int] = line_offsets(self.path)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(index, slice):
+            return [self._read(number) for number in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"there is no trajectory {index}: {self.path} has {len(self)}")
+        return self._read(number)
+
+    def _read(self, number: int) -> Trajectory:
+        begin, end = self._offsets[number], self._offsets[number + 1]
+        where = f"{self.path}:{number + 1}"
+        try:
+            with self.path.open("rb") as file:
+                file.seek(begin)
+                line = file.read(end - begin)
+        except OSError as error:
+            raise _unreadable(self.path, error) from None
+        return decode_trajectory(_parsed(line, where), where=where, media=self.path.parent / "media")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a jsonl file; a last line that a killed run left half written is passed over.
+    """The objects of a jsonl file such as `metrics.jsonl`; none where there is no such file.
 
-    Raises RunError if the file cannot be read or another line is damaged.
+    A last line that a killed run has not finished is skipped. Raises RunError if the file cannot be read or another line is
+    damaged.
     """
-    for _, value in _numbered(path):
-        yield value
+    if path.is_file():
+        for _, value in _objects(path):
+            yield value
 
 
-def read_trajectories(path: Path) -> Iterator[Record]:
-    """The conversations of a jsonl file, checked.
-
-    Raises RunError as `read_lines` does, and where a key is missing or has a value of another kind.
-    """
-    for number, value in _numbered(path):
-        yield check_record(value, where=f"{path}:{number}")
-
-
-def check_record(value: Any, *, where: str) -> Record:
-    """The value, if it is a conversation's record. Raises RunError with the first key that is wrong."""
-    try:
-        _TRAJECTORY.validate_python(value)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in problem["loc"]) or "the line"
-        raise RunError(f"{where} is damaged: {key}: {problem['msg'].lower()}; got {problem['input']!r:.80}") from None
-    for number, segment in enumerate(value["segments"]):
-        if len({len(segment[column]) for column in ("token_ids", "logprobs", "turn", "version")}) != 1:
-            raise RunError(f"{where} is damaged: segments.{number}: its columns have different lengths")
-        if any(not -1 <= turn < len(value["turns"]) for turn in segment["turn"]):
-            raise RunError(f"{where} is damaged: segments.{number}.turn names a turn that is not there")
-    for number, message in enumerate(value["messages"]):
-        if not isinstance(message.get("role"), str):
-            raise RunError(f"{where} is damaged: messages.{number} has no role")
-    return value
-
-
-def _numbered(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    if not path.is_file():
-        return
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each line, and its object."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if (value := _object(line, f"{path}:{number}")) is not None:
-                    yield number, value
+                try:
+                    value = _parsed(line, f"{path}:{number}")
+                except RunError:
+                    if line.endswith(b"\n"):
+                        raise
+                    return  # the last line, and not finished
+                yield number, value
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise _unreadable(path, error) from None
 
 
-def _object(line: bytes, where: str) -> dict[str, Any] | None:
-    """The object of a line; None for a last line that was never finished."""
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        if not line.endswith(b"\n"):
-            return None
-        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise RunError(f"{where} is damaged: {problem}") from None
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunError(f"{where} is damaged: it is not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+    value = parse_json(text, where=where, error=RunError, own=True)
     if not isinstance(value, dict):
         raise RunError(f"{where} is damaged: a line is a JSON object; this is a {type(value).__name__}")
     return value
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} cannot be read: {error.strerror or error}")

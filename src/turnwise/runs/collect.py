@@ -20,8 +20,9 @@ from turnwise.doctor.preflight import preflight
 from turnwise.errors import DataError, RolloutError
 from turnwise.models.model_config import context_length
 from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
+from turnwise.record.run_directory import refuse_run_directory
 from turnwise.record.run_lock import RunLock
-from turnwise.record.writer import refuse_run_directory, write_config, write_trajectories, writing
+from turnwise.record.writer import write_config, write_trajectories, writing
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.terminal.activity import Activity, Heartbeat
 from turnwise.types import Group, Trajectory

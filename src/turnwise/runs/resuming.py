@@ -11,7 +11,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
 from turnwise.config.schema import Config
 from turnwise.errors import RunError, TemplateError
-from turnwise.record.writer import RunDirectory
+from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
 from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
 from turnwise.training.learner import Learner
@@ -120,7 +120,7 @@ class OpenedRun:
         if self.saved is not None:
             learner.load_state(self.saved.state()["policy"])
             self.notes += self.directory.cut_back(self.saved.about["marks"])
-        self.notes += self.directory.prepare(self.config, resuming=resuming, kind=self.kind)
+        self.notes += self.directory.prepare(self.config, resuming=resuming)
         if self.saved is not None:
             self.directory.note_checkpoint(self.step)
             self.notes.append(f"going on after step {self.step}")
@@ -146,7 +146,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     Raises RunError if what is there cannot be resumed as the recipe says, ConfigError for a wrong `resume_changes`.
     """
     refuse_unknown_names(config)
-    directory = RunDirectory(config.output)
+    directory = RunDirectory(config.output, kind=kind)
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
     opened = OpenedRun(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
     directory.lock()
@@ -154,7 +154,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
         return opened
     saved = checkpoints.find()
     if saved is None:
-        directory.refuse_lost_checkpoints(kind)
+        directory.refuse_lost_checkpoints()
         return opened
     about = saved.about
     if about.get("format") != _FORMAT:

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.chat.renderer import Renderer
 from turnwise.errors import RunError
 from turnwise.record.metrics import template_mismatches
-from turnwise.record.writer import RunDirectory
+from turnwise.record.run_directory import RunDirectory
 from turnwise.runs.resuming import OpenedRun
 from turnwise.terminal.activity import Activity
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint

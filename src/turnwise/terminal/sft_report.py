@@ -11,7 +11,7 @@ from rich.text import Text
 
 from turnwise.config.schema import Config
 from turnwise.record.reader import read_lines
-from turnwise.record.writer import RunDirectory
+from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal.activity import Activity
 from turnwise.terminal.curves import draw_loss
 from turnwise.terminal.report import Report

@@ -7,14 +7,12 @@ from typing import Any
 
 from rich.table import Table
 
-from turnwise.record.reader import Record
-
 __all__ = ["evaluations_table", "number", "sparkline", "steps_table"]
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def steps_table(metrics: Sequence[Record], columns: Mapping[str, str]) -> Table:
+def steps_table(metrics: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
     table = Table(box=None)
     for label in ("step", *columns):
         table.add_column(label, justify="right")
@@ -25,7 +23,7 @@ def steps_table(metrics: Sequence[Record], columns: Mapping[str, str]) -> Table:
     return table
 
 
-def evaluations_table(evaluations: Sequence[Record]) -> Table:
+def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
     """The first evaluation beside the last one; where there is only one, as after an early Ctrl-C, that one alone."""
     first, last = evaluations[0], evaluations[-1]
     title = "held-out questions" if "reward/mean" in last else "held-out conversations"

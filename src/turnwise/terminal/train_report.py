@@ -13,7 +13,7 @@ from rich.text import Text
 from turnwise import types
 from turnwise.config.schema import Config
 from turnwise.record.reader import read_lines
-from turnwise.record.writer import RunDirectory, trajectory_record
+from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal.activity import Activity
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.curves import draw_rewards
@@ -38,7 +38,7 @@ class TrainReport(Report):
     def __init__(self, console: Console, activity: Activity | None = None) -> None:
         super().__init__(console, activity, label="training")
         self._rewards: list[float] = []
-        self._example: dict[str, Any] | None = None
+        self._example: types.Trajectory | None = None
 
     def begin(self, config: Config, *, done: int, notes: Sequence[str]) -> None:
         """Print what begins; `done` steps are finished already."""
@@ -66,7 +66,7 @@ class TrainReport(Report):
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if finished:
             best = max(finished, key=lambda t: ((t.reward or 0.0) > 0, len(t.turns), t.reward or 0.0))
-            self._example = trajectory_record(best, step=summary["step"])
+            self._example = best
         self.print_line(f"step {summary['step']}: held-out reward {number(summary['reward/mean'])}")
 
     def end(self, directory: RunDirectory, checkpoint: Path) -> None:

@@ -19,8 +19,8 @@ from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, Failed
+from turnwise.record.encode import trajectory_record
 from turnwise.record.metrics import conversation_metrics
-from turnwise.record.writer import trajectory_record
 from turnwise.rollout.limits import Limits
 from turnwise.types import Group, Row, Trajectory
 

@@ -1,0 +1,34 @@
+"""Which turns of the model are behind which messages of the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from turnwise.types import Trajectory, Turn
+
+__all__ = ["turns_of_messages"]
+
+
+def turns_of_messages(trajectory: Trajectory) -> list[list[Turn]]:
+    """For each message of `trajectory.messages`, the turns that sampled it, in their order.
+
+    A message of the model has several turns where the environment cut the answer and the model continued it. Turns that were
+    sampled in a previous history, or that were read from a record of schema 1, are found by their message: an environment that
+    replaces the history often keeps some of its messages.
+    """
+    found: list[list[Turn]] = [[] for _ in trajectory.messages]
+    last, others = len(trajectory.previous_histories), list[Turn]()
+    for turn in trajectory.turns:
+        if turn.history == last and turn.message_index is not None and turn.message_index < len(found):
+            found[turn.message_index].append(turn)
+        else:
+            others.append(turn)
+    for turns, message in zip(reversed(found), reversed(trajectory.messages), strict=True):
+        if not turns and (index := _last(others, message)) is not None:
+            turns.append(others[index])
+            del others[index:]  # the messages before this one are of earlier turns
+    return found
+
+
+def _last(turns: Sequence[Turn], message: object) -> int | None:
+    return next((index for index in reversed(range(len(turns))) if turns[index].message == message), None)

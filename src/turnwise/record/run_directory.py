@@ -1,0 +1,193 @@
+"""The directory of a run: which files it has, who may write them, and how a killed run is resumed.
+
+`trajectories.jsonl` holds one object per trajectory, `metrics.jsonl` one per step. Both are only appended to; a checkpoint
+notes their lengths and checksums, and resuming cuts them back to that, so that no step is in them twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from turnwise.config.schema import Config
+from turnwise.errors import RunError
+from turnwise.json_yaml import parse_json, read_text
+from turnwise.record.encode import encode_line
+from turnwise.record.run_lock import RunLock
+from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing
+from turnwise.types import Trajectory
+
+__all__ = ["RunDirectory", "refuse_run_directory"]
+
+
+class RunDirectory:
+    """`runs/<name>/`: the resolved recipe, metrics, trajectories, checkpoints and images of one run.
+
+    `kind` is the command whose run it is: `train` or `sft`.
+    """
+
+    def __init__(self, path: str | Path, *, kind: str = "train") -> None:
+        self.path = Path(path)
+        self.kind = kind
+        self.config = self.path / "config.yaml"
+        self.curve = self.path / "curve.png"
+        self.about = self.path / "run.json"
+        """Kind of the run, and the step of its newest checkpoint."""
+        self.metrics = self.path / "metrics.jsonl"
+        self.trajectories = self.path / "trajectories.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
+        self.eval_trajectories = self.path / "eval_trajectories.jsonl"
+        paths = (self.metrics, self.trajectories, self.evaluations, self.eval_trajectories)
+        self.appended = {path.name: AppendedFile(path) for path in paths}
+        """The files that are only appended to, by name."""
+        self.run_lock: RunLock | None = None
+
+    def lock(self) -> None:
+        """Keep other processes from writing to the directory until `release`; does nothing if it does not exist yet.
+
+        Raises RunError if another process holds the lock.
+        """
+        if self.run_lock is None and self.path.is_dir():
+            with writing(self.path):
+                self.run_lock = RunLock(self.path)
+
+    def release(self) -> None:
+        """Let other processes write to the directory."""
+        if self.run_lock is not None:
+            self.run_lock.release()
+            self.run_lock = None
+
+    def prepare(self, config: Config, *, resuming: bool) -> list[str]:
+        """Make the directory ready for the run, and write the resolved recipe. Returns notes for the user.
+
+        Raises RunError if it holds a run and the recipe says neither to resume nor to replace it.
+        """
+        notes: list[str] = []
+        if not resuming and self._holds_run():
+            if not config.replace and config.resume != "auto":
+                raise RunError(
+                    f"{self.path} holds a run already. Resume it: resume=auto; start again and keep the previous run under "
+                    f"another name: replace=true; or choose another directory: output=runs/<name>"
+                )
+            if config.replace:
+                notes.append(f"the previous run was moved to {self._move_away()}")
+                self.release()
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            if not resuming:
+                self.note_checkpoint(None)
+            write_config(self.config, config)
+        return notes
+
+    def refuse_lost_checkpoints(self) -> None:
+        """Refuse to start a run where there are no checkpoints but files of a run, which a new run would overwrite.
+
+        Raises RunError.
+        """
+        if not self._holds_run():
+            return
+        keep = "To keep it, choose another directory: output=runs/<name>; to start again and move it away: replace=true"
+        about = self._read_about()
+        if about is None:
+            raise RunError(
+                f"{self.path} holds files of a run and no checkpoint to resume from (`turnwise rollout` makes none). {keep}"
+            )
+        if about["kind"] != self.kind:
+            raise RunError(f"{self.path} holds a run of `turnwise {about['kind']}`, and no checkpoint of it. {keep}")
+        if about["checkpoint"] is not None:
+            raise RunError(
+                f"the checkpoints of the run in {self.path} are gone; the last was of step {about['checkpoint']}. Restore "
+                f"{self.path / 'checkpoints'} from a copy. {keep}"
+            )
+
+    def _read_about(self) -> dict[str, Any] | None:
+        """`run.json`, or None where it is missing or damaged."""
+        try:
+            about = parse_json(read_text(self.about, error=RunError), where=str(self.about), error=RunError)
+        except RunError:
+            return None
+        return about if isinstance(about, dict) and {"kind", "checkpoint"} <= about.keys() else None
+
+    def note_checkpoint(self, step: int | None) -> None:
+        """Note that there is a checkpoint of `step`, so that a lost checkpoint is noticed. None: there is none yet.
+
+        Raises RunError if it cannot be written.
+        """
+        with writing(self.path):
+            replace_file(self.about, json.dumps({"kind": self.kind, "checkpoint": step}) + "\n")
+
+    def write_step(self, metrics: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
+        """Append the metrics and trajectories of a step; `metrics["step"]` becomes the step of each trajectory.
+
+        Raises RunError if they cannot be written.
+        """
+        self._append(self.trajectories, trajectories, self.metrics, metrics)
+
+    def write_evaluation(self, summary: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
+        """Append an evaluation: its summary to evaluations.jsonl, its conversations to eval_trajectories.jsonl."""
+        self._append(self.eval_trajectories, trajectories, self.evaluations, summary)
+
+    def _append(
+        self, file: Path, trajectories: Iterable[Trajectory], summary_file: Path, summary: Mapping[str, Any]
+    ) -> None:
+        with writing(self.path):
+            self.appended[file.name].append(trajectory_lines(file, trajectories, step=summary["step"]))
+            self.appended[summary_file.name].append([encode_line(summary)])
+
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """Length in bytes and checksum of each appended file, once its contents are on the disk."""
+        with writing(self.path):
+            return {name: file.mark() for name, file in self.appended.items()}
+
+    def cut_back(self, marks: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Remove what was appended after `marks` was made; without marks, everything. Returns notes for the user.
+
+        Raises RunError, with all files as they were, if the part before the mark has changed since.
+        """
+        notes: list[str] = []
+        with writing(self.path):
+            for name, file in self.appended.items():
+                mark = marks.get(name, {"bytes": 0, "sha256": hashlib.sha256().hexdigest()})
+                if (problem := file.compare(mark)) is not None:
+                    raise RunError(
+                        f"{file.path} is damaged: {problem}. Restore it from a copy; or move it away, and the run resumes "
+                        f"without what was in it"
+                    )
+                if mark["bytes"] and not file.path.exists():
+                    notes.append(f"{file.path} is gone: what it held of earlier steps is lost")
+            for file in self.appended.values():
+                file.cut()
+        return notes
+
+    def _holds_run(self) -> bool:
+        paths = (self.about, self.config, *(file.path for file in self.appended.values()))
+        return any(path.exists() for path in paths)
+
+    def _move_away(self) -> Path:
+        """Rename the directory; the new name has the time, and a number where that name is taken."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        target = self.path.with_name(f"{self.path.name}-until-{stamp}")
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.path.with_name(f"{self.path.name}-until-{stamp}-{number}")
+        with writing(self.path):
+            shutil.move(self.path, target)
+        return target
+
+
+def refuse_run_directory(path: Path) -> None:
+    """Refuse a directory that holds a training run: other conversations would overwrite its record.
+
+    Raises RunError.
+    """
+    if (path / "run.json").exists() or (path / "checkpoints").exists():
+        raise RunError(
+            f"{path} holds a run of `turnwise train` or `sft`: choose another directory for other conversations"
+        )
