@@ -343,5 +343,5 @@ def test_what_transformers_cannot_read_is_one_malformed_call(inside: str, proble
 
 
 def test_a_response_template_that_is_none_is_refused() -> None:
-    with pytest.raises(TemplateError, match=r"response_template is none that can be read: .*fields"):
+    with pytest.raises(TemplateError, match=r"response_template is not valid: .*fields"):
         FromResponseTemplate({"fields": {}})

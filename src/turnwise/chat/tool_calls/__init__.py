@@ -1,10 +1,9 @@
-"""How models write tool calls, and how their text is read back.
+"""Parses tool calls from the text of a turn.
 
-A format takes the text of one turn apart into what was thought, what was said and what was called. A call that cannot be read
-becomes a `ToolCall` with an error, which goes back to the model: nothing is lost, and a good call is not lost because its
-neighbour is bad. Calls inside a thinking block are not calls. Which format a template writes is found out by `find_format`,
-from the template itself; where no named format fits, the shape is learned from what it writes. docs/tool_calls.md has the
-formats and what each makes of the calls that usually go wrong.
+A format splits the text of a turn into reasoning, content and calls. A malformed call becomes a `ToolCall` with an error, which
+is returned to the model; the other calls of the turn are kept. Text inside a reasoning block is never a call. `find_format`
+finds the format of a chat template from the template itself; if no named format fits, the format is learned from the text that
+the template writes. docs/tool_calls.md lists the formats and their behaviour for common mistakes.
 """
 
 from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format

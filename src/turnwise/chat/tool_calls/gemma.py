@@ -1,4 +1,12 @@
-"""Gemma's format: `call:name{key:value,...}` between marks, strings between marks of their own, keys bare."""
+"""Gemma's format: `call:name{key:value,...}` between marks, with unquoted keys and with marks around strings.
+
+    <|tool_call>call:search{query:<|"|>weather<|"|>,days:3}<tool_call|>
+
+A string cannot hold its own mark. JSON strings are accepted too.
+
+Malformed calls: parsing continues after the closing mark, or before the next call if there is no closing mark before it. A call
+without arguments and without a closing mark is malformed, because its arguments may have been about to follow.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +24,13 @@ _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": Fal
 _HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<>:]+)\s*")
 _KEY = re.compile(r"\s*(?P<key>[^\s:,{}\[\]<>\"'][^:,{}\[\]<>\"']*):")
 _WORD = re.compile(r"[A-Za-z]+")
-_DEEPEST = 100  # lists and objects inside each other
+_MAX_DEPTH = 100  # of lists and objects inside each other
 
 
 class _Gemma(MarkedFormat):
     quote: str
-    """What stands before and after a string; a string cannot hold it."""
+    """The mark before and after a string."""
     closing_mark: str
-    """The closing mark."""
 
     def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         begin, name = mark.end(), ""
@@ -44,7 +51,7 @@ class _Gemma(MarkedFormat):
                     f"{text[end : end + 20]!r} follows the arguments where {self.closing_mark} should", end
                 )
             if at == head.end():
-                raise MalformedCall("its arguments are missing", at)  # and may have been about to come
+                raise MalformedCall("its arguments are missing", at)
             return [well_formed_call(name, arguments, text[begin:at])], end
         except MalformedCall as problem:
             opens = self._opening.search(text, begin)
@@ -57,7 +64,9 @@ class _Gemma(MarkedFormat):
 
     @property
     def _opening(self) -> re.Pattern[str]:
-        return re.compile(self.opening_pattern)  # re keeps it
+        return re.compile(self.opening_pattern)  # cached by re
+
+    # each method parses what begins at `at`, and returns it with the index after it; raises MalformedCall
 
     def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         found: dict[str, Any] = {}
@@ -107,7 +116,7 @@ class _Gemma(MarkedFormat):
         return text[begin:end], end + len(self.quote)
 
     def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise MalformedCall("it is nested too deep", at)
         at = skip_space(text, at)
         if text.startswith((self.quote, '"'), at):
@@ -124,13 +133,13 @@ class _Gemma(MarkedFormat):
         return decode(text, at)
 
 
-def _unexpected(text: str, at: int, wanted: str) -> str:
-    stands = f"{text[at : at + 20]!r} stands" if at < len(text) else "the text ends"
-    return f"{stands} where there should be {wanted}"
+def _unexpected(text: str, at: int, expected: str) -> str:
+    actual = f"{text[at : at + 20]!r} stands" if at < len(text) else "the text ends"
+    return f"{actual} where there should be {expected}"
 
 
 class Gemma4(_Gemma):
-    """`<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
+    """Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,other:3}<tool_call|>`."""
 
     name = "gemma4"
     example = '<|tool_call>call:<tool>{<name>:<|"|><text><|"|>,<name>:<number>}<tool_call|>'
@@ -138,7 +147,7 @@ class Gemma4(_Gemma):
 
 
 class FunctionGemma(_Gemma):
-    """`<start_function_call>call:name{key:<escape>text<escape>,other:3}<end_function_call>`."""
+    """FunctionGemma: `<start_function_call>call:name{key:<escape>text<escape>,other:3}<end_function_call>`."""
 
     name = "functiongemma"
     example = "<start_function_call>call:<tool>{<name>:<escape><text><escape>,<name>:<number>}<end_function_call>"

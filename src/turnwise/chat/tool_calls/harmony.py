@@ -1,8 +1,13 @@
-"""Harmony, the format of gpt-oss: a turn is messages with headers, and the header says to whom each goes.
+"""Harmony, the format of gpt-oss: a turn consists of messages with headers.
 
-`<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>`. The text begins after
-the cue `<|start|>assistant`. A message to somebody is a call, on whatever channel; of the others those of the channel
-`analysis` are thoughts and the rest is said.
+    <|start|>assistant<|channel|>analysis<|message|>I need the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "weather"}<|call|>
+
+The text of a turn begins after the generation prompt `<|start|>assistant`. A message with a recipient (`to=`) is a call, on any
+channel. Of the other messages, those on the channel `analysis` are reasoning, the others content.
+
+Malformed calls: if `<|message|>` is missing or the body is no JSON object, the message is a malformed call, and parsing continues
+with the next message. Text without a header is content.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from turnwise.types import ToolCall, ToolSchema
 __all__ = ["Harmony"]
 
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
-_WORDS_END = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")
+_PLAIN_TEXT_ENDS = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")
 _BEGINS = re.compile(r"\s*(?:<\|(?:start|channel|message)\|>|to=[^\s<]+\s*<\|)")
 _HEADER = re.compile(r"[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*(?P<message><\|message\|>)?")
 _TO = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
@@ -34,7 +39,7 @@ _AFTER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)")
 
 
 class Harmony:
-    """Messages with headers."""
+    """gpt-oss: messages with headers."""
 
     name = "harmony"
     example = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
@@ -55,8 +60,8 @@ class Harmony:
         at = self._body(text, 0, thoughts) if thinking else 0
         while at < len(text):
             header = _HEADER.match(text, at) if _BEGINS.match(text, at) else None
-            if header is None:  # a model that writes none
-                at = self._body(text, at, content, ends=_WORDS_END)
+            if header is None:  # text without a header
+                at = self._body(text, at, content, ends=_PLAIN_TEXT_ENDS)
                 continue
             to, channel = _TO.search(header[0]), _CHANNEL.search(header[0])
             if to is not None:
@@ -72,7 +77,7 @@ class Harmony:
         )
 
     def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
-        """Put a message's text where it belongs, and return where the next message begins."""
+        """Append the text of the message at `at` to `into`, and return the index of the next message."""
         first, last = _end(text, at, ends)
         into.append(text[at:first])
         return last
@@ -96,6 +101,6 @@ class Harmony:
 
 
 def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:
-    """Where the message in which `at` stands ends: before its closing mark, and after it."""
+    """The start and the end of the closing mark of the message around `at`."""
     end = ends.search(text, at)
     return end.span() if end else (len(text), len(text))

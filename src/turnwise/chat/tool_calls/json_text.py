@@ -1,7 +1,7 @@
-"""JSON as models write it: where a value ends, what it says, and what is wrong with it.
+"""Decodes JSON that a model has written, at any position of a text, with error messages for the model.
 
-Strict about what would be something else elsewhere (NaN, Infinity, half a character), lenient about line breaks in strings.
-Nothing is repaired: a call that is almost JSON is told to the model as what it is.
+NaN, Infinity and unpaired surrogates are refused, because other programs could not read them from a JSON file. Line breaks in
+strings are accepted. Nothing is repaired: JSON with an error is a malformed call.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from turnwise.chat.tool_calls.parsing import MalformedCall, skip_space
 
 __all__ = ["arguments_of", "decode", "decode_all", "name_and_arguments", "refuse_unwritable"]
 
-_SHOWN = 20  # characters of what is wrong
-_PIECE = 512  # characters that are decoded at first
-_TAIL = 16  # characters at the end of a piece in which an error or an end may be due to the cut
+_SHOWN = 20  # characters of the text in an error message
+_PIECE = 512  # characters that are decoded first
+_TAIL = 16  # an error, or the end of a value, in the last characters of a piece may be caused by the cut
 _FIRST = frozenset(
     '{["-0123456789tfnNI'
-)  # what a value begins with, NaN and Infinity included, which are refused by name
+)  # first characters of a value, also of NaN and Infinity, which get their own error
 
 
 def decode(text: str, begin: int) -> tuple[Any, int]:
-    """The JSON value that begins at `begin`, and where it ends.
-
-    Raises MalformedCall.
-    """
+    """The JSON value that begins at `begin`, and the index after it. Raises MalformedCall."""
     if text[begin : begin + 1] not in _FIRST:
         raise MalformedCall(f"Expecting value at {text[begin : begin + _SHOWN]!r}", begin)
     try:
@@ -42,10 +39,10 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
 
 
 def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
-    """The value at `begin` and where it ends, at a cost that depends on the value and not on the text around it.
+    """The value at `begin` and the index after it, in time that depends on the value and not on the rest of the text.
 
-    The decoder counts the lines in front of an error from the beginning of what it was given. So it is given a piece, which
-    grows while the error may come from its end.
+    For an error, Python's decoder counts the lines from the beginning of its input. So its input is a piece of the text, which
+    grows as long as the error may be caused by the end of the piece.
 
     Raises MalformedCall, RecursionError and ValueError.
     """
@@ -63,16 +60,13 @@ def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
             rest = text[at : at + _SHOWN]
             where = f"at {rest!r}" if rest else "at the end"
             raise MalformedCall(f"{error.msg} {where}", at) from None
-        if whole or end < size - _TAIL:  # a number might go on behind the end
+        if whole or end < size - _TAIL:  # a number may continue after the end of the piece
             return value, begin + end
         size *= 4
 
 
 def decode_all(text: str) -> Any:
-    """The JSON value that a text is.
-
-    Raises MalformedCall.
-    """
+    """The JSON value that the entire text is. Raises MalformedCall."""
     value, end = decode(text, skip_space(text, 0))
     end = skip_space(text, end)
     if end < len(text):
@@ -99,10 +93,7 @@ def name_and_arguments(
 
 
 def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
-    """Decoded arguments, which may be JSON in a string, as OpenAI has them.
-
-    Raises MalformedCall.
-    """
+    """Decoded arguments, which may also be JSON in a string, as in OpenAI's API. Raises MalformedCall."""
     if isinstance(value, str):
         value = decode_all(value)
     if not isinstance(value, dict):
@@ -111,10 +102,7 @@ def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
 
 
 def refuse_unwritable(value: Any, at: int) -> None:
-    """Refuse what no JSON file can hold: a surrogate without its other half, NaN, something endless.
-
-    Raises MalformedCall.
-    """
+    """Raises MalformedCall if the value cannot be written to a JSON file: unpaired surrogates, NaN, too deep nesting."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:

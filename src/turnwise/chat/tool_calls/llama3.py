@@ -1,9 +1,13 @@
-"""Llama 3's format: a bare JSON object with name and parameters.
+"""Llama 3's format: a JSON object with name and parameters, without marks.
 
-There is no mark to go by, so every JSON object in the text is looked at, from its first brace to its last. It is a call if it
-has a name and nothing else than a call has; or, with other keys too, if its name is that of a tool on offer. OpenAI's shape,
-`{"type": "function", "function": {...}}`, is taken for the object inside. An object inside another value is no call. What
-cannot be read is a bad call only where it begins like one; else it is content.
+    {"name": "search", "parameters": {"query": "weather"}}
+
+Every JSON object in the text is examined. It is a call if it has a name and no keys but those of a call, or if its name is that
+of a tool on offer. OpenAI's shape, `{"type": "function", "function": {...}}`, is read as the object inside. An object inside any
+other value is content.
+
+Malformed calls: text that is no JSON is a malformed call only if it begins like a call (`{"name":`); otherwise it is content.
+Parsing continues at the next line, `;` or `<|python_tag|>` that is followed by the beginning of a call.
 """
 
 from __future__ import annotations
@@ -27,23 +31,27 @@ __all__ = ["Llama3"]
 
 _BEGINS = r"\{\s*[\"'](?:name|type|function)[\"']\s*:"
 _CALL = re.compile(_BEGINS)
-# white space is looked at from where it begins only, or much of it would be looked at from everywhere in it
+# possessive and with a look-behind, so that a run of white space is scanned once and not from each of its characters
 _NEXT = re.compile(rf"(?:(?<!\s)[^\S\n]*+\n|;|<\|python_tag\|>)\s*+(?={_BEGINS})")
 _SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
 _ARGUMENTS = ("parameters", "arguments")
 _OF_A_CALL = {"name", "type", "id", "index", *_ARGUMENTS}
 _AROUND_A_CALL = {"type", "id", "index", "function"}
-_NESTED = 1000  # characters after which it is worth while to look again, where a thousand brackets are open
+_NESTED = 1000
+"""Characters to skip when a value is nested too deep: scanning again after each bracket would take quadratic time."""
 
 
 class Llama3(MarkedFormat):
-    """`{"name": ..., "parameters": {...}}`, several of them separated by `;` or in a list, or after `<|python_tag|>`."""
+    """Llama 3.1 and later: `{"name": ..., "parameters": {...}}`.
+
+    Several calls are separated by `;`, or are in a list; `<|python_tag|>` may precede them.
+    """
 
     name = "llama3"
     example = '{"name": "<tool>", "parameters": {...}}'
 
     def __init__(self, example: str | None = None) -> None:
-        """`example` is what the model is told about the shape of a call, where a template writes another one."""
+        """`example` replaces the call in error messages, if a template writes another shape."""
         if example is not None:
             self.example = example
 
@@ -59,7 +67,7 @@ class Llama3(MarkedFormat):
         known = tool_names(tools)
         items = [_inner(item) for item in items]
         if not items or not all(_is_call(item, known) for item in items):
-            return [], end  # JSON, and said: what is inside it is not looked at
+            return [], end  # content; objects inside it are not examined
         return [self._call(item, text[begin:end]) for item in items], self._separated(text, end)
 
     def _call(self, value: Any, written: str) -> ToolCall:
@@ -76,19 +84,19 @@ class Llama3(MarkedFormat):
         if not _CALL.match(text, inside):
             return [], max(problem.at, further)
         if inside > begin:
-            return [], further if problem.give_up else inside  # one of the list is bad: each is read by itself
+            return [], further if problem.give_up else inside  # a list with a malformed call: parse each item by itself
         following = _NEXT.search(text, further)
         end = following.start() if following else len(text)
         return [self.malformed(problem, text[begin:end])], following.end() if following else end
 
     def _separated(self, text: str, end: int) -> int:
-        """Where the text goes on after a call: what only separates it from the next one is left out."""
+        """The index after a call and after the separator that may follow it."""
         separator = _SEPARATOR.match(text, end)
         return separator.end() if separator else end
 
 
 def _inner(value: Any) -> Any:
-    """The object inside OpenAI's shape; any other value as it is."""
+    """The object inside OpenAI's shape; any other value unchanged."""
     if isinstance(value, dict) and value.keys() <= _AROUND_A_CALL and isinstance(value.get("function"), dict):
         return value["function"]
     return value

@@ -1,10 +1,16 @@
-"""Calls as Python writes them, `[f(a=1), g()]`: bare (Llama 4), and between marks (LFM2).
+"""Calls written as in Python: `[f(a=1), g()]`, without marks (Llama 4) or between marks (LFM2).
 
-A list is taken apart at its commas first, so that one bad call leaves the others alone; then Python's own parser reads each
-value, and its literals are read off the tree: nothing is evaluated. What Python reads means what it means in Python (triple
-quotes, strings side by side). Three things are understood that Python refuses, because templates write them: JSON's `true`,
-`false` and `null`, line breaks in a string, and a quote in a string that was not escaped: where a call is no Python, a quote
-that no comma, colon or closing bracket follows closes nothing. A value may not hold the mark that opens a list.
+    <|tool_call_start|>[search(query="weather", days=3), now()]<|tool_call_end|>
+
+The list is split at its commas first, so a malformed call does not affect its neighbours. Then Python's parser (`ast`) parses
+each value, which must be a literal; nothing is evaluated. A valid Python literal means what it means in Python (triple quotes,
+adjacent strings). Templates also write three things that Python refuses, and they are accepted: JSON's `true`, `false` and
+`null`; line breaks in a string; quotes in a string that are not escaped. For the last, a call that is no valid Python is parsed
+again by a lenient rule: a quote ends a string only if a comma, a colon or a closing bracket follows. A value may not hold the
+opening mark of a list.
+
+Malformed calls: parsing continues at the next `, name(`, or at the end of the list. How much text may be parsed twice is limited
+(`_MAX_REPARSE`), so that hostile text does not take quadratic time.
 """
 
 from __future__ import annotations
@@ -39,18 +45,20 @@ _PYTHON_TOKENS = re.compile(
     rf"""|'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|{_MARK}""",
     re.DOTALL,
 )
-"""Strings and marks as Python has them."""
+"""String literals and punctuation, as in Python."""
 _LENIENT_TOKENS = re.compile(
     rf"""(?P<string>'(?:[^'\\]|\\.|'(?!{_CLOSES}))*+'|"(?:[^"\\]|\\.|"(?!{_CLOSES}))*+")|{_MARK}""",
     re.DOTALL,
 )
-"""The same where quotes in strings are not escaped."""
+"""The same, for strings with quotes that are not escaped."""
 _TO_ESCAPE = re.compile(r"""\\.|["'\n\r\0]""", re.DOTALL)
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\0"}
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WORDS = {"true": True, "false": False, "null": None}
-_DEEPEST = 50  # brackets inside each other
-_READ_AGAIN = 8  # times that a list may be read over before no further call is looked for in it
+_MAX_DEPTH = 50  # of brackets inside each other
+_MAX_REPARSE = (
+    8  # characters parsed in vain, as a multiple of the list's length, before the rest of the list is given up
+)
 
 
 class PythonCalls(MarkedFormat):
@@ -88,20 +96,20 @@ class PythonCalls(MarkedFormat):
         return calls, close.end() if close else at
 
     def _items(self, text: str, at: int, limit: int) -> tuple[list[ToolCall], int]:
-        """The calls of a list, and where it ends."""
+        """The calls of a list whose first call begins at `at`, and the index after the list."""
         calls: list[ToolCall] = []
-        read, most = 0, _READ_AGAIN * (limit - at)  # characters of calls that could not be read, and how many may be
+        wasted, max_wasted = 0, _MAX_REPARSE * (limit - at)  # characters parsed in vain
         while (at := skip_space(text, at)) < limit:
             if text.startswith("]", at):
                 return calls, at + 1
             if self._closing.match(text, at):
                 return calls, at
             try:
-                name, arguments, end, wasted = _read_call(text, at, limit, strict=read <= most)
-                read += wasted
+                name, arguments, end, wasted_here = _read_call(text, at, limit, strict=wasted <= max_wasted)
+                wasted += wasted_here
             except MalformedCall as problem:
-                read += problem.at - at
-                give_up = problem.give_up or read > most
+                wasted += problem.at - at
+                give_up = problem.give_up or wasted > max_wasted
                 following = None if give_up else self._next_call.search(text, at, limit)
                 first, end = following.span() if following else (limit, limit)
                 head = _HEAD.match(text, at, limit)
@@ -116,21 +124,22 @@ class PythonCalls(MarkedFormat):
             if text.startswith(",", at):
                 at += 1
             elif not text.startswith("]", at) and not ("\n" in text[end:at] and _HEAD.match(text, at, limit)):
-                return calls, at  # calls on lines of their own need no comma
+                return calls, at  # only calls on separate lines need no comma
         return calls, limit
 
 
 def _are_calls(calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> bool:
-    """Whether what looks like calls is any: one can be read, or bears the name of a tool (of any, if none are known)."""
+    """Whether a list without marks is a list of calls: a call is well-formed, or has the name of a tool (any name if no tools
+    are known)."""
     known = tool_names(tools)
     return any(call.error is None or not known or call.name in known for call in calls)
 
 
 def _read_call(text: str, at: int, limit: int, *, strict: bool) -> tuple[str, dict[str, Any] | MalformedCall, int, int]:
-    """The call at `at`: its name, its arguments or why they cannot be read, where it ends, and how many characters were read
-    in vain. With `strict` it is read as Python first.
+    """The call at `at`: its name, its arguments or why they are malformed, the index after it, and the number of characters
+    that were parsed in vain. `strict`: parse it as Python first, and leniently only if that fails.
 
-    Raises MalformedCall if it has no end.
+    Raises MalformedCall if the end of the call is not found.
     """
     wasted = at
     if strict:
@@ -150,10 +159,7 @@ def _read_call(text: str, at: int, limit: int, *, strict: bool) -> tuple[str, di
 
 
 def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tuple[str, list[str], int]:
-    """The call at `at`: its name, its arguments as Python source, and where it ends.
-
-    Raises MalformedCall.
-    """
+    """The call at `at`: its name, the Python source of each argument, and the index after it. Raises MalformedCall."""
     head = _HEAD.match(text, at, limit)
     if head is None:
         raise MalformedCall(f"{text[at : min(at + 20, limit)]!r} is no call, <tool>(<name>=<value>)", at)
@@ -172,7 +178,7 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
             raise MalformedCall("a string is not closed", token.start(), give_up=True)
         if mark in _PAIRS:
             open_brackets.append(_PAIRS[mark])
-            if len(open_brackets) > _DEEPEST:
+            if len(open_brackets) > _MAX_DEPTH:
                 raise MalformedCall("it is nested too deep", token.start())
         elif mark != "," and mark != open_brackets.pop():
             raise MalformedCall(f"{text[token.start() : token.start() + 20]!r} closes what is not open", token.start())
@@ -187,7 +193,7 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
 
 
 def _as_python_string(literal: str) -> str:
-    """A string literal as Python wants it: one line, its own quotes escaped; between triple quotes both may stay."""
+    """A string literal that Python accepts: line breaks and its own quotes escaped; in triple quotes both are allowed."""
     if literal[:3] in ("'''", '"""') and len(literal) > 5:
         return re.sub(r"\\.|[\r\0]", lambda found: _ESCAPES.get(found[0], found[0]), literal, flags=re.DOTALL)
 
@@ -213,13 +219,10 @@ def _arguments(written: Sequence[str], at: int) -> dict[str, Any]:
 
 
 def _literal(source: str, at: int) -> Any:
-    """The value of a literal.
-
-    Raises MalformedCall.
-    """
+    """The value of a Python literal. Raises MalformedCall."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of unknown escapes, as in a regular expression
+            warnings.simplefilter("ignore")  # about unknown escapes, such as \d in a regular expression
             value = _value(ast.parse(source, mode="eval").body)
     except MalformedCall:
         raise
@@ -257,7 +260,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 def _join_surrogates(value: Any) -> Any:
-    """Surrogate pairs, as JSON escapes them, as the characters that they mean."""
+    """The value with surrogate pairs (JSON escapes characters beyond U+FFFF as two) joined to characters."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     if isinstance(value, list):
@@ -268,7 +271,7 @@ def _join_surrogates(value: Any) -> Any:
 
 
 class Lfm2(PythonCalls):
-    """`<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>`."""
+    """LFM2 and LFM2.5: `<|tool_call_start|>[f(a=1), g()]<|tool_call_end|>`."""
 
     name = "lfm2"
     example = "<|tool_call_start|>[<tool>(<name>=<value>, ...)]<|tool_call_end|>"
@@ -276,7 +279,7 @@ class Lfm2(PythonCalls):
 
 
 class Pythonic(PythonCalls):
-    """`[f(a=1), g()]` at the beginning of a line, or between `<|python_start|>` and `<|python_end|>`."""
+    """Llama 4: `[f(a=1), g()]` at the beginning of a line, or between `<|python_start|>` and `<|python_end|>`."""
 
     name = "pythonic"
     example = "[<tool>(<name>=<value>, ...)]"

@@ -1,7 +1,7 @@
-"""A tokenizer's own description of what its model writes (transformers' `response_template`), as a format.
+"""A format defined by the tokenizer itself (`response_template` of transformers).
 
-transformers reads the turn, and reads all of it or nothing: where one call is malformed it raises, and the whole turn becomes
-one malformed call. So this is what is left where no format of ours reads the template; docs/tool_calls.md compares them.
+transformers parses the entire turn or raises: if a call is malformed, the turn becomes one malformed call, and its well-formed
+calls are lost. So this format is used only if no named format parses the template; docs/tool_calls.md compares them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["FromResponseTemplate"]
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class FromResponseTemplate:
-    """Reads with transformers and `spec`, the attribute `response_template` of a tokenizer.
+    """Parses with transformers and `spec`, the attribute `response_template` of a tokenizer.
 
     Raises TemplateError if transformers does not accept the spec.
     """
@@ -35,9 +35,9 @@ class FromResponseTemplate:
         try:
             self._spec = load_response_template(dict(spec))
         except (ValueError, TypeError) as error:
-            raise TemplateError(f"the tokenizer's response_template is none that can be read: {error}") from error
+            raise TemplateError(f"the tokenizer's response_template is not valid: {error}") from error
         fields = spec["fields"]
-        openings = [fields[field].get("open", "") for field in _THOUGHTS if field in fields]
+        openings = [fields[field].get("open", "") for field in _REASONING_FIELDS if field in fields]
         self._opened = next((opening for opening in openings if isinstance(opening, str)), "")
 
     def parse(
@@ -57,27 +57,27 @@ class FromResponseTemplate:
                     text, self._spec, prefix=self._opened if thinking else "", tools=list(tools) or None
                 )
         except Failed as failed:
-            reasoning, said = marks.split(text, opened=thinking)
-            calls = [malformed_call(failed.failure.message, said, example=self.example)]
+            reasoning, content = marks.split(text, opened=thinking)
+            calls = [malformed_call(failed.failure.message, content, example=self.example)]
             return ParsedText(content="", reasoning=reasoning, calls=assign_ids(calls, first_id))
         return ParsedText(
             content=str(message.get("content") or "").strip("\n"),
-            reasoning="\n".join(str(message[field]) for field in _THOUGHTS if message.get(field)),
-            calls=assign_ids((self._call(one) for one in message.get("tool_calls") or []), first_id),
+            reasoning="\n".join(str(message[field]) for field in _REASONING_FIELDS if message.get(field)),
+            calls=assign_ids((self._call(call) for call in message.get("tool_calls") or []), first_id),
         )
 
-    def _call(self, found: Any) -> ToolCall:
-        written = str(found)
+    def _call(self, parsed: Any) -> ToolCall:
+        written = str(parsed)
         try:
-            function = found.get("function", found) if isinstance(found, dict) else None
+            function = parsed.get("function", parsed) if isinstance(parsed, dict) else None
             if not isinstance(function, dict):
                 raise MalformedCall(f"it is a {type(function).__name__}, not an object", 0)
             name, arguments = function.get("name"), function.get("arguments")
             if not isinstance(name, str) or not name:
                 raise MalformedCall('its "name" is missing', 0)
             arguments = arguments_of({} if arguments is None else arguments)
-            refuse_unwritable(arguments, 0)  # the library lets NaN pass
-            id = found.get("id") if isinstance(found, dict) else None
+            refuse_unwritable(arguments, 0)  # transformers accepts NaN
+            id = parsed.get("id") if isinstance(parsed, dict) else None
             return well_formed_call(name, arguments, written, id if isinstance(id, str) else "")
         except MalformedCall as problem:
             return malformed_call(problem, written, example=self.example)

@@ -1,4 +1,4 @@
-"""Values that are written without saying of which type they are: the tool's schema decides."""
+"""The type of values in formats that write all values as plain text: the tool's JSON schema decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turnwise.types import ToolSchema
 
 __all__ = ["properties", "typed"]
 
-_PYTHONS_WORDS = {"True": True, "False": False, "None": None}  # templates write `value | string`
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # templates write values with Jinja's `string` filter
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "null": type(None),
     "boolean": bool,
@@ -23,7 +23,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def properties(tools: Sequence[ToolSchema], name: str) -> Mapping[str, Any]:
-    """The schemas of a tool's parameters, by name; none where the tool is not on offer or declares none."""
+    """The schemas of a tool's parameters, by name; empty if the tool is not on offer or declares no parameters."""
     for tool in tools:
         function = tool.get("function", tool)
         if isinstance(function, dict) and function.get("name") == name:
@@ -34,18 +34,18 @@ def properties(tools: Sequence[ToolSchema], name: str) -> Mapping[str, Any]:
 
 
 def typed(text: str, schema: Any) -> Any:
-    """What a text means.
+    """The value that a text stands for, by the schema of its parameter.
 
-    A declared string is the text, whatever it looks like. Otherwise it is JSON, or one of Python's words for true, false and
-    null, if it can be read as that, and the text if not. Where a string is one of several declared types, it is JSON only if
-    that is of one of the others.
+    - The schema declares a string: the text itself, also if it looks like `null` or `3`.
+    - Otherwise: the value if the text is JSON or Python's True, False or None; the text itself if not.
+    - The schema declares a string among other types: JSON counts only if its value has one of the declared types.
     """
     declared = _declared(schema)
     if declared == {"string"}:
         return text
     stripped = text.strip()
-    if stripped in _PYTHONS_WORDS:
-        value = _PYTHONS_WORDS[stripped]
+    if stripped in _PYTHON_CONSTANTS:
+        value = _PYTHON_CONSTANTS[stripped]
     else:
         try:
             value = decode_all(stripped)
@@ -63,7 +63,7 @@ def _is_a(value: Any, kind: str) -> bool:
 
 
 def _declared(schema: Any) -> set[str]:
-    """The types that a schema allows, by JSON schema's names; empty where it does not say."""
+    """The types that a schema allows, by their JSON schema names; empty if it declares none."""
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type")
