@@ -72,7 +72,6 @@ def conversation(turns: int) -> tuple[list[Message], list[tuple[str, Message]]]:
 def ours(tokenizer: Counting) -> Cost:
     renderer = Renderer(tokenizer)
     opening, rounds = conversation(TURNS)
-    _ = renderer.tool_format, renderer.template.takes  # found out once for a model
     sampled = [[*renderer.encode(said), renderer.stop_token_ids[0]] for said, _ in rounds]
     tokenizer.encoded = 0
     seconds, encoded = [], []
@@ -85,7 +84,7 @@ def ours(tokenizer: Counting) -> Cost:
         segment.append_context(piece.token_ids)
         script.append_messages(piece, place)
         segment.token_ids.extend(sampled[n])
-        script.append_turn(renderer.parse_turn(sampled[n], tools=TOOLS))
+        script.append_turn(renderer.turn_parser.parse(sampled[n], tools=TOOLS))
         piece = renderer.encode_bridge(segment.token_ids[-1], [answer], script.before)
         seconds.append(time.process_time() - started)
         encoded.append(tokenizer.encoded)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.families import SHARED, family_renderer, template_files  # noqa: E402
 from turnwise.chat.renderer import Renderer  # noqa: E402
-from turnwise.chat.template_check import SCENARIOS, Finding, examine  # noqa: E402
+from turnwise.chat.template_check import SCENARIOS, Finding, check_scenario  # noqa: E402
 from turnwise.errors import TemplateError  # noqa: E402
 
 PAGE = ROOT / "docs" / "templates.md"
@@ -56,24 +56,24 @@ def table() -> str:
     ]
     for path in template_files():
         renderer = family_renderer(path)
-        cells = [_cell(examine(renderer, scenario), notes) for scenario in SCENARIOS]
+        cells = [_cell(check_scenario(renderer, scenario), notes) for scenario in SCENARIOS]
         rows.append(
             f"| {path.stem} | {_calls(renderer)} | "
             + " | ".join(cells)
-            + f" | {', '.join(renderer.strips_at) or '–'} |"
+            + f" | {', '.join(renderer.profile.kept_reasoning.stripped_before) or '–'} |"
         )
     return "\n".join([*rows, "", *notes.lines()])
 
 
 def _calls(renderer: Renderer) -> str:
     try:
-        return renderer.tool_format.name
+        return renderer.turn_parser.tool_format.name
     except TemplateError:
         return "–"
 
 
 def _cell(found: Finding, notes: Notes) -> str:
-    handed = ", ".join(SHORT.get(one, one) for one in found.handed)
+    handed = ", ".join(SHORT.get(one, one) for one in found.adaptations)
     if found.refused:
         return f"≠ {notes.mark(_tidy(found.refused))}"
     if found.differs:

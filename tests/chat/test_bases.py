@@ -9,9 +9,9 @@ import pytest
 
 from support import CHATML, byte_tokenizer
 from support.conversations import call, hold, scripted
-from turnwise.chat.base_conversations import Before
+from turnwise.chat.base_conversations import PriorConversation
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
 from turnwise.environments.environment import environment
 from turnwise.types import Message, Opening, Reply, Row, Trajectory, Turn
 
@@ -103,7 +103,7 @@ def one_pass(renderer: Renderer, trajectory: Trajectory) -> list[int]:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_a_conversation_are_those_of_one_pass(name: str, system: bool) -> None:
     renderer = Renderer(byte_tokenizer(TEMPLATES[name]))
-    assert renderer.tool_format.name == "hermes"
+    assert renderer.turn_parser.tool_format.name == "hermes"
     row = Row(id="1", messages=[SYSTEM, ASKED] if system else [ASKED])
     trajectory = hold(scripted(SAID, renderer=renderer), adds, renderer=renderer, row=row)
     assert (trajectory.error, trajectory.template_mismatch, len(trajectory.turns)) == (None, None, 8)
@@ -116,7 +116,7 @@ def test_the_ids_of_a_conversation_are_those_of_one_pass(name: str, system: bool
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_sweep_finds_such_templates_exact(name: str, scenario: Scenario) -> None:
-    found = examine(Renderer(byte_tokenizer(TEMPLATES[name])), scenario)
+    found = check_scenario(Renderer(byte_tokenizer(TEMPLATES[name])), scenario)
     assert found.exact, found.differs or found.refused
 
 
@@ -124,11 +124,11 @@ def test_the_sweep_finds_such_templates_exact(name: str, scenario: Scenario) -> 
 def test_only_templates_that_count_are_asked_behind_the_whole_conversation(name: str) -> None:
     template = Renderer(byte_tokenizer(TEMPLATES.get(name, CHATML))).template
     messages = [SYSTEM, ASKED, {"role": "assistant", "content": "x"}, {**MORE, "role": "tool"}, ASKED]
-    before = Before.of(messages, tools=True)
-    assert (before.again, before.system, before.tools) == (True, "system", True)
+    before = PriorConversation.from_messages(messages, has_tools=True)
+    assert (before.has_tool_messages, before.system_role, before.has_tools) == (True, "system", True)
     plan = template.plan([{"role": "tool", "name": "add", "tool_call_id": "call_0", "content": "2"}], before)
-    assert plan.base_has == before.short
-    assert (plan.counts, bool(plan.behind(before).messages)) == ((name in COUNTING,) * 2)
+    assert plan.base_features == before.without_messages
+    assert (plan.needs_history, bool(plan.base_for(before).messages)) == ((name in COUNTING,) * 2)
 
 
 MOVES_TOOLS = (
@@ -145,8 +145,8 @@ MOVES_TOOLS = (
 
 def test_a_base_conversation_has_nothing_that_the_template_would_write_into_the_bridge() -> None:
     renderer = Renderer(byte_tokenizer(MOVES_TOOLS))
-    before = Before(system="system", tools=True)
-    assert renderer.template.plan([MORE], before).base_has == Before()
+    before = PriorConversation(system_role="system", has_tools=True)
+    assert renderer.template.plan([MORE], before).base_features == PriorConversation()
     text = renderer.encode_bridge(renderer.stop_token_ids[0], [MORE], before).text
     assert text == "\n<|im_start|>user:And now?<|im_end|><|im_start|>assistant\n"
 
@@ -164,9 +164,9 @@ REFUSES_CALLS += "{% endif %}{% endfor %}" + CHATML
 @pytest.mark.parametrize("template", [CALLS_WITH_TOOLS, REFUSES_CALLS], ids=["leaves them out", "refuses them"])
 def test_calls_that_are_written_only_with_tools_are_asked_for_with_a_tool(template: str) -> None:
     renderer = Renderer(byte_tokenizer(template))
-    assert renderer.template.probe_tools == ()
-    assert renderer.tool_format.name == "hermes"
-    assert [examine(renderer, scenario).exact for scenario in SCENARIOS] == [True] * len(SCENARIOS)
+    assert not renderer.profile.messages.requires_tools
+    assert renderer.turn_parser.tool_format.name == "hermes"
+    assert [check_scenario(renderer, scenario).exact for scenario in SCENARIOS] == [True] * len(SCENARIOS)
     row = Row(id="1", messages=[ASKED])
     trajectory = hold(scripted(SAID, renderer=renderer), adds, renderer=renderer, row=row)
     assert (trajectory.error, trajectory.template_mismatch) == (None, None)

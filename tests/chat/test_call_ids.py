@@ -52,7 +52,7 @@ async def adds(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
 
 def test_ids_of_calls_are_short_where_the_template_insists_and_its_count_of_turns_is_right() -> None:
     renderer = Renderer(byte_tokenizer(MISTRAL))
-    assert renderer.tool_format.name == "mistral"
+    assert renderer.turn_parser.tool_format.name == "mistral"
     unnamed = CALL.replace(', "id": "a1b2c3d4e"', "")
     trajectory = hold(scripted([CALL, unnamed, " Two.", " Yes."], renderer=renderer), adds, renderer=renderer)
     assert (trajectory.stop, trajectory.error, trajectory.template_mismatch) == ("done", None, None)
@@ -110,7 +110,9 @@ def kimi_call(*ids: str) -> str:
 
 def test_the_answer_to_a_call_has_the_id_that_the_model_wrote() -> None:
     renderer = Renderer(byte_tokenizer(KIMI))
-    assert renderer.tool_format.name == "kimi"  # found out, though the template writes no name but in the id
+    assert (
+        renderer.turn_parser.tool_format.name == "kimi"
+    )  # found out, though the template writes no name but in the id
     turns = [kimi_call("functions.add:0", "functions.add:1"), kimi_call("functions.add:2"), "Two.", "Yes."]
     trajectory = hold(scripted(turns, renderer=renderer), adds, renderer=renderer)
     assert (trajectory.error, trajectory.template_mismatch) == (None, None)

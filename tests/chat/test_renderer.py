@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from support import CHATML, byte_tokenizer, merging_tokenizer, templates
 from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
-from turnwise.chat.one_pass import Held, OnePass
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.environments.environment import SingleTurn
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
@@ -41,7 +41,7 @@ def one_pass(messages: list[Message], tools: list[Any] | None = None, *, cue: bo
 
 def drift(renderer: Renderer, segment: Segment, messages: list[Message]) -> str | None:
     """What the sanity check finds in a segment of these messages."""
-    return OnePass(renderer).drift(Held(segment=segment, messages=messages), served=False)
+    return SanityCheck(renderer).compare(SegmentMessages(segment=segment, messages=messages), as_served=False)
 
 
 def segment_of(*parts: tuple[int, str]) -> Segment:
@@ -144,7 +144,7 @@ def test_the_end_of_a_turn_is_the_templates_own_token_the_eos_and_those_of_the_g
 
 def test_parse_reads_text_message_and_calls_and_leaves_the_stop_token_off() -> None:
     ids = [*RENDERER.encode("Hm.\n" + call("add", '{"a": 1}')), STOP]
-    said = RENDERER.parse_turn(ids, tools=[WEATHER], first_call=7)
+    said = RENDERER.turn_parser.parse(ids, tools=[WEATHER], first_call=7)
     assert said.text == 'Hm.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert said.message == {
         "role": "assistant",
@@ -152,10 +152,10 @@ def test_parse_reads_text_message_and_calls_and_leaves_the_stop_token_off() -> N
         "tool_calls": [{"id": "call_7", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }
     assert [(one.id, one.name, one.arguments, one.error) for one in said.calls] == [("call_7", "add", {"a": 1}, None)]
-    plain = RENDERER.parse_turn(ids)
+    plain = RENDERER.turn_parser.parse(ids)
     assert (plain.text, plain.message, plain.calls) == (said.text, {"role": "assistant", "content": said.text}, ())
-    assert RENDERER.parse_turn([STOP], tools=[WEATHER]).message == {"role": "assistant", "content": ""}
-    assert RENDERER.parse_turn([]).message == {"role": "assistant", "content": ""}
+    assert RENDERER.turn_parser.parse([STOP], tools=[WEATHER]).message == {"role": "assistant", "content": ""}
+    assert RENDERER.turn_parser.parse([]).message == {"role": "assistant", "content": ""}
 
 
 def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
@@ -173,20 +173,23 @@ def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
         "",
     )
     ids = [*RENDERER.encode(f"Perhaps {call('f')}?</think>So:{call('g')}"), STOP]
-    said = thinks.parse_turn(ids, tools=[WEATHER], thinking="<think>\n")
+    said = thinks.turn_parser.parse(ids, tools=[WEATHER], thought_opening="<think>\n")
     assert [one.name for one in said.calls] == ["g"]
     assert said.reasoning == said.message["reasoning_content"] == f"Perhaps {call('f')}?"
     assert said.message["content"] == "So:"
-    assert [one.name for one in RENDERER.parse_turn(ids, tools=[WEATHER]).calls] == ["f", "g"]
+    assert [one.name for one in RENDERER.turn_parser.parse(ids, tools=[WEATHER]).calls] == ["f", "g"]
 
 
 def test_thoughts_are_told_from_words_where_the_template_knows_of_them() -> None:
     thinks = Renderer(byte_tokenizer(THINKS_LAST))
     ids = [*RENDERER.encode("<think>Two and two.</think>Four."), STOP]
-    said = thinks.parse_turn(ids)
+    said = thinks.turn_parser.parse(ids)
     assert (said.reasoning, said.message["content"]) == ("Two and two.", "Four.")
     # a template that knows of none leaves it to the user's prompt: then the marks are words like others
-    assert RENDERER.parse_turn(ids).message == {"role": "assistant", "content": "<think>Two and two.</think>Four."}
+    assert RENDERER.turn_parser.parse(ids).message == {
+        "role": "assistant",
+        "content": "<think>Two and two.</think>Four.",
+    }
 
 
 # what was sampled is never encoded again
@@ -364,7 +367,7 @@ def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_o
     twice = hold(Says("<think>4?</think>4", "5"), lambda: ScriptedUser(["No."]), renderer=renderer)
     assert twice.template_mismatch is None
     assert spoken(twice.segments[0])[1] == (0, "<think>4?</think>4<|im_end|>")  # sampled: kept
-    assert renderer.strips_at == ("user", "tool")
+    assert renderer.profile.kept_reasoning.stripped_before == ("user", "tool")
     # what stands behind the thought is compared all the same
     mumbles = forgets.replace("'</think>')[-1]", "'</think>')[-1] | replace('4', 'four')")
     drift = hold(
@@ -377,7 +380,7 @@ def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_o
 def test_qwen3_with_its_own_template() -> None:
     renderer = Renderer(byte_tokenizer(QWEN3.read_text()))
     assert renderer.stop_token_ids == (STOP,)
-    assert renderer.tool_format.name == "hermes"
+    assert renderer.turn_parser.tool_format.name == "hermes"
     twice = hold(
         Says("<think>\n4?\n</think>\n\n4", "<think>\n5?\n</think>\n\n5"),
         lambda: ScriptedUser(["No."]),
@@ -392,7 +395,7 @@ def test_qwen3_with_its_own_template() -> None:
     ]
     assert twice.template_mismatch is None
     assert [(turn.reasoning, turn.message["content"]) for turn in twice.turns] == [("4?", "4"), ("5?", "5")]
-    assert renderer.strips_at == ("user",)  # the template forgets the first thoughts
+    assert renderer.profile.kept_reasoning.stripped_before == ("user",)  # the template forgets the first thoughts
     assert hold(Says("4"), SingleTurn, renderer=renderer).template_mismatch is None
 
 
@@ -500,16 +503,16 @@ def test_a_template_that_takes_one_question_only_is_refused_where_a_second_one_i
 
 def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used() -> None:
     renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end")))
-    assert RENDERER.tool_format.name == "hermes"
+    assert RENDERER.turn_parser.tool_format.name == "hermes"
     with pytest.raises(
         TemplateError, match=r"in a format that cannot be read back.*Name the format \(tool_format=hermes, say\)"
     ):
-        _ = renderer.tool_format
+        _ = renderer.turn_parser.tool_format
     assert hold(Says("Yo"), SingleTurn, renderer=renderer).stop == "done"
     no_calls = Renderer(byte_tokenizer("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
     with pytest.raises(TemplateError, match="writes no tool calls"):
-        _ = no_calls.tool_format
-    assert Renderer(no_calls.tokenizer, tool_format="hermes").tool_format.name == "hermes"
+        _ = no_calls.turn_parser.tool_format
+    assert Renderer(no_calls.tokenizer, tool_format="hermes").turn_parser.tool_format.name == "hermes"
 
 
 def test_a_saved_tokenizer_is_loaded_with_the_stop_tokens_of_its_generation_config(tmp_path: Path) -> None:
@@ -551,21 +554,23 @@ STRANGE_SPEC = {
 
 def test_calls_that_no_named_format_reads_are_read_as_the_tokenizer_says() -> None:
     tokenizer = byte_tokenizer(STRANGE)
-    assert Renderer(tokenizer).tool_format.name == "learned"
+    assert Renderer(tokenizer).turn_parser.tool_format.name == "learned"
     with pytest.raises(
         TemplateError, match=r"tool_format=response_template: the tokenizer of .* has no response_template"
     ):
         Renderer(tokenizer, tool_format="response_template")
     tokenizer.response_template = STRANGE_SPEC
-    assert Renderer(tokenizer).tool_format.name == "response_template"
-    said = Renderer(tokenizer, tool_format="response_template").parse_turn(
+    assert Renderer(tokenizer).turn_parser.tool_format.name == "response_template"
+    said = Renderer(tokenizer, tool_format="response_template").turn_parser.parse(
         tokenizer.encode('Well.<invoke>{"name": "f", "arguments": {"x": 1}}</invoke><|im_end|>'), tools=[WEATHER]
     )
     assert said.message["content"] == "Well."
     assert [(call.name, call.arguments, call.error) for call in said.calls] == [("f", {"x": 1}, None)]
     ours = byte_tokenizer(CHATML)
     ours.response_template = STRANGE_SPEC
-    assert Renderer(ours).tool_format.name == "hermes"  # a good call is not lost beside a bad one only by ours
+    assert (
+        Renderer(ours).turn_parser.tool_format.name == "hermes"
+    )  # a good call is not lost beside a bad one only by ours
 
 
 def test_a_thought_that_is_written_like_its_own_mark_is_found_where_it_stands() -> None:

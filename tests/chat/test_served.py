@@ -10,9 +10,9 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import hold, scripted
 from support.families import family_renderer, template_files
-from turnwise.chat.one_pass import Held, OnePass
 from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.environments.environment import environment
 from turnwise.sft.targets import lines
 from turnwise.types import Message, Opening, Reply, Row, Segment, Trajectory, Turn
@@ -142,9 +142,11 @@ def test_the_check_finds_a_prompt_that_serving_would_not_show() -> None:
         {"role": "user", "content": "No."},
         {"role": "assistant", "content": "5"},
     ]
-    check = OnePass(renderer)
-    assert check.drift(Held(segment=segment, messages=messages), served=False) is None  # the policy keeps thoughts
-    found = check.drift(Held(segment=segment, messages=messages), served=True)
+    check = SanityCheck(renderer)
+    assert (
+        check.compare(SegmentMessages(segment=segment, messages=messages), as_served=False) is None
+    )  # the policy keeps thoughts
+    found = check.compare(SegmentMessages(segment=segment, messages=messages), as_served=True)
     assert found is not None
     assert "what the model said, tokens" in found
     assert "<think>Hm.</think>" in found

@@ -11,7 +11,7 @@ from support import CHATML, byte_tokenizer
 from support.conversations import a_row, hold, scripted
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
 from turnwise.config.schema import Config
 from turnwise.doctor.preflight import preflight
 from turnwise.environments.environment import environment
@@ -22,7 +22,7 @@ FILES = template_files()
 NAMES = [path.stem for path in FILES]
 pytestmark = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
 
-CUE = "opens a thought in the cue"
+CUE = "opens a thought in the generation prompt"
 END = "ends a turn that is not the last with"
 ONE_CALL = "only supports single tool-calls"
 FIRST_CALL = "leaves out all calls of a turn but the first 1"
@@ -58,7 +58,7 @@ NOT_EXACT: dict[str, dict[str, str]] = {
 def test_the_incremental_ids_are_those_of_the_one_pass_wherever_the_template_is_append_only(
     path: Path, scenario: Scenario
 ) -> None:
-    found = examine(family_renderer(path), scenario)
+    found = check_scenario(family_renderer(path), scenario)
     why = NOT_EXACT.get(path.stem, {}).get(scenario.name)
     if why is None:
         assert found.exact, found.differs or found.refused
@@ -86,7 +86,7 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
     texts: list[str] = []
     stops = [renderer.decode([token]) for token in renderer.stop_token_ids]
     for message, _ in scenario.rounds:
-        text = renderer.template.said(message, tools=scenario.tools)
+        text = renderer.template.completion_text(message, tools=scenario.tools)
         ends = [text.find(stop) for stop in stops if stop in text]
         text = text[: min(ends)] if ends else text
         # a model that is put inside a thought ends it first
@@ -103,7 +103,7 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_onl
     renderer = family_renderer(path)
     if scenario.tools:
         try:
-            _ = renderer.tool_format
+            _ = renderer.turn_parser.tool_format
         except TemplateError:
             pytest.skip("this template writes no tool calls")
     if NOT_EXACT.get(path.stem, {}).get(scenario.name) in (ONE_CALL, FIRST_CALL):
@@ -135,10 +135,10 @@ def test_forty_turns_encode_no_token_twice(path: Path) -> None:
         for n in range(39)
     ]
     last = ({"role": "assistant", "content": "words-39-x"}, [])
-    found = examine(renderer, Scenario(name="forty turns", rounds=[*rounds, last]))
+    found = check_scenario(renderer, Scenario(name="forty turns", rounds=[*rounds, last]))
     assert not found.refused
     # only what the model did not say is encoded at all
-    assert found.encoded <= found.kept
+    assert found.encoded_tokens <= found.total_tokens
 
 
 NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}" + CHATML
@@ -147,9 +147,9 @@ NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}"
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
 def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scenario) -> None:
     renderer = Renderer(byte_tokenizer(NEEDS_TOOLS))
-    assert renderer.template.probe_tools
-    assert renderer.tool_format.name == "hermes"
-    found = examine(renderer, scenario)
+    assert renderer.profile.messages.requires_tools
+    assert renderer.turn_parser.tool_format.name == "hermes"
+    found = check_scenario(renderer, scenario)
     assert found.exact, found.differs or found.refused
 
 

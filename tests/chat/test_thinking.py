@@ -159,7 +159,7 @@ def test_the_template_that_qwen3_ships_branches_as_its_rule_says(path: Any) -> N
 def test_strip_at_user_begins_a_segment_at_every_user_message_whatever_the_template_does() -> None:
     plain = _HEAD + _BODY + "{# <think> #}"  # a template that knows of thoughts and leaves none out
     renderer, trajectory = document(plain, "strip_at_user")
-    assert renderer.strips_at == ()
+    assert renderer.profile.kept_reasoning.stripped_before == ()
     _, second = trajectory.segments
     stripped = assistant("2 + 2 = 4.")
     assert (

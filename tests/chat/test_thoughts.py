@@ -9,8 +9,8 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import call, hold, spoken
 from support.families import family_tokenizer, template_files
+from turnwise.chat.kept_reasoning import KeptReasoning
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.stripped_thoughts import StripRule
 from turnwise.doctor.template import thinking as doctor_on_thinking
 from turnwise.doctor.template import thinking_problem
 from turnwise.environments.users import ScriptedUser
@@ -57,9 +57,9 @@ TEMPLATES = {
 def test_a_templates_own_marks_are_found(name: str) -> None:
     template, marks = TEMPLATES[name]
     renderer = Renderer(byte_tokenizer(template))
-    assert renderer.marks.own == (marks,)
-    assert renderer.thinks
-    assert renderer.strips_at[0] == "user"
+    assert renderer.profile.reasoning.marks.own == (marks,)
+    assert renderer.profile.reasoning.supported
+    assert renderer.profile.kept_reasoning.stripped_before[0] == "user"
     assert "leaves earlier thoughts out" in doctor_on_thinking(renderer, None).text
 
 
@@ -69,7 +69,9 @@ def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> Non
     renderer = Renderer(byte_tokenizer(template), tool_format="hermes")
     opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).open_thought
     thought = f"\nMaybe {call('search')}\n{closing}\n\n{call('lookup')}"
-    said = renderer.parse_turn(renderer.encode(thought if opened else opening + thought), tools=[{}], thinking=opened)
+    said = renderer.turn_parser.parse(
+        renderer.encode(thought if opened else opening + thought), tools=[{}], thought_opening=opened
+    )
     assert [one.name for one in said.calls] == ["lookup"]
     assert said.reasoning == f"Maybe {call('search')}"
     assert said.message["content"] == ""
@@ -108,8 +110,8 @@ def test_a_renamed_channel_of_thoughts_is_known_and_a_call_in_it_is_none(tmp_pat
     said = f"{thought}<|start|>assistant<|channel|>final<|message|>Four."
     for format in ("auto", "hermes"):
         renderer = Renderer(tokenizer, tool_format=format)
-        assert renderer.marks.own == marks
-        read = renderer.parse_turn(renderer.encode(said), tools=[{}])
+        assert renderer.profile.reasoning.marks.own == marks
+        read = renderer.turn_parser.parse(renderer.encode(said), tools=[{}])
         assert read.calls == ()
         assert (read.reasoning, read.message["content"]) == (f"Maybe {call('search')}", "Four.")
 
@@ -127,10 +129,10 @@ def test_a_real_template_with_other_marks_is_read_as_it_was_with_its_own(
     path = tmp_path / f"{stem}_renamed.jinja"
     path.write_text(source.replace("</think>", marks[1]).replace("<think>", marks[0]), encoding="utf-8")
     own, renamed = Renderer(family_tokenizer(FILES[stem])), Renderer(family_tokenizer(path))
-    assert own.marks.own == (("<think>", "</think>"),)
-    assert renamed.marks.own == (marks,)
-    assert renamed.strips_at == own.strips_at
-    assert renamed.template.takes == own.template.takes
+    assert own.profile.reasoning.marks.own == (("<think>", "</think>"),)
+    assert renamed.profile.reasoning.marks.own == (marks,)
+    assert renamed.profile.kept_reasoning.stripped_before == own.profile.kept_reasoning.stripped_before
+    assert renamed.profile.turn.content == own.profile.turn.content
 
 
 def test_a_mark_that_only_ends_turns_is_no_mark_of_thinking() -> None:
@@ -138,7 +140,7 @@ def test_a_mark_that_only_ends_turns_is_no_mark_of_thinking() -> None:
         "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|end|>\n{%- endfor %}"
         "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    assert not Renderer(byte_tokenizer(phi)).thinks  # <|end|> closes a thought in gpt-oss only
+    assert not Renderer(byte_tokenizer(phi)).profile.reasoning.supported  # <|end|> closes a thought in gpt-oss only
 
 
 _LAST = (
@@ -149,19 +151,19 @@ _LAST = (
     "{%- if message.role == 'assistant' and RULE %}{%- set content = content.split('</think>')[-1] %}{%- endif %}"
 ) + _TURN + _CUE.replace("CUE", "")  # fmt: skip
 RULES = {
-    "false": StripRule(),
-    "loop.index0 < ns.user": StripRule(user="none"),
-    "not loop.last": StripRule(user="none", tool="none"),
-    "loop.index0 < ns.said": StripRule(user="last", tool="last"),
-    "loop.index0 < ns.said and loop.index0 < ns.user": StripRule(user="last"),
-    "loop.index0 < messages | length - 4": StripRule(user="some", tool="some"),
+    "false": KeptReasoning(),
+    "loop.index0 < ns.user": KeptReasoning(user="none"),
+    "not loop.last": KeptReasoning(user="none", tool="none"),
+    "loop.index0 < ns.said": KeptReasoning(user="last", tool="last"),
+    "loop.index0 < ns.said and loop.index0 < ns.user": KeptReasoning(user="last"),
+    "loop.index0 < messages | length - 4": KeptReasoning(user="some", tool="some"),
 }
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_which_thoughts_a_template_leaves_out_is_told_by_several_turns(rule: str) -> None:
     renderer = Renderer(byte_tokenizer(_LAST.replace("RULE", rule) + "{# </think> #}"))
-    assert renderer.strips == RULES[rule]
+    assert renderer.profile.kept_reasoning == RULES[rule]
     problem = thinking_problem(renderer, "branch")
     assert (problem is not None) == (rule == "false"), problem
 

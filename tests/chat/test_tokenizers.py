@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from support import CHATML
 from support.conversations import Says, a_row, completion, hold
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
 from turnwise.environments.users import ScriptedUser
 
 TEXTS = [
@@ -163,7 +163,7 @@ def test_what_is_said_to_the_model_is_cut_as_it_is_in_one_pass(kind: str) -> Non
         {"role": "assistant", "content": known.decode(said[:-1])},
         {"role": "user", "content": "said what"},
     ]
-    text = known.template.render(messages, cue=True)
+    text = known.template.render(messages, add_generation_prompt=True)
     whole = list(known.tokenizer.encode(text, add_special_tokens=False))
     assert incremental[-len(bridge.token_ids) :] == whole[-len(bridge.token_ids) :]
     assert incremental[: len(opening.token_ids)] == list(opening.token_ids)
@@ -172,7 +172,7 @@ def test_what_is_said_to_the_model_is_cut_as_it_is_in_one_pass(kind: str) -> Non
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
 @pytest.mark.parametrize("kind", ["merges of bytes", "a space in front", "byte fallback"])
 def test_ids_are_compared_so_a_blank_before_every_stretch_is_no_difference(kind: str, scenario: Scenario) -> None:
-    found = examine(Renderer(KINDS[kind]()), scenario)
+    found = check_scenario(Renderer(KINDS[kind]()), scenario)
     assert found.exact, found.differs or found.refused
 
 
@@ -186,10 +186,14 @@ def test_a_conversation_whose_ids_are_those_of_the_one_pass_has_no_drift(kind: s
         {"role": "user", "content": "what"},
         {"role": "assistant", "content": said[1]},
     ]
-    whole = list(known.tokenizer.encode(known.template.render(messages, cue=False), add_special_tokens=False))
+    whole = list(
+        known.tokenizer.encode(known.template.render(messages, add_generation_prompt=False), add_special_tokens=False)
+    )
     turns: list[list[int]] = []
     for count in (1, 3):
-        shown = known.tokenizer.encode(known.template.render(messages[:count], cue=True), add_special_tokens=False)
+        shown = known.tokenizer.encode(
+            known.template.render(messages[:count], add_generation_prompt=True), add_special_tokens=False
+        )
         assert whole[: len(shown)] == shown
         turns.append(whole[len(shown) : whole.index(known.stop_token_ids[0], len(shown)) + 1])
     trajectory = hold(Samples(*turns), lambda: ScriptedUser(["what"]), renderer=known, row=a_row("the assistant said"))

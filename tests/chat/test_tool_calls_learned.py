@@ -249,10 +249,12 @@ def test_calls_without_a_mark_or_without_their_arguments_are_not_learned(write: 
 
 def test_a_renderer_reads_calls_in_the_format_that_its_template_writes() -> None:
     renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "<call>").replace("</tool_call>", "</call>")))
-    assert renderer.tool_format.name == "learned"
+    assert renderer.turn_parser.tool_format.name == "learned"
     ids = renderer.encode('Well.<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>')
-    said = renderer.parse_turn(ids, tools=[{"type": "function", "function": {"name": "f"}}])
+    said = renderer.turn_parser.parse(ids, tools=[{"type": "function", "function": {"name": "f"}}])
     assert said.message["content"] == "Well."
     assert [(call.name, call.arguments, call.error) for call in said.calls] == [("f", {"x": 1}, None)]
     with pytest.raises(TemplateError, match="in a format that cannot be read back"):
-        _ = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end"))).tool_format
+        _ = Renderer(
+            byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end"))
+        ).turn_parser.tool_format

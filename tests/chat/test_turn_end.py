@@ -61,7 +61,7 @@ def context_behind(renderer: Renderer, end: str) -> str:
         yield Reply(messages=[answer])
         yield Reply(done=True)
 
-    call = renderer.template.said(probe_call({"text": "x"})).partition("</call>")[0] + "</call>"
+    call = renderer.template.completion_text(probe_call({"text": "x"})).partition("</call>")[0] + "</call>"
     engine = ScriptedEngine(
         [[call + end, "Five</turn>"]], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]
     )
@@ -106,9 +106,9 @@ def test_no_family_writes_pieces_of_a_call_behind_a_turn(file: Path) -> None:
         plan = renderer.template.plan([answer])
     except TemplateError:
         return  # it takes no answers of tools
-    if renderer.template.call_shape is None:
+    if not renderer.template.writes_calls:
         return
-    whole = renderer.template.said(probe_call({"text": PLACEHOLDER}))
+    whole = renderer.template.completion_text(probe_call({"text": PLACEHOLDER}))
     piece = renderer.encode(whole.partition(PLACEHOLDER)[2].strip())[0]  # what closes the argument
     for stop in (*renderer.stop_token_ids, renderer.encode("x")[0]):
         assert renderer.encode_bridge(stop, plan.apply([answer])).token_ids[0] != piece
@@ -133,7 +133,7 @@ def stops_of(template: str, *named: str, eos: str | None = None) -> tuple[list[s
     tokenizer.eos_token = eos
     ids = [token for text in named for token in tokenizer.encode(text, add_special_tokens=False)]
     renderer = Renderer(tokenizer, generation_stop_ids=ids)
-    inside = {renderer.decode([token]): part for token, part in renderer.stops.inside.items()}
+    inside = {renderer.decode([token]): part for token, part in renderer.profile.stop_tokens.inside_turns.items()}
     return [renderer.decode([token]) for token in renderer.stop_token_ids], inside
 
 
@@ -160,7 +160,7 @@ def test_a_token_that_closes_thoughts_between_marks_does_not_end_a_turn() -> Non
     tokenizer.eos_token = "</think>"
     renderer = Renderer(tokenizer)
     assert [renderer.decode([token]) for token in renderer.stop_token_ids] == ["<|im_end|>"]
-    assert list(renderer.stops.inside.values()) == ["a thought"]
+    assert list(renderer.profile.stop_tokens.inside_turns.values()) == ["a thought"]
 
 
 def test_a_turn_that_only_such_a_token_would_end_is_refused_with_the_token_and_the_part() -> None:
@@ -171,9 +171,9 @@ def test_a_turn_that_only_such_a_token_would_end_is_refused_with_the_token_and_t
 def test_an_id_that_the_tokenizer_does_not_have_ends_nothing_and_is_remembered() -> None:
     renderer = Renderer(byte_tokenizer(), generation_stop_ids=[2, 99_999, -1])
     assert renderer.stop_token_ids == (2,)
-    assert renderer.stops.unknown == (99_999, -1)
+    assert renderer.profile.stop_tokens.unknown_ids == (99_999, -1)
 
 
 @pytest.mark.parametrize("file", template_files(), ids=lambda file: file.stem)
 def test_no_stop_token_of_a_family_stands_inside_its_turns(file: Path) -> None:
-    assert family_renderer(file).stops.inside == {}
+    assert family_renderer(file).profile.stop_tokens.inside_turns == {}

@@ -421,7 +421,7 @@ def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
     ("override", "read_off"),
     [
         ("tokenization_sanity_check=disable", lambda run: run.table.renderer.sanity == "disable"),
-        ("tool_format=llama3", lambda run: run.table.renderer.tool_format.name == "llama3"),
+        ("tool_format=llama3", lambda run: run.table.renderer.turn_parser.tool_format.name == "llama3"),
         ("max_concurrent=3", lambda run: run.table.max_concurrent == 3),
         ("train.share_prompts=never", lambda run: not run.learner.requirements.share_prompts),
         ("limits.context=99", lambda run: run.table.limits.context == 99),

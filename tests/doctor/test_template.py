@@ -11,7 +11,7 @@ from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
 from support.templates import GROWS, NO_TOOLS, STRANGE_CALLS, THINKS
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, examine
+from turnwise.chat.template_check import SCENARIOS, check_scenario
 from turnwise.doctor.check import worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
@@ -253,7 +253,7 @@ def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path:
 
     cells = documented(path.stem)
     for name, scenarios in KINDS.items():
-        wrong = {examine(found, BY_NAME[scenario]).harmless for scenario in scenarios if "≠" in cells[scenario]}
+        wrong = {check_scenario(found, BY_NAME[scenario]).harmless for scenario in scenarios if "≠" in cells[scenario]}
         if not wrong and all(cells[scenario] == "=" for scenario in scenarios):
             assert turns[name].status == "ok", turns[name].text
         elif not wrong:
@@ -262,7 +262,7 @@ def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path:
         elif turns[name].status == "ok":
             raise AssertionError(f"{name}: {cells}")
     later = [scenario for scenario in ("tool round", "three tool rounds", "retry by user") if "≠" in cells[scenario]]
-    serious = [scenario for scenario in later if not examine(found, BY_NAME[scenario]).harmless]
+    serious = [scenario for scenario in later if not check_scenario(found, BY_NAME[scenario]).harmless]
     assert ("fail" in [one.status for one in turns.values()]) == bool(serious)
     strips = cells["leaves thoughts out at"]
     assert ("leaves earlier thoughts out" in others[1].text) == (strips != "–")

@@ -14,7 +14,7 @@ from support import byte_tokenizer
 from support.conversations import RENDERER, a_row, hold, scripted, spoken
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, examine
+from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
 from turnwise.data.conversations import read_conversations
 from turnwise.environments.environment import EnvironmentFactory, environment
 from turnwise.errors import TemplateError
@@ -121,8 +121,8 @@ def test_wherever_a_template_can_be_continued_the_tokens_are_those_of_its_one_pa
     messages = [*scenario.opening, *(one for said, answers in scenario.rounds for one in (said, *answers))]
     for path in FILES.values():
         renderer = family_renderer(path)
-        found = examine(renderer, scenario)
-        if not found.exact or path.stem in OTHERWISE or (scenario.tools and renderer.template.call_shape is None):
+        found = check_scenario(renderer, scenario)
+        if not found.exact or path.stem in OTHERWISE or (scenario.tools and not renderer.template.writes_calls):
             continue
         trajectory = again(Row(id="1", messages=messages, fields={"tools": scenario.tools}), renderer)
         assert trajectory.error is None, (path.stem, trajectory.error)

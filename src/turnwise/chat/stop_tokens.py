@@ -1,6 +1,6 @@
-"""The tokens that end a turn: what the template says of them, what the tokenizer does, and the model's generation config.
+"""The tokens that end a turn: those of the template, of the tokenizer and of the model's generation config.
 
-Each is held against what the template writes for a thought, for calls and for an answer of several lines: a token that stands
+Each is checked against the text that the template writes for reasoning, for calls and for an answer of several lines: a token
 inside a turn does not end it.
 """
 
@@ -11,143 +11,157 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.chat.probes import PLACEHOLDER, probe, probe_call, words
+from turnwise.chat.probes import PLACEHOLDER, assistant_message, probe_call, probe_word
 from turnwise.chat.template import Template
+from turnwise.chat.turn_format import TurnFormat
 from turnwise.errors import TemplateError
 from turnwise.types import Message
 
-__all__ = ["Stops", "find_stops", "generation_stops", "special_tokens"]
+__all__ = ["StopTokens", "find_stop_tokens", "generation_config_stops", "special_tokens"]
 
 _LINES = "First, a line: 1 + 1 = 2.\nThen another one,\n\n1. a list,\n   * of two (or so).\n\n"
+_TWO_CALLS = "a turn of two calls"
 
 
 @dataclass(frozen=True, slots=True)
-class Stops:
-    """The tokens that end a turn, and those that were named as such and do not."""
+class StopTokens:
+    """The tokens that end a turn, and the tokens that are configured as such and do not."""
 
     token_ids: tuple[int, ...]
-    """The template's own first: it is the one that a scripted turn ends with."""
-    inside: Mapping[int, str] = field(default_factory=dict)
-    """Tokens that stand inside a turn, and in which part of one: `{7: "a thought"}`."""
-    unknown: tuple[int, ...] = ()
+    """The template's own token comes first: scripted turns end with it."""
+    inside_turns: Mapping[int, str] = field(default_factory=dict)
+    """Configured tokens that are written inside a turn, with the part of the turn: `{7: "a thought"}`. They do not stop it."""
+    unknown_ids: tuple[int, ...] = ()
     """Ids in the generation config that the tokenizer does not have."""
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """The tokens that no text is written with: the tokenizer's special ones, and those that were added to it."""
+    """The ids that no plain text is encoded to: the tokenizer's special tokens, and the tokens that were added to it."""
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
 
 
-def find_stops(tokenizer: Any, template: Template, generation: Sequence[int], *, where: str) -> Stops:
-    """The tokens that end a turn.
+def find_stop_tokens(
+    tokenizer: Any, template: Template, turn_format: TurnFormat, generation_config: Sequence[int]
+) -> StopTokens:
+    """Find the tokens that end a turn. `generation_config` are the stop tokens that it names.
 
-    Raises TemplateError if there is none.
+    Raises TemplateError if no token ends a turn.
     """
-    special = special_tokens(tokenizer)
-
-    def marks(text: str) -> list[int]:
-        return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in special]
-
-    unknown = tuple(token for token in dict.fromkeys(generation) if not _is_token(tokenizer, token))
-    known = [token for token in generation if token not in unknown]
+    unknown = tuple(token for token in dict.fromkeys(generation_config) if not _is_token(tokenizer, token))
+    configured = [token for token in generation_config if token not in unknown]
     if tokenizer.eos_token_id is not None:
-        known.insert(0, tokenizer.eos_token_id)
-    closing = _leading(tokenizer, template.closing, special)
-    if closing:
-        own = [next((token for token in closing if token in known), closing[0])]
-    else:  # nothing ends a turn but the header of the next one
-        heads = (_head(template, role) for role in ("user", "tool"))
-        own = [token for head in heads for token in _leading(tokenizer, head, special)[:1]]
-    alone, between = map(marks, template.call_ends)
-    if alone and alone[-1] not in between:  # what ends a turn of calls, where it is not what ends a single call
-        own.append(alone[-1])
-    named = tuple(dict.fromkeys([*own, *known]))
-    inside = _inside(tokenizer, template, named, own)
-    if stops := tuple(token for token in named if token not in inside):
-        return Stops(stops, inside, unknown)
+        configured.insert(0, tokenizer.eos_token_id)
+    own = _template_stops(tokenizer, template, turn_format, configured)
+    candidates = tuple(dict.fromkeys([*own, *configured]))
+    inside = _inside_turns(tokenizer, template, turn_format, candidates, own)
+    if stops := tuple(token for token in candidates if token not in inside):
+        return StopTokens(stops, inside, unknown)
     if inside:
-        told = "; ".join(f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items())
+        found = "; ".join(f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items())
         raise TemplateError(
-            f"{where} has no stop token, since all that are named stand inside a turn too: {told}. Name the token that the "
-            f"model ends its turns with: eos_token_id in generation_config.json"
+            f"{template.where} has no stop token, since all that are named stand inside a turn too: {found}. Name the token "
+            f"that the model ends its turns with: eos_token_id in generation_config.json"
         )
     raise TemplateError(
-        f"{where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
-        f"{template.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
+        f"{template.where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
+        f"{turn_format.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
         f"in tokenizer_config.json"
     )
+
+
+def _template_stops(
+    tokenizer: Any, template: Template, turn_format: TurnFormat, configured: Sequence[int]
+) -> list[int]:
+    """The tokens with which the template itself ends a turn; `configured` decides if it writes several."""
+    special = special_tokens(tokenizer)
+
+    def special_in(text: str) -> list[int]:
+        return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in special]
+
+    if closing := _leading_special(tokenizer, turn_format.closing, special):
+        own = [next((token for token in closing if token in configured), closing[0])]
+    else:  # only the header of the next message ends a turn
+        headers = (_header(template, role) for role in ("user", "tool"))
+        own = [token for header in headers for token in _leading_special(tokenizer, header, special)[:1]]
+    after_call, between_calls = special_in(turn_format.after_call), special_in(turn_format.between_calls)
+    if after_call and after_call[-1] not in between_calls:  # it ends the turn with calls, and not a single call
+        own.append(after_call[-1])
+    return own
 
 
 def _is_token(tokenizer: Any, token: int) -> bool:
     try:
         return token >= 0 and tokenizer.convert_ids_to_tokens(token) is not None
-    except (IndexError, OverflowError, ValueError):  # tokenizers in Python look it up
+    except (IndexError, OverflowError, ValueError):  # tokenizers written in Python raise for unknown ids
         return False
 
 
-def _inside(tokenizer: Any, template: Template, stops: Sequence[int], own: Sequence[int]) -> dict[int, str]:
-    """Those of the tokens that stand inside a turn, before its end, and in which part of a turn.
+def _inside_turns(
+    tokenizer: Any, template: Template, turn_format: TurnFormat, stops: Sequence[int], own: Sequence[int]
+) -> dict[int, str]:
+    """The candidates that are written inside a turn, before its end, with the part of the turn.
 
-    `own` are the template's. They may stand between two calls, since some templates write each call as a turn.
+    The template's `own` tokens may be written between two calls, since some templates write each call as a turn.
     """
-    found: dict[int, str] = {}
-    for part, text in _parts(template):
+    inside: dict[int, str] = {}
+    for part, text in _turn_parts(template, turn_format):
         ids = frozenset(tokenizer.encode(text, add_special_tokens=False))
         for token in stops:
-            if token in ids and not (part == "a turn of two calls" and token in own):
-                found.setdefault(token, part)
-    return found
+            if token in ids and not (part == _TWO_CALLS and token in own):
+                inside.setdefault(token, part)
+    return inside
 
 
-def _parts(template: Template) -> Iterator[tuple[str, str]]:
-    """What the model says in turns of several kinds, up to their last word; and what is special about the kind."""
-    for marked in _marked_thoughts(template):
+def _turn_parts(template: Template, turn_format: TurnFormat) -> Iterator[tuple[str, str]]:
+    """Completions of several kinds, each up to its last word, with the name of the kind."""
+    for marked in _marked_thoughts(template, turn_format):
         yield "a thought", marked
-    thought: Message = {} if template.reasoning_key is None else {template.reasoning_key: _LINES + probe(0)}
-    kinds: list[tuple[str, Message]] = [("an answer of several lines", words(_LINES + PLACEHOLDER))]
+    key = template.reasoning.key
+    thought: Message = {} if key is None else {key: _LINES + probe_word(0)}
+    kinds: list[tuple[str, Message]] = [("an answer of several lines", assistant_message(_LINES + PLACEHOLDER))]
     if thought:
-        kinds.append(("a thought", {**words(PLACEHOLDER), **thought}))
-    if template.call_shape is not None:
-        call, calls = probe_call({"text": PLACEHOLDER}), probe_call({"text": probe(0)}, {"text": PLACEHOLDER})
-        kinds += [("a call", call), ("a turn of words and a call", {**call, "content": probe(1)})]
-        kinds += [("a thought before a call", {**call, **thought}), ("a turn of two calls", calls)]
+        kinds.append(("a thought", {**assistant_message(PLACEHOLDER), **thought}))
+    if template.writes_calls:
+        call, calls = probe_call({"text": PLACEHOLDER}), probe_call({"text": probe_word(0)}, {"text": PLACEHOLDER})
+        kinds += [("a call", call), ("a turn of words and a call", {**call, "content": probe_word(1)})]
+        kinds += [("a thought before a call", {**call, **thought}), (_TWO_CALLS, calls)]
     for part, message in kinds:
         try:
-            before, found, _ = template.said(message).rpartition(PLACEHOLDER)
+            before, placeholder, _ = template.completion_text(message).rpartition(PLACEHOLDER)
         except TemplateError:
-            continue  # it takes no such turn
-        if found:
+            continue  # the template accepts no such turn
+        if placeholder:
             yield part, before
 
 
-def _marked_thoughts(template: Template) -> Iterator[str]:
-    """Thoughts between the marks that the template looks for in the model's own text."""
-    for opening, closing in template.thoughts.marks.own:
-        if not template.closing.startswith(closing):
+def _marked_thoughts(template: Template, turn_format: TurnFormat) -> Iterator[str]:
+    """Thoughts between the marks that the template removes from a content."""
+    for opening, closing in template.reasoning.marks.own:
+        if not turn_format.closing.startswith(closing):
             yield f"{opening}\n{_LINES}\n{closing}\n\n"
 
 
-def _leading(tokenizer: Any, text: str, special: frozenset[int]) -> list[int]:
+def _leading_special(tokenizer: Any, text: str, special: frozenset[int]) -> list[int]:
     """The special tokens that a text begins with."""
-    found: list[int] = []
+    leading: list[int] = []
     for token in tokenizer.encode(text, add_special_tokens=False):
         if token not in special:
             break
-        found.append(token)
-    return found
+        leading.append(token)
+    return leading
 
 
-def _head(template: Template, role: str) -> str:
+def _header(template: Template, role: str) -> str:
     try:
-        return template.head([role], "words")
+        return template.text_before_content([role], "text")
     except TemplateError:
         return ""
 
 
-def generation_stops(path: str | Path) -> list[int]:
-    """The stop tokens in a model's generation config; none where it has no such file.
+def generation_config_stops(path: str | Path) -> list[int]:
+    """The stop tokens in a model's generation config; empty if it has no such file.
 
-    Raises TemplateError if there is one that cannot be read.
+    Raises TemplateError if the file cannot be read.
     """
     from transformers import GenerationConfig
 

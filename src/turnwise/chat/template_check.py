@@ -1,8 +1,8 @@
-"""Whether a template can be continued: conversations written turn by turn, held against the same written in one pass.
+"""Whether a template can be continued: conversations written turn by turn, compared with the same in one pass.
 
-The model's part is played with what the template itself writes for it, so whatever differs is the template's doing: a text
-that it changes when the conversation goes on, or a message that it takes only in another shape. The sweep over templates
-(docs/templates.md) and `turnwise doctor` ask the same questions here.
+The model's turns are the text that the template itself writes for them, so every difference comes from the template: text that
+it changes when the conversation continues, or a message that it accepts only in another shape. The table of templates
+(docs/templates.md) and `turnwise doctor` use this check.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from turnwise.chat.base_conversations import Before
+from turnwise.chat.base_conversations import PriorConversation
 from turnwise.chat.probes import probe_call
 from turnwise.chat.renderer import EncodedMessages, Renderer
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["PROBE_TOOL", "SCENARIOS", "Finding", "Scenario", "examine"]
+__all__ = ["PROBE_TOOL", "SCENARIOS", "Finding", "Scenario", "check_scenario"]
 
 PROBE_TOOL: ToolSchema = {
     "type": "function",
@@ -31,12 +31,12 @@ PROBE_TOOL: ToolSchema = {
     },
 }
 
-_SHOWN = 70
+_SHOWN = 70  # characters of a text in a finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A conversation: the opening, then by turns what the model says and what it is answered."""
+    """A conversation: the opening, then the model's turns, each with the messages that follow it."""
 
     name: str
     rounds: Sequence[tuple[Message, Sequence[Message]]]
@@ -54,245 +54,258 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a scenario."""
+    """The result of a scenario."""
 
     scenario: str
     exact: bool
     """Whether the tokens are those of the one pass."""
     differs: str = ""
-    """Where they are not: what the template writes when the conversation goes on, and what it wrote before."""
+    """The first difference: the text in one pass, and the text that was written before. Empty if there is none."""
     harmless: bool = False
-    """Whether only what the model itself has the say in differs: the end of its turn, its thoughts, how a text is cut."""
-    handed: tuple[str, ...] = ()
-    """What had to be handed over in another shape: "system as user", "neighbours of one role as one message"."""
+    """Whether only the model's part differs, which is sampled in training: end of turn, reasoning, tokens of the same text."""
+    adaptations: tuple[str, ...] = ()
+    """How messages had to be changed: `system as user`, `neighbours as one message`."""
     refused: str = ""
-    """Why the template cannot do it at all."""
-    encoded: int = 0
+    """Why the template cannot write the scenario at all."""
+    encoded_tokens: int = 0
     """Tokens that were encoded for the context."""
-    kept: int = 0
+    total_tokens: int = 0
     """Tokens of the whole conversation."""
     ids: Sequence[int] = field(default=(), repr=False)
 
 
-def _says(number: int) -> Message:
+def _text_turn(number: int) -> Message:
     return {"role": "assistant", "content": f"words-{number}"}
 
 
-def _asks(number: int, *, calls: int = 1) -> tuple[Message, list[Message]]:
-    turn = probe_call(*({"text": f"argument-{number}-{call}"} for call in range(calls)))
+def _call_round(number: int, *, calls: int = 1) -> tuple[Message, list[Message]]:
+    turn = probe_call(*({"text": f"argument-{number}-{index}"} for index in range(calls)))
     answers: list[Message] = []
-    for call, asked in enumerate(turn["tool_calls"]):
-        asked["id"] = f"callpr{number}{call}x"
+    for index, call in enumerate(turn["tool_calls"]):
+        call["id"] = f"callpr{number}{index}x"
         answers.append(
-            {"role": "tool", "tool_call_id": asked["id"], "name": "probe_tool", "content": f"result-{number}-{call}"}
+            {"role": "tool", "tool_call_id": call["id"], "name": "probe_tool", "content": f"result-{number}-{index}"}
         )
     return turn, answers
 
 
+_AGAIN = "once-more"
 SCENARIOS: tuple[Scenario, ...] = (
-    Scenario(name="single turn", rounds=[(_says(0), [])]),
-    Scenario(name="tool round", rounds=[_asks(0), (_says(1), [])]),
-    Scenario(name="parallel calls", rounds=[_asks(0, calls=2), (_says(1), [])]),
-    Scenario(name="retry by user", rounds=[(_says(0), [{"role": "user", "content": "once-more"}]), (_says(1), [])]),
-    Scenario(name="retry by system", rounds=[(_says(0), [{"role": "system", "content": "once-more"}]), (_says(1), [])]),
-    Scenario(name="three tool rounds", rounds=[_asks(0), _asks(1), _asks(2), (_says(3), [])]),
+    Scenario(name="single turn", rounds=[(_text_turn(0), [])]),
+    Scenario(name="tool round", rounds=[_call_round(0), (_text_turn(1), [])]),
+    Scenario(name="parallel calls", rounds=[_call_round(0, calls=2), (_text_turn(1), [])]),
+    Scenario(
+        name="retry by user", rounds=[(_text_turn(0), [{"role": "user", "content": _AGAIN}]), (_text_turn(1), [])]
+    ),
+    Scenario(
+        name="retry by system", rounds=[(_text_turn(0), [{"role": "system", "content": _AGAIN}]), (_text_turn(1), [])]
+    ),
+    Scenario(name="three tool rounds", rounds=[_call_round(0), _call_round(1), _call_round(2), (_text_turn(3), [])]),
 )
 
 
-def examine(renderer: Renderer, scenario: Scenario) -> Finding:
-    """Hold a scenario turn by turn and in one pass. Never raises TemplateError: what the template refuses is a finding."""
+def check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
+    """Write a scenario turn by turn and in one pass. Never raises TemplateError: a refusal is a finding."""
     try:
-        return _examine(renderer, scenario)
+        return _check_scenario(renderer, scenario)
     except TemplateError as error:
         return Finding(scenario=scenario.name, exact=False, refused=str(error))
 
 
-def _examine(renderer: Renderer, scenario: Scenario) -> Finding:
+def _check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
     template = renderer.template
-    tools = (scenario.tools if template.call_shape is not None else []) or template.probe_tools
+    tools = (scenario.tools if template.writes_calls else []) or template.messages.probe_tools()
     opening = renderer.encode_opening(scenario.opening, tools)
-    messages, handed = list(opening.messages), _shapes(scenario.opening, opening.messages)
-    stands: list[Before] = []
-    for said, answers in scenario.rounds:
-        # a template that writes no calls is spoken to in words
-        asks = said.get("tool_calls") and template.call_shape is None
-        messages.append({"role": "assistant", "content": "call-words"} if asks else said)
+    messages, adaptations = list(opening.messages), _adaptations(scenario.opening, opening.messages)
+    priors: list[PriorConversation] = []
+    for turn, answers in scenario.rounds:
+        # a template that writes no calls gets a turn of text instead
+        as_text = turn.get("tool_calls") and not template.writes_calls
+        messages.append({"role": "assistant", "content": "call-words"} if as_text else turn)
         if answers:
-            stands.append(Before.of(list(messages), tools=bool(tools)))
-            given = template.plan(answers, stands[-1]).apply(answers)
-            handed |= _shapes(answers, given)
-            messages.extend(given)
-    held = _Held(renderer, template.render(messages, cue=False, tools=tools))
-    held.differs = _lost(messages, held.whole)
-    held.append(opening)
-    for answers, before in zip((answers for _, answers in scenario.rounds if answers), stands, strict=True):
-        held.turn(answers, before)
-    held.last()
-    if not held.differs and held.ids != held.whole_ids[: len(held.ids)]:
-        held.differs, held.harmless = "cuts the same text into other tokens in one pass", True
+            priors.append(PriorConversation.from_messages(list(messages), has_tools=bool(tools)))
+            planned = template.plan(answers, priors[-1]).apply(answers)
+            adaptations |= _adaptations(answers, planned)
+            messages.extend(planned)
+    written = _TurnByTurn(renderer, template.render(messages, add_generation_prompt=False, tools=tools))
+    written.differs = _left_out(messages, written.one_pass)
+    written.append_opening(opening)
+    for answers, prior in zip((answers for _, answers in scenario.rounds if answers), priors, strict=True):
+        written.append_turn(answers, prior)
+    written.append_last_turn()
+    if not written.differs and written.ids != written.one_pass_ids[: len(written.ids)]:
+        written.differs, written.harmless = "cuts the same text into other tokens in one pass", True
     return Finding(
         scenario=scenario.name,
-        exact=not held.differs,
-        differs=held.differs,
-        harmless=held.harmless,
-        handed=tuple(sorted(handed)),
-        encoded=held.encoded,
-        kept=len(held.ids),
-        ids=held.ids,
+        exact=not written.differs,
+        differs=written.differs,
+        harmless=written.harmless,
+        adaptations=tuple(sorted(adaptations)),
+        encoded_tokens=written.encoded_tokens,
+        total_tokens=len(written.ids),
+        ids=written.ids,
     )
 
 
-def _lost(messages: Sequence[Message], whole: str) -> str:
-    """What the template leaves out of the messages it was given."""
+def _left_out(messages: Sequence[Message], text: str) -> str:
+    """Which parts of the messages are missing in the rendered text; empty if none are."""
     for message in messages:
         calls = [call["function"]["arguments"]["text"] for call in message.get("tool_calls", [])]
-        lost = [text for text in calls if text not in whole]
-        if lost and len(lost) < len(calls):
-            return f"leaves out all calls of a turn but the first {len(calls) - len(lost)}"
-        if lost or not all(text in whole for text in str(message.get("content") or "").split()):
+        missing = [argument for argument in calls if argument not in text]
+        if missing and len(missing) < len(calls):
+            return f"leaves out all calls of a turn but the first {len(calls) - len(missing)}"
+        if missing or not all(word in text for word in str(message.get("content") or "").split()):
             return f"leaves out what a {message['role']!r} message says"
     return ""
 
 
-class _Held:
-    """A conversation that is written down turn by turn, beside the text of the one pass."""
+class _TurnByTurn:
+    """A conversation that is written turn by turn, next to the text of the one pass."""
 
-    def __init__(self, renderer: Renderer, whole: str) -> None:
+    def __init__(self, renderer: Renderer, one_pass: str) -> None:
         self._renderer = renderer
-        self.whole_ids = list(renderer.encode_uncached(whole))
-        # as the tokens read: some tokenizers write a blank before every stretch of text
-        self.whole = renderer.decode(self.whole_ids)
+        self.one_pass_ids = list(renderer.encode_uncached(one_pass))
+        # the decoded text: some tokenizers write a space before every text
+        self.one_pass = renderer.decode(self.one_pass_ids)
         self.ids: list[int] = []
         self.differs = ""
         self.harmless = False
-        self.encoded = 0
+        self.encoded_tokens = 0
         self._at = 0
+        """How much of `one_pass` has been written, in characters."""
 
-    def append(self, piece: EncodedMessages) -> None:
-        """The opening."""
-        text = self._renderer.decode(piece.token_ids)
-        bare = self._renderer.marks.without_open_thought(text)
-        if not self.whole.startswith(text):
-            self._cue_differs(text, bare, 0)
-        self._take(piece, text if self.whole.startswith(text) else bare)
+    def append_opening(self, opening: EncodedMessages) -> None:
+        """Append the opening messages with the first generation prompt."""
+        text = self._renderer.decode(opening.token_ids)
+        bare = self._renderer.profile.reasoning.marks.without_open_thought(text)
+        if not self.one_pass.startswith(text):
+            self._note_generation_prompt(text, bare, 0)
+        self._append(opening, text if self.one_pass.startswith(text) else bare)
 
-    def turn(self, answers: Sequence[Message], before: Before) -> None:
-        """What the model says next, and what it is answered. `before`: what stands in the conversation, that turn included."""
-        if self._turn_by_ids(answers, before):
+    def append_turn(self, answers: Sequence[Message], prior: PriorConversation) -> None:
+        """Append the model's next turn and the answers to it. `prior` describes the conversation up to that turn."""
+        if self._append_turn_by_ids(answers, prior):
             return
         decode = self._renderer.decode
-        found: list[tuple[bool, int, int, EncodedMessages, str]] = []
+        # each candidate: whether the turn ends with another token, order of the stop token, place, bridge, bridge as written
+        candidates: list[tuple[bool, int, int, EncodedMessages, str]] = []
         for order, stop in enumerate(self._renderer.stop_token_ids):
-            piece = self._renderer.encode_bridge(stop, answers, before)
-            text = decode(piece.token_ids)
-            for written in dict.fromkeys([text, self._renderer.marks.without_open_thought(text)]):
-                end = self.whole.find(written, self._at)
+            bridge = self._renderer.encode_bridge(stop, answers, prior)
+            text = decode(bridge.token_ids)
+            bare = self._renderer.profile.reasoning.marks.without_open_thought(text)
+            for written in dict.fromkeys([text, bare]):
+                end = self.one_pass.find(written, self._at)
                 if end >= 0:
-                    ends = self.whole[self._at : end].endswith(decode([stop]))
-                    found.append((not ends, order, end, piece, written))
+                    ends = self.one_pass[self._at : end].endswith(decode([stop]))
+                    candidates.append((not ends, order, end, bridge, written))
                     break
-        if not found:
-            piece = self._renderer.encode_bridge(self._renderer.stop_token_ids[0], answers, before)
-            text = decode(piece.token_ids)
+        if not candidates:
+            bridge = self._renderer.encode_bridge(self._renderer.stop_token_ids[0], answers, prior)
             raise TemplateError(
-                f"writes other words around the answers when the conversation goes on: {self._instead(text, answers)}"
+                f"writes other words around the answers when the conversation goes on: "
+                f"{self._both_texts(decode(bridge.token_ids), answers)}"
             )
-        other, order, end, piece, written = min(found, key=lambda one: one[:3])
-        stop = self._renderer.stop_token_ids[order]
-        said = self.whole[self._at : end]
-        if other:
-            said = self._ended_otherwise(said, stop)
-        self.ids += self._renderer.encode(said)
+        other_end, order, end, bridge, written = min(candidates, key=lambda candidate: candidate[:3])
+        turn = self.one_pass[self._at : end]
+        if other_end:
+            turn = self._with_other_end(turn, self._renderer.stop_token_ids[order])
+        self.ids += self._renderer.encode(turn)
         self._at = end
-        text = decode(piece.token_ids)
+        text = decode(bridge.token_ids)
         if written != text:
-            self._cue_differs(text, written, end)
-        self._take(piece, written)
+            self._note_generation_prompt(text, written, end)
+        self._append(bridge, written)
 
-    def _turn_by_ids(self, answers: Sequence[Message], before: Before) -> bool:
-        """The same where the tokens are those of the one pass so far and go on so; False where texts must tell why not."""
-        if self.ids != self.whole_ids[: len(self.ids)]:
+    def _append_turn_by_ids(self, answers: Sequence[Message], prior: PriorConversation) -> bool:
+        """Append the turn if all tokens are those of the one pass, this turn's too; else texts must be compared."""
+        if self.ids != self.one_pass_ids[: len(self.ids)]:
             return False
-        found: list[tuple[int, EncodedMessages]] = []
+        candidates: list[tuple[int, EncodedMessages]] = []
         for stop in self._renderer.stop_token_ids:
-            piece = self._renderer.encode_bridge(stop, answers, before)
-            place = _find(self.whole_ids, [stop, *piece.token_ids], len(self.ids)) if piece.token_ids else -1
+            bridge = self._renderer.encode_bridge(stop, answers, prior)
+            if not bridge.token_ids:
+                continue
+            place = _find_ids(self.one_pass_ids, [stop, *bridge.token_ids], len(self.ids))
             if place >= 0:
-                found.append((place + 1, piece))
-        if not found:
+                candidates.append((place + 1, bridge))
+        if not candidates:
             return False
-        place, piece = min(found, key=lambda one: one[0])
-        self.ids = self.whole_ids[: place + len(piece.token_ids)]
-        self.encoded += len(piece.token_ids)
+        place, bridge = min(candidates, key=lambda candidate: candidate[0])
+        self.ids = self.one_pass_ids[: place + len(bridge.token_ids)]
+        self.encoded_tokens += len(bridge.token_ids)
         self._at = len(self._renderer.decode(self.ids))
         return True
 
-    def _instead(self, text: str, answers: Sequence[Message]) -> str:
-        """The text that was expected, and what stands there in the one pass: from where they differ, laid over the answer."""
+    def _both_texts(self, text: str, answers: Sequence[Message]) -> str:
+        """The expected text and the text of the one pass, aligned at the answer, from their first difference on."""
         content = str(answers[0].get("content"))
-        place, own = self.whole.find(content, self._at), text.find(content)
+        place, own = self.one_pass.find(content, self._at), text.find(content)
         if place < 0 or own < 0:
             return f"not {text[:_SHOWN]!r}"
-        if not self.whole[:place].endswith(text[:own]):
-            return f"not {text[:_SHOWN]!r} but {self.whole[max(self._at, place - own - 10) :][:_SHOWN]!r}"
-        after, written = text[own:], self.whole[place:]
+        if not self.one_pass[:place].endswith(text[:own]):
+            return f"not {text[:_SHOWN]!r} but {self.one_pass[max(self._at, place - own - 10) :][:_SHOWN]!r}"
+        after, written = text[own:], self.one_pass[place:]
         same = next((n for n, (a, b) in enumerate(zip(after, written + "\0" * len(after), strict=False)) if a != b), 0)
         start = max(0, same - len(content))
         return f"not {after[start:][:_SHOWN]!r} but {written[start:][:_SHOWN]!r}"
 
-    def last(self) -> None:
-        """The model's last turn, up to its stop token."""
-        if self.ids == self.whole_ids[: len(self.ids)]:
-            rest = self.whole_ids[len(self.ids) :]
+    def append_last_turn(self) -> None:
+        """Append the model's last turn, up to its stop token."""
+        if self.ids == self.one_pass_ids[: len(self.ids)]:
+            rest = self.one_pass_ids[len(self.ids) :]
             end = next((n for n, token in enumerate(rest, 1) if token in self._renderer.stop_token_ids), len(rest))
             self.ids += rest[:end]
             return
-        text = self.whole[self._at :]
+        text = self.one_pass[self._at :]
         stops = [self._renderer.decode([token]) for token in self._renderer.stop_token_ids]
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         self.ids += self._renderer.encode(text[: min(ends)] if ends else text)
 
-    def _take(self, piece: EncodedMessages, written: str) -> None:
-        self.ids += piece.token_ids
-        self.encoded += len(piece.token_ids)
+    def _append(self, encoded: EncodedMessages, written: str) -> None:
+        self.ids += encoded.token_ids
+        self.encoded_tokens += len(encoded.token_ids)
         self._at += len(written)
 
-    def _ended_otherwise(self, said: str, stop: int) -> str:
-        """The turn as the model would have ended it."""
-        token = list(self._renderer.encode(said))[-1]
+    def _with_other_end(self, turn: str, stop: int) -> str:
+        """The turn with `stop` at its end, with which the model would have ended it."""
+        token = list(self._renderer.encode(turn))[-1]
         written = self._renderer.decode([token]) if self._renderer.is_special(token) else ""
         own = self._renderer.decode([stop])
         self._note(f"ends a turn that is not the last with {written!r}, and the last one with {own!r}", harmless=True)
-        return said.removesuffix(written) + own
+        return turn.removesuffix(written) + own
 
-    def _note(self, what: str, *, harmless: bool) -> None:
-        """Keep the first difference; one that is not harmless takes the place of one that is."""
+    def _note(self, difference: str, *, harmless: bool) -> None:
+        """Keep the first difference; a harmful one replaces a harmless one."""
         if not self.differs or (self.harmless and not harmless):
-            self.differs, self.harmless = what, harmless
+            self.differs, self.harmless = difference, harmless
 
-    def _cue_differs(self, text: str, bare: str, at: int) -> None:
+    def _note_generation_prompt(self, text: str, bare: str, at: int) -> None:
+        """Note that the generation prompt at the end of `text` is not what the one pass has at `at`."""
         mark = text[len(bare) :]
-        if bare != text and self.whole.startswith(bare, at):
-            after = self.whole[at + len(bare) : at + len(bare) + len(mark)]
+        if bare != text and self.one_pass.startswith(bare, at):
+            after = self.one_pass[at + len(bare) : at + len(bare) + len(mark)]
             self._note(
-                f"opens a thought in the cue ({mark!r}) and writes the turn without it ({after!r}...)", harmless=True
+                f"opens a thought in the generation prompt ({mark!r}) and writes the turn without it ({after!r}...)",
+                harmless=True,
             )
             return
-        same = next((n for n, (a, b) in enumerate(zip(text, self.whole, strict=False)) if a != b), 0)
+        same = next((n for n, (a, b) in enumerate(zip(text, self.one_pass, strict=False)) if a != b), 0)
         self._note(
-            f"writes {self.whole[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}", harmless=False
+            f"writes {self.one_pass[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}",
+            harmless=False,
         )
 
 
-def _find(whole: Sequence[int], part: Sequence[int], at: int) -> int:
-    """Where the tokens of a part stand in the one pass from `at` on, or -1."""
-    part, last = list(part), len(whole) - len(part)
-    return next((n for n in range(at, last + 1) if whole[n : n + len(part)] == part), -1) if part else -1
+def _find_ids(ids: Sequence[int], part: Sequence[int], at: int) -> int:
+    """The place of `part` in `ids` from `at` on; -1 if it is not there."""
+    part, last = list(part), len(ids) - len(part)
+    return next((n for n in range(at, last + 1) if ids[n : n + len(part)] == part), -1)
 
 
-def _shapes(asked: Sequence[Message], given: Sequence[Message]) -> set[str]:
-    roles, others = [message["role"] for message in asked], [message["role"] for message in given]
-    found = {f"{role} as user" for role in dict.fromkeys(roles) if role != "user" and role not in others}
-    if len(given) < len(asked):
+def _adaptations(messages: Sequence[Message], planned: Sequence[Message]) -> set[str]:
+    """How messages were changed before the template received them."""
+    roles, new_roles = [message["role"] for message in messages], [message["role"] for message in planned]
+    found = {f"{role} as user" for role in dict.fromkeys(roles) if role != "user" and role not in new_roles}
+    if len(planned) < len(messages):
         found.add("neighbours as one message")
     return found

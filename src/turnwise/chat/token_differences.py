@@ -1,10 +1,9 @@
-"""The tokens that a conversation was held in, compared with what the template makes of the same messages in one pass.
+"""Where the tokens of a conversation differ from the template's text for the same messages in one pass, and why.
 
-The token ids are compared first (`Renderer.drift`). Where they differ, this module explains in texts where and why. What the
-model did not say must stand in both word for word, and in the same tokens. What it said is compared too, but for what a
-template is known to change about it: thoughts that it leaves out of earlier turns (the thinking policy decides about
-those), how it writes the same calls, and the token that ends a turn (the model has chosen its own). Only the text that
-differs is shown.
+Token ids are compared first (`SanityCheck.compare`). If they differ, this module compares texts. Context must be the same, word
+for word, and in the same tokens. Turns of the model are compared too, except for what templates are known to change in them:
+reasoning that is left out of earlier turns (the thinking policy decides about that), the spelling of the same calls, and the
+token that ends a turn (the model has chosen its own). Only the text that differs is shown.
 """
 
 from __future__ import annotations
@@ -14,59 +13,68 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Context", "Difference", "Reading", "SanityMode", "Words", "differences", "recut", "told"]
+__all__ = [
+    "ContextRun",
+    "Difference",
+    "SanityMode",
+    "TextReader",
+    "TurnRun",
+    "describe_difference",
+    "find_differences",
+    "find_retokenized",
+]
 
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
-_SHOWN = 60  # characters of a difference, and a third as many ids
-_EDGE = 3  # tokens at the ends of a run that may be cut in another way beside sampled text
-_ALIKE = 3  # characters that two texts must have in common to be laid over each other
-_TRIED = 32  # places at which a text may stand
+_SHOWN = 60  # characters of a difference in a report, and a third as many ids
+_EDGE = 3  # tokens at the ends of a run that may be split differently next to sampled text
+_MIN_COMMON = 3  # characters that two texts must have in common to be aligned
+_MAX_PLACES = 32  # places in the one-pass text at which a context is tried
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """Tokens in a row that the model did not sample."""
+class ContextRun:
+    """Consecutive tokens that the model did not sample."""
 
     text: str
     token_ids: Sequence[int]
     start: int
-    """Where they begin in their segment."""
+    """The place of the first token in the segment."""
     bare: str
-    """The text without the thinking block that the cue at its end opens, or leaves empty."""
+    """The text without the thought that the generation prompt at its end opens, or leaves empty."""
     bare_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A turn of the model: what it sampled and what was put into its mouth, the token that ended the turn left off."""
+class TurnRun:
+    """A turn of the model: sampled and injected tokens, without the token that ended the turn."""
 
     text: str
     token_ids: Sequence[int]
     start: int
     compared: bool
-    """Whether the template writes a turn's own words; if it puts calls and thoughts together anew, only the rest is compared."""
+    """Whether the template writes the sampled text. If it builds the turn from fields, only the reasoning is compared."""
     opened: bool
-    """Whether they begin inside a thought."""
+    """Whether the turn begins inside a thought."""
     closed: bool
-    """Whether a token that ends a turn stood behind them."""
+    """Whether a stop token followed."""
     calls: bool
-    """Whether the template was given calls of this turn as calls, and so writes them in its own way."""
+    """Whether the turn's calls were given to the template as calls, which it writes in its own spelling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How a tokenizer's texts are read."""
+class TextReader:
+    """How a tokenizer's texts are read. The flag of the last three functions says that the text begins inside a thought."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
     special: frozenset[int]
-    plain: Callable[[str, bool], str]
-    """A turn's text without its thoughts; with True, the text begins inside one."""
+    without_thoughts: Callable[[str, bool], str]
+    """A turn's text without its thoughts."""
     thoughts: Callable[[str, bool], Sequence[str]]
-    """The thoughts in a turn's text, likewise."""
+    """The thoughts in a turn's text."""
     calls: Callable[[str, bool], object]
-    """The calls in a turn's text and what else it says, likewise: equal for texts that call the same."""
+    """The calls and the content of a turn's text: equal for texts with the same calls and the same content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,55 +83,58 @@ class Difference:
 
     kind: Literal["thoughts", "other"]
     """`thoughts`: only in a thought that the template leaves out, empties or inserts."""
-    run: Context | Words
+    run: ContextRun | TurnRun
     ours: str
+    """The segment's text."""
     theirs: str
+    """The template's text."""
 
 
-def differences(
-    runs: Sequence[Context | Words], whole: str, *, mode: SanityMode, reading: Reading
+def find_differences(
+    runs: Sequence[ContextRun | TurnRun], text: str, *, mode: SanityMode, reader: TextReader
 ) -> Iterator[Difference]:
-    """The places where the runs of a segment and the one-pass text differ, in order; none after a context that is not there.
+    """The places where the runs of a segment and the one-pass `text` differ, in order; none behind a context that is missing.
 
-    `ignore_strippable` does not count white space.
+    `ignore_strippable` ignores white space.
     """
-    squeeze = _squeezed if mode == "ignore_strippable" else str
-    whole = squeeze(whole)
+    normalize = _without_space if mode == "ignore_strippable" else str
+    text = normalize(text)
     at = 0
-    words: Words | None = None
+    turn: TurnRun | None = None
     for run in runs:
-        if isinstance(run, Words):
-            words = run
+        if isinstance(run, TurnRun):
+            turn = run
             continue
-        place = _place(run, words, whole, at, squeeze, reading)
+        place = _place(run, turn, text, at, normalize, reader)
         if place is None:
-            # behind the model's words, as far as they are there
-            begin = whole.find(squeeze(words.text), at) if words is not None else at
-            begin = begin + len(squeeze(words.text)) if words is not None and begin >= 0 else at
-            text = squeeze(run.bare)
-            yield Difference("other", run, text, _like(text, whole, begin))
+            # what stands in its place begins behind the model's words, if they are there
+            begin = text.find(normalize(turn.text), at) if turn is not None else at
+            begin = begin + len(normalize(turn.text)) if turn is not None and begin >= 0 else at
+            context = normalize(run.bare)
+            yield Difference("other", run, context, _counterpart(context, text, begin))
             return
-        found, end = place
-        if words is not None and (kind := _compared(words, whole[at:found], squeeze, reading)) is not None:
-            yield Difference(kind, words, squeeze(words.text), whole[at:found])
-        if end - found != len(squeeze(run.text)):
-            yield Difference("thoughts", run, squeeze(run.text), whole[found:end])
-        words, at = None, end
-    if words is None or (not words.closed and whole.startswith(squeeze(words.text), at)):
+        start, end = place
+        if turn is not None and (kind := _turn_difference(turn, text[at:start], normalize, reader)) is not None:
+            yield Difference(kind, turn, normalize(turn.text), text[at:start])
+        if end - start != len(normalize(run.text)):  # found without the thought that the generation prompt opens
+            yield Difference("thoughts", run, normalize(run.text), text[start:end])
+        turn, at = None, end
+    if turn is None or (not turn.closed and text.startswith(normalize(turn.text), at)):
         return
-    if (kind := _compared(words, whole[at:], squeeze, reading)) is not None:
-        yield Difference(kind, words, squeeze(words.text), whole[at:])
+    if (kind := _turn_difference(turn, text[at:], normalize, reader)) is not None:
+        yield Difference(kind, turn, normalize(turn.text), text[at:])
 
 
-def recut(runs: Sequence[Context | Words], whole: Sequence[int]) -> Context | None:
-    """The first run of context whose tokens are not those of the one pass, where the texts are alike; None where all are.
+def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[int]) -> ContextRun | None:
+    """The first run of context whose text is the same in one pass and whose tokens are others; None if there is none.
 
-    A token at either end may be another one: the text behind it or before it was sampled, and may be cut in another way.
+    `token_ids` are those of the one pass. Tokens at either end of a run may differ: the text beside it was sampled, and one pass
+    may split the joint differently.
     """
-    haystack = array("q", whole).tobytes()
+    haystack = array("q", token_ids).tobytes()
     at = 0
     for run in runs:
-        if not isinstance(run, Context):
+        if not isinstance(run, ContextRun):
             continue
         ids = list(run.token_ids)
         thought = max(0, len(ids) - len(run.bare_ids))
@@ -137,87 +148,90 @@ def recut(runs: Sequence[Context | Words], whole: Sequence[int]) -> Context | No
 
 
 def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
-    """Where in the one pass, in bytes, the tokens end; -1 where they are not found from `at` on."""
+    """The place behind the tokens of `part` in the one pass, in bytes; -1 if they are not found from `at` on."""
     needle = array("q", part).tobytes()
     found = haystack.find(needle, at)
-    while found >= 0 and found % 8:
+    while found >= 0 and found % 8:  # a match that does not begin at a token
         found = haystack.find(needle, found + 1)
     return found + len(needle) if found >= 0 else -1
 
 
 def _place(
-    run: Context, words: Words | None, whole: str, at: int, squeeze: Callable[[str], str], reading: Reading
+    run: ContextRun, turn: TurnRun | None, text: str, at: int, normalize: Callable[[str], str], reader: TextReader
 ) -> tuple[int, int] | None:
-    """From where to where a context stands in the whole, or None: behind the model's words, and they may hold the same text."""
+    """Beginning and end of a context in the one-pass text; None if it is missing.
+
+    Behind a turn of the model, the first place is taken at which the turn in front is the same: its words may contain the text
+    of the context.
+    """
     first: tuple[int, int] | None = None
-    for text in dict.fromkeys((squeeze(run.text), squeeze(run.bare))):
-        if words is None:
-            if whole.startswith(text, at):
-                return at, at + len(text)
+    for context in dict.fromkeys((normalize(run.text), normalize(run.bare))):
+        if turn is None:
+            if text.startswith(context, at):
+                return at, at + len(context)
             continue
-        found = whole.find(text, at)
-        for _ in range(_TRIED):
+        found = text.find(context, at)
+        for _ in range(_MAX_PLACES):
             if found < 0:
                 break
-            if _compared(words, whole[at:found], squeeze, reading) != "other":
-                return found, found + len(text)
-            first = first or (found, found + len(text))
-            found = whole.find(text, found + 1)
+            if _turn_difference(turn, text[at:found], normalize, reader) != "other":
+                return found, found + len(context)
+            first = first or (found, found + len(context))
+            found = text.find(context, found + 1)
     return first
 
 
-def _compared(
-    words: Words, written: str, squeeze: Callable[[str], str], reading: Reading
+def _turn_difference(
+    turn: TurnRun, written: str, normalize: Callable[[str], str], reader: TextReader
 ) -> Literal["thoughts", "other"] | None:
-    """In what a turn differs from what the template wrote for it, the end of the turn aside; None where in nothing."""
-    ours, theirs = ([squeeze(one) for one in each] for each in _thoughts(words, written, reading))
-    if not words.compared:  # the template puts the turn together from fields: its thoughts are compared
-        return None if [one for one in ours if one] == [one for one in theirs if one] else "thoughts"
-    said = squeeze(words.text)
-    if written.startswith(said) and _only_special(written[len(said) :], reading):
+    """How a turn differs from the template's text for it, the end of the turn aside; None if it does not."""
+    ours = [normalize(thought) for thought in reader.thoughts(turn.text, turn.opened)]
+    theirs = [normalize(thought) for thought in reader.thoughts(written, False)]
+    if not turn.compared:  # the template builds the turn from fields: only its reasoning is compared
+        return None if list(filter(None, ours)) == list(filter(None, theirs)) else "thoughts"
+    sampled = normalize(turn.text)
+    if written.startswith(sampled) and _only_special(written[len(sampled) :], reader):
         return None
-    begin = written.find(said) if said else -1
-    if begin > 0 and _only_special(written[begin + len(said) :], reading):
+    begin = written.find(sampled) if sampled else -1
+    if begin > 0 and _only_special(written[begin + len(sampled) :], reader):
         before = written[:begin]
-        if not reading.plain(before, False).strip() and not any(reading.thoughts(before, False)):
-            return "thoughts"  # it only put an empty thought in front
-    if words.calls and reading.calls(words.text, words.opened) == reading.calls(written, False):
-        return None if ours == theirs else "thoughts"  # the calls are the same, and written in the template's own way
-    ours, theirs = [one for one in ours if one], [one for one in theirs if one]
+        if not reader.without_thoughts(before, False).strip() and not any(reader.thoughts(before, False)):
+            return "thoughts"  # the template only put an empty thought in front
+    if turn.calls and reader.calls(turn.text, turn.opened) == reader.calls(written, False):
+        return None if ours == theirs else "thoughts"  # the same calls in the template's own spelling
+    ours, theirs = list(filter(None, ours)), list(filter(None, theirs))
     if len(theirs) >= max(len(ours), 1) or not set(theirs) <= set(ours):
-        return "other"  # no thought was left out: it is the words that differ
-    kept, plain = squeeze(reading.plain(words.text, words.opened)).strip(), reading.plain(written, False).strip()
-    thought = kept != said.strip() or plain != written.strip()
-    alike = thought and plain.startswith(kept) and _only_special(plain[len(kept) :].strip(), reading)
-    return "thoughts" if alike else "other"
+        return "other"  # no thought was left out, so the words differ
+    own_words = normalize(reader.without_thoughts(turn.text, turn.opened)).strip()
+    their_words = reader.without_thoughts(written, False).strip()
+    has_thoughts = own_words != sampled.strip() or their_words != written.strip()
+    same_words = their_words.startswith(own_words) and _only_special(their_words[len(own_words) :].strip(), reader)
+    return "thoughts" if has_thoughts and same_words else "other"
 
 
-def _thoughts(words: Words, written: str, reading: Reading) -> tuple[Sequence[str], Sequence[str]]:
-    return reading.thoughts(words.text, words.opened), reading.thoughts(written, False)
+def _only_special(text: str, reader: TextReader) -> bool:
+    return all(token in reader.special for token in reader.encode(text.rstrip()))
 
 
-def _only_special(text: str, reading: Reading) -> bool:
-    return all(token in reading.special for token in reading.encode(text.rstrip()))
+def _counterpart(context: str, text: str, begin: int) -> str:
+    """The part of the one-pass text that stands for a context which is not in it, to be shown beside the context.
 
-
-def _like(text: str, whole: str, begin: int) -> str:
-    """As much of the whole as stands for a text that was not found in it: to the end of what both have in common, or as long.
-
-    Both begin alike up to the first difference. Behind it, the longest end of the text is looked for.
+    Both begin alike up to the first difference. Behind it, the longest common end is looked for; without one, the part is as
+    long as the context.
     """
-    other = whole[begin : begin + len(text)]
-    head = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
-    low, high = 0, len(text) - head
+    other = text[begin : begin + len(context)]
+    head = next((n for n, (a, b) in enumerate(zip(context, other, strict=False)) if a != b), len(other))
+    low, high = 0, len(context) - head
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if whole.find(text[-middle:], begin + head) >= 0 else (low, middle - 1)
-    if low < _ALIKE:
+        low, high = (middle, high) if text.find(context[-middle:], begin + head) >= 0 else (low, middle - 1)
+    if low < _MIN_COMMON:
         return other
-    return whole[begin : whole.find(text[-low:], begin + head) + low]
+    return text[begin : text.find(context[-low:], begin + head) + low]
 
 
-def told(difference: Difference, reading: Reading) -> str:
-    """Both sides of a difference for people, without what they begin and end with alike."""
+def describe_difference(difference: Difference, reader: TextReader) -> str:
+    """Both sides of a difference, for people, without their common beginning and end."""
     run, ours, theirs = difference.run, difference.ours, difference.theirs
     short = min(len(ours), len(theirs))
     head = next((n for n in range(short) if ours[n] != theirs[n]), short)
@@ -225,34 +239,36 @@ def told(difference: Difference, reading: Reading) -> str:
     ours_only, theirs_only = ours[head : len(ours) - tail], theirs[head : len(theirs) - tail]
     place = head if ours == run.text else run.text.find(ours_only)
     first, last = 0, len(run.token_ids)
-    if place >= 0:  # white space that was taken out may have brought together what stands apart in the tokens
-        first = _tokens_before(run, place, reading)
-        last = _tokens_before(run, place + len(ours_only), reading, up=True) if ours_only else first
+    if place >= 0:  # else the place is unknown: removed white space stood inside the difference
+        first = _tokens_before(run, place, reader)
+        last = _tokens_before(run, place + len(ours_only), reader, round_up=True) if ours_only else first
     ids = list(run.token_ids[first:last])
-    what = "what the model said" if isinstance(run, Words) else "what was said to the model"
+    side = "what the model said" if isinstance(run, TurnRun) else "what was said to the model"
     return (
-        f"{what}, tokens {run.start + first} to {run.start + last}: the tokens say {_cut(ours_only)} {_ids(ids)} where the "
-        f"template says {_cut(theirs_only)} {_ids(reading.encode(theirs_only))}, after {ours[max(0, head - _SHOWN) : head]!r}"
+        f"{side}, tokens {run.start + first} to {run.start + last}: the tokens say {_shortened(ours_only)} {_ids(ids)} where "
+        f"the template says {_shortened(theirs_only)} {_ids(reader.encode(theirs_only))}, after "
+        f"{ours[max(0, head - _SHOWN) : head]!r}"
     )
 
 
-def _tokens_before(run: Context | Words, characters: int, reading: Reading, *, up: bool = False) -> int:
-    """How many tokens of a run make up its first `characters`, one more for a part of a token if `up`."""
+def _tokens_before(run: ContextRun | TurnRun, characters: int, reader: TextReader, *, round_up: bool = False) -> int:
+    """How many tokens of a run spell its first `characters`. A part of a token counts if `round_up`."""
     low, high = 0, len(run.token_ids)
     while low < high:
         middle = (low + high + 1) // 2
-        if len(reading.decode(run.token_ids[:middle])) <= characters:
+        if len(reader.decode(run.token_ids[:middle])) <= characters:
             low = middle
         else:
             high = middle - 1
-    return low + (up and low < len(run.token_ids) and len(reading.decode(run.token_ids[:low])) < characters)
+    cut = low < len(run.token_ids) and len(reader.decode(run.token_ids[:low])) < characters
+    return low + (round_up and cut)
 
 
-def _squeezed(text: str) -> str:
+def _without_space(text: str) -> str:
     return "".join(text.split())
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}..."
 
 

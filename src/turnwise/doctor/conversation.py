@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from turnwise.chat.probes import QUESTION, probe_call, words
+from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check, Run, Status, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
@@ -183,25 +183,25 @@ def _with_tool() -> Environment:
 
 def _has_format(renderer: Renderer) -> bool:
     try:
-        _ = renderer.tool_format
+        _ = renderer.turn_parser.tool_format
     except TemplateError:
         return False
-    return renderer.template.call_shape is not None
+    return renderer.template.writes_calls
 
 
 def _script(renderer: Renderer, with_tool: bool) -> list[str]:
     """What the model says in the two rounds."""
-    first = probe_call({"text": "the tree"}) if with_tool else words("It is 12 years old.")
-    return [said(renderer, first), said(renderer, words("Yes, it is 12 years old."))]
+    first = probe_call({"text": "the tree"}) if with_tool else assistant_message("It is 12 years old.")
+    return [said(renderer, first), said(renderer, assistant_message("Yes, it is 12 years old."))]
 
 
 def _line(renderer: Renderer, number: int) -> str:
-    return said(renderer, words(f"It is {number} years old, as far as anybody can tell from outside."))
+    return said(renderer, assistant_message(f"It is {number} years old, as far as anybody can tell from outside."))
 
 
 def said(renderer: Renderer, message: Message) -> str:
     """What the model says to say this, as the template writes it, the end of the turn left off."""
-    text = renderer.template.said(message)
+    text = renderer.template.completion_text(message)
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]
     text = text[: min(ends, default=len(text))].rstrip()
     inside = renderer.encode_opening([QUESTION]).open_thought and "</think>" not in text  # the cue has opened a thought

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from turnwise.chat.probes import words
+from turnwise.chat.probes import assistant_message
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check
 from turnwise.doctor.conversation import said
@@ -151,7 +151,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
     for kind, one in zip(_LINES, group.trajectories, strict=True):
         one.row = replace(row, fields={"kind": kind})
     lines = {
-        one.id: [said(renderer, words(text)) for text in texts]
+        one.id: [said(renderer, assistant_message(text)) for text in texts]
         for one, texts in zip(group.trajectories, _LINES.values(), strict=True)
     }
     table = RolloutContext(

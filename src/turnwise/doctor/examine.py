@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from turnwise import build
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.stop_tokens import generation_stops
+from turnwise.chat.stop_tokens import generation_config_stops
 from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
@@ -135,7 +135,7 @@ def _directory(path: str, renderer: Renderer) -> template.Directory:
     rows = said.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
     return template.Directory(
         eos=renderer.tokenizer.eos_token_id,
-        generation=generation_stops(path),
+        generation=generation_config_stops(path),
         rows=rows if isinstance(rows, int) else None,
         context=context_length(said),
     )

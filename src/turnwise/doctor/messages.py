@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from turnwise.chat.probes import PLACEHOLDER, QUESTION, probe, words
+from turnwise.chat.probes import PLACEHOLDER, QUESTION, assistant_message, probe_word
 from turnwise.chat.renderer import Renderer
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
@@ -16,7 +16,7 @@ __all__ = ["contents", "headers"]
 
 _MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>")
 """What families write headers with, where they have tokens of their own for them."""
-_CONTENT = f"  {probe(7)}\n\n<b>&amp;</b> \"two\" 'one' {{x}} ä 你 " + "word " * 800 + f"{probe(8)}\n "
+_CONTENT = f"  {probe_word(7)}\n\n<b>&amp;</b> \"two\" 'one' {{x}} ä 你 " + "word " * 800 + f"{probe_word(8)}\n "
 """What no template should change: quotes, marks, white space on both sides, and more than a few words."""
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -38,8 +38,10 @@ def _prompt(renderer: Renderer) -> tuple[str, str, str]:
     The answer ends before its words.
     """
     template = renderer.template
-    asked, prompted = (template.render([QUESTION], cue=cue) for cue in (False, True))
-    answered = template.render([QUESTION, words(PLACEHOLDER)], cue=False).partition(PLACEHOLDER)[0]
+    asked, prompted = (template.render([QUESTION], add_generation_prompt=cue) for cue in (False, True))
+    answered = template.render([QUESTION, assistant_message(PLACEHOLDER)], add_generation_prompt=False).partition(
+        PLACEHOLDER
+    )[0]
     short = min(len(asked), len(prompted))
     same = next((n for n in range(short) if asked[n] != prompted[n]), short)
     return prompted[:same], prompted[same:], answered
@@ -49,14 +51,18 @@ def _prompt_problem(renderer: Renderer) -> str:
     """What is wrong with the generation prompt, or an empty text."""
     before, prompt, answered = _prompt(renderer)
     if not prompt:
-        header = renderer.marks.without_open_thought(answered[len(before) :]) if answered.startswith(before) else ""
-        if not re.sub(rf"{renderer.marks.scaffold}|\s", "", header):
+        header = (
+            renderer.profile.reasoning.marks.without_open_thought(answered[len(before) :])
+            if answered.startswith(before)
+            else ""
+        )
+        if not re.sub(rf"{renderer.profile.reasoning.marks.scaffold}|\s", "", header):
             return ""
         return (
             f"the template writes {header!r} before an assistant message, and nothing where add_generation_prompt is true, so "
             f"the model would speak without its header: add {{% if add_generation_prompt %}}...{{% endif %}} to its end"
         )
-    if answered.startswith((before + prompt, before + renderer.marks.without_open_thought(prompt))):
+    if answered.startswith((before + prompt, before + renderer.profile.reasoning.marks.without_open_thought(prompt))):
         return ""
     place = next((n for n, (a, b) in enumerate(zip(before + prompt, answered, strict=False)) if a != b), len(answered))
     start = min(place, len(before))
@@ -68,7 +74,10 @@ def _prompt_problem(renderer: Renderer) -> str:
 
 def _bos_problem(renderer: Renderer) -> str:
     tokenizer: Any = renderer.tokenizer
-    bos, ids = tokenizer.bos_token_id, list(renderer.encode(renderer.template.render([QUESTION], cue=True)))
+    bos, ids = (
+        tokenizer.bos_token_id,
+        list(renderer.encode(renderer.template.render([QUESTION], add_generation_prompt=True))),
+    )
     if bos is None or ids[:2] != [bos, bos]:
         return ""
     return (
@@ -80,11 +89,13 @@ def _bos_problem(renderer: Renderer) -> str:
 def _mark_problem(renderer: Renderer) -> str:
     """Which headers are written with several tokens, though they look like one; or an empty text."""
     template = renderer.template
-    turns: list[Message] = [QUESTION, words("Yes."), QUESTION]
+    turns: list[Message] = [QUESTION, assistant_message("Yes."), QUESTION]
     try:
-        text = template.render(template.opening([{"role": "system", "content": "Words."}, *turns]), cue=True)
+        text = template.render(
+            template.planned_opening([{"role": "system", "content": "Words."}, *turns]), add_generation_prompt=True
+        )
     except TemplateError:
-        text = template.render(turns, cue=True)
+        text = template.render(turns, add_generation_prompt=True)
     pieces = {mark: list(renderer.encode(mark)) for mark in dict.fromkeys(_MARK.findall(text))}
     broken = [
         f"{mark!r} ({len(ids)} tokens)"
@@ -142,10 +153,10 @@ def _written(renderer: Renderer, role: str) -> str:
     if role == "tool":
         message |= {"tool_call_id": "callprob0", "name": "probe_tool"}
         plan = template.plan([message])
-        return template.after_turn(plan.apply([message]), plan.bases[0])
+        return template.text_after_turn(plan.apply([message]), plan.base_turns[0])
     if role == "assistant":
-        return template.render([QUESTION, message, QUESTION], cue=True)
-    return template.render([message] if role == "user" else [message, QUESTION], cue=True)
+        return template.render([QUESTION, message, QUESTION], add_generation_prompt=True)
+    return template.render([message] if role == "user" else [message, QUESTION], add_generation_prompt=True)
 
 
 def _holds(text: str, content: str) -> bool:
@@ -160,7 +171,7 @@ def _holds(text: str, content: str) -> bool:
 
 def _difference(text: str) -> str:
     """Where a text stops to be the probe content."""
-    start = text.find(probe(7))
+    start = text.find(probe_word(7))
     if start < 0:
         return "it is left out"
     wanted, written = _CONTENT.lstrip(), text[start:]

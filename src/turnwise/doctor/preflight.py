@@ -19,8 +19,8 @@ def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> lis
     """
     tools = tools or bool(config.tools) or config.mcp.servers is not None
     if tools:
-        _ = renderer.tool_format
-    elif renderer.template.probe_tools:
+        _ = renderer.turn_parser.tool_format
+    elif renderer.profile.messages.requires_tools:
         raise TemplateError(
             f"the chat template of {renderer.where} refuses conversations without tools, and the recipe has none: add tools, "
             f"or use another chat template"

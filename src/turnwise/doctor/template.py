@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.chat.kept_reasoning import KeptReasoning
 from turnwise.chat.probes import TOOL, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.chat.stripped_thoughts import StripRule
-from turnwise.chat.template_check import SCENARIOS, Finding, Scenario, examine
+from turnwise.chat.template_check import SCENARIOS, Finding, Scenario, check_scenario
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
 
@@ -62,8 +62,8 @@ def continuing(renderer: Renderer, kinds: Sequence[str] = tuple(_TURNS)) -> list
 
 
 def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Check:
-    writes_calls = renderer.template.call_shape is not None
-    findings = [examine(renderer, one) for one in scenarios if one.name != "user after tools" or writes_calls]
+    writes_calls = renderer.template.writes_calls
+    findings = [check_scenario(renderer, one) for one in scenarios if one.name != "user after tools" or writes_calls]
     wrong = [found for found in findings if found.refused or (found.differs and not found.harmless)]
     fails = _each(one for one in wrong if one.scenario not in _OPTIONAL)
     if fails:
@@ -72,13 +72,13 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
     notes = _each(wrong)
     # what the model itself has the say in is told once: it is the same in all of them
     notes += [f"{_told(one)}; what the model sampled stays as it is" for one in findings if one.harmless][:1]
-    if shapes := sorted({shape for one in findings for shape in one.handed}):
+    if shapes := sorted({shape for one in findings for shape in one.adaptations}):
         notes.append(
             f"the template does not take them as they are, so they are handed over otherwise: {', '.join(shapes)}"
         )
     if notes:
         return Check(name, "note", "; ".join(notes))
-    kept, encoded = sum(one.kept for one in findings), sum(one.encoded for one in findings)
+    kept, encoded = sum(one.total_tokens for one in findings), sum(one.encoded_tokens for one in findings)
     held = "a conversation" if len(findings) == 1 else f"{len(findings)} conversations"
     return Check(name, "ok", f"append-only in {held} ({encoded} of {kept} tokens are context)")
 
@@ -97,20 +97,20 @@ def _told(found: Finding) -> str:
 
 def thinking(renderer: Renderer, policy: Thinking | None) -> Check:
     """What becomes of thoughts, by the template and by the recipe's policy (None: there is no recipe)."""
-    name, strips = "thinking", renderer.strips_at
+    name, strips = "thinking", renderer.profile.kept_reasoning.stripped_before
     if (problem := thinking_problem(renderer, policy or "keep")) is not None:
         return Check(name, "fail", problem)
-    if not renderer.thinks:
+    if not renderer.profile.reasoning.supported:
         return Check(name, "ok", "the template knows of no thinking")
     if policy in ("branch", "strip_at_user"):
-        where = str(renderer.strips) if policy == "branch" else "at every user message"
+        where = str(renderer.profile.kept_reasoning) if policy == "branch" else "at every user message"
         return Check(name, "ok", f"thinking={policy}: a new segment without earlier thoughts begins {where}")
     if not strips:
         return Check(name, "ok", "the template keeps the thoughts of earlier turns")
-    return Check(name, "note", thinking_note(renderer.strips))
+    return Check(name, "note", thinking_note(renderer.profile.kept_reasoning))
 
 
-def thinking_note(strips: StripRule) -> str:
+def thinking_note(strips: KeptReasoning) -> str:
     """What the default policy means with a template that leaves thoughts out."""
     return (
         f"the template leaves earlier thoughts out {strips}, so a server would: thinking=keep "
@@ -122,12 +122,12 @@ def thinking_problem(renderer: Renderer, policy: Thinking) -> str | None:
     """Why a policy would have no effect with this template, or None."""
     if policy == "keep":
         return None
-    if not renderer.thinks:
+    if not renderer.profile.reasoning.supported:
         return (
             f"thinking={policy} has no effect: the chat template of {renderer.where} knows of no thinking, so there are no "
             f"thoughts to leave out. Remove it"
         )
-    if policy == "branch" and not renderer.strips_at:
+    if policy == "branch" and not renderer.profile.kept_reasoning.stripped_before:
         return (
             f"thinking=branch has no effect: the chat template of {renderer.where} keeps the thoughts of earlier turns, so it "
             f"would serve what thinking=keep trains. Remove it, or use thinking=strip_at_user to leave them out all the same"
@@ -144,7 +144,7 @@ def stops(renderer: Renderer, directory: Directory) -> Check:
     )
     if inside := stops_note(renderer):
         return Check(name, "fail", f"{text}: {inside}")
-    if unknown := renderer.stops.unknown:
+    if unknown := renderer.profile.stop_tokens.unknown_ids:
         return Check(
             name,
             "fail",
@@ -156,7 +156,7 @@ def stops(renderer: Renderer, directory: Directory) -> Check:
         return Check(
             name,
             "fail",
-            f"{text}: the template closes a turn with {renderer.template.closing[:20]!r}, which is none of them, so a turn "
+            f"{text}: the template closes a turn with {renderer.profile.turn.closing[:20]!r}, which is none of them, so a turn "
             f"would never end. Make it a special token of the tokenizer, or let the template write eos_token",
         )
     lacks = [token for token in own if token not in directory.generation]
@@ -178,9 +178,9 @@ def stops(renderer: Renderer, directory: Directory) -> Check:
 
 def _own_ends(renderer: Renderer) -> list[int]:
     """The stop tokens with which the template itself ends turns."""
-    template = renderer.template
-    written = [template.closing, template.call_ends[0]]
-    if not template.closing.strip():
+    turn = renderer.profile.turn
+    written = [turn.closing, turn.after_call]
+    if not turn.closing.strip():
         written += [_head(renderer, role) for role in ("user", "tool")]
     ids = {token for text in written for token in renderer.encode(text)}
     return [token for token in renderer.stop_token_ids if token in ids]
@@ -188,7 +188,7 @@ def _own_ends(renderer: Renderer) -> list[int]:
 
 def stops_note(renderer: Renderer) -> str:
     """What is wrong with stop tokens that stand inside a turn; empty where there are none."""
-    inside = renderer.stops.inside
+    inside = renderer.profile.stop_tokens.inside_turns
     told = " and ".join(f"{_named(renderer, [token])}, which stands in {part} too" for token, part in inside.items())
     return told and (
         f"eos_token of the tokenizer or eos_token_id in generation_config.json names {told}. turnwise does not stop there; a "
@@ -206,7 +206,7 @@ def _known(token: int | None) -> list[int]:
 
 
 def _named(renderer: Renderer, token_ids: Sequence[int]) -> str:
-    unknown = renderer.stops.unknown
+    unknown = renderer.profile.stop_tokens.unknown_ids
     shown = ", ".join(
         f"no token ({token})" if token in unknown else f"{renderer.decode([token])!r} ({token})"
         for token in token_ids[:4]
@@ -216,7 +216,7 @@ def _named(renderer: Renderer, token_ids: Sequence[int]) -> str:
 
 def _head(renderer: Renderer, role: str) -> str:
     try:
-        return renderer.template.head([role], "words")
+        return renderer.template.text_before_content([role], "text")
     except TemplateError:
         return ""
 
@@ -244,15 +244,15 @@ def vocabulary(renderer: Renderer, directory: Directory) -> Check:
 def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
     """Which format tool calls have, and whether a call that the template writes is read back. `wanted`: the recipe has tools."""
     try:
-        format = renderer.tool_format
+        format = renderer.turn_parser.tool_format
     except TemplateError as error:
         if wanted:
             return Check("tool calls", "fail", str(error))
         return Check("tool calls", "note", f"none: tools need tool_format=... ({str(error).partition(', so')[0]})")
-    if renderer.template.call_shape is None:
+    if not renderer.template.writes_calls:
         return Check("tool calls", "note", f"{format.name}, as the recipe says: the template itself writes no calls")
-    said = renderer.template.said(probe_call(_ARGUMENTS), tools=[TOOL])
-    read = renderer.parse_turn(renderer.encode(said), tools=[TOOL])
+    said = renderer.template.completion_text(probe_call(_ARGUMENTS), tools=[TOOL])
+    read = renderer.turn_parser.parse(renderer.encode(said), tools=[TOOL])
     found = [(call.name, dict(call.arguments), call.error) for call in read.calls]
     if found != [("probe_tool", _ARGUMENTS, None)]:
         return Check(
@@ -263,11 +263,11 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
 
 def features(renderer: Renderer) -> Check:
     """What else the template is like, for information."""
-    template = renderer.template
-    found = ["content in parts" if template.in_parts else "content as text"]
+    profile = renderer.profile
+    found = ["content in parts" if profile.messages.content_as_parts else "content as text"]
     shapes = {"text": "turns in the model's own words", "fields": "turns in fields"}
-    found.append(shapes.get(template.takes, f"turns in {template.takes}"))
-    if renderer.thinks:
-        found.append(f"thoughts as {template.reasoning_key}" if template.reasoning_key else "thoughts between marks")
+    found.append(shapes.get(profile.turn.content, f"turns as {profile.turn.content}"))
+    if renderer.profile.reasoning.supported:
+        found.append(f"thoughts as {profile.reasoning.key}" if profile.reasoning.key else "thoughts between marks")
     found.append("sees images" if renderer.vision is not None else "text only")
     return Check("template", "ok", ", ".join(found))

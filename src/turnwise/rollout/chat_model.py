@@ -41,5 +41,7 @@ class EngineChatModel:
             completion = await self._engine.generate(request)
         finally:
             self._engine.release(request.conversation)
-        said = self._renderer.parse_turn(completion.token_ids, tools=(), first_call=0, thinking=piece.open_thought)
+        said = self._renderer.turn_parser.parse(
+            completion.token_ids, tools=(), first_call=0, thought_opening=piece.open_thought
+        )
         return str(said.message.get("content") or "").strip()

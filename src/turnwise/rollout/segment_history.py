@@ -19,9 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from turnwise.chat.base_conversations import Before, system_role
-from turnwise.chat.one_pass import Held, OnePass
-from turnwise.chat.renderer import EncodedMessages, ParsedTurn
+from turnwise.chat.base_conversations import PriorConversation, system_role
+from turnwise.chat.renderer import EncodedMessages
+from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
+from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Message, Segment, ToolSchema
 
@@ -109,7 +110,10 @@ class SegmentHistory:
         renderer, index = self._context.renderer, len(self._messages)
         self._messages.append(renderer.to_template_message(turn))
         self._turns[index] = turn
-        if renderer.thinks and (turn.reasoning or self._prompt_opens_thought() or renderer.marks.thoughts(turn.text)):
+        reasoning = renderer.profile.reasoning
+        if reasoning.supported and (
+            turn.reasoning or self._prompt_opens_thought() or reasoning.marks.thoughts(turn.text)
+        ):
             self._thoughts.add(index)
 
     def pop_turn(self) -> ParsedTurn:
@@ -120,30 +124,31 @@ class SegmentHistory:
 
     def template_mismatch(self) -> str | None:
         """How the segment's tokens differ from what the template writes for its messages, for people; None if they agree."""
-        return OnePass(self._context.renderer).drift(self._held(), served=self._context.thinking == "branch")
+        check = SanityCheck(self._context.renderer)
+        return check.compare(self._segment_messages(), as_served=self._context.thinking == "branch")
 
     @property
-    def _before(self) -> Before:
+    def _before(self) -> PriorConversation:
         """What precedes the next messages, the model's last turn included."""
-        return Before(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
+        return PriorConversation(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
 
     def _refuse_unreadable_calls(self) -> None:
         if self.tools:
-            _ = self._context.renderer.tool_format  # raises TemplateError, before a token is sampled
+            _ = self._context.renderer.turn_parser.tool_format  # raises TemplateError, before a token is sampled
 
     def _prompt_opens_thought(self) -> bool:
         """Whether the last generation prompt opens a thought, or writes an empty one."""
         text = next(reversed(self._context_texts.values()), "")
-        return self._context.renderer.marks.without_open_thought(text) != text
+        return self._context.renderer.profile.reasoning.marks.without_open_thought(text) != text
 
     def _thinking_needs_new_segment(self, messages: Sequence[Message], bridge: EncodedMessages) -> bool:
         """Whether the thinking policy begins a new segment instead of appending `bridge`, the encoded `messages`."""
         renderer, policy = self._context.renderer, self._context.thinking
-        if policy == "keep" or not renderer.thinks:
+        if policy == "keep" or not renderer.profile.reasoning.supported:
             return False
         if policy == "strip_at_user":
             return self._strips_reasoning_before(messages)
-        return OnePass(renderer).serves_otherwise(self._held(), bridge.messages, bridge)
+        return SanityCheck(renderer).served_prompt_differs(self._segment_messages(), bridge.messages, bridge)
 
     def _strips_reasoning_before(self, messages: Sequence[Message]) -> bool:
         """Whether the policy `strip_at_user` removes earlier reasoning before these messages."""
@@ -154,17 +159,17 @@ class SegmentHistory:
         """The message at `index`; a turn of the model without its reasoning."""
         if index not in self._turns:
             return message
-        renderer = self._context.renderer
-        message = {name: value for name, value in message.items() if name != renderer.template.reasoning_key}
-        return {**message, "content": renderer.without_thoughts(str(message["content"] or ""))}
+        reasoning = self._context.renderer.profile.reasoning
+        message = {name: value for name, value in message.items() if name != reasoning.key}
+        return {**message, "content": reasoning.without_reasoning(str(message["content"] or ""))}
 
-    def _held(self) -> Held:
+    def _segment_messages(self) -> SegmentMessages:
         turns = [index for index in sorted(self._turns) if index >= self._first]
-        return Held(
+        return SegmentMessages(
             segment=self.segment,
             messages=self._messages,
             tools=self.tools,
-            texts=self._context_texts,
-            injected=self._injected,
-            called=[number for number, index in enumerate(turns) if self._messages[index].get("tool_calls")],
+            context_texts=self._context_texts,
+            injected_places=self._injected,
+            turns_with_calls=[number for number, index in enumerate(turns) if self._messages[index].get("tool_calls")],
         )

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from turnwise.chat.media_parts import without_media
-from turnwise.chat.renderer import EncodedMessages, ParsedTurn
+from turnwise.chat.renderer import EncodedMessages
+from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.replies import check_opening, check_reply
@@ -268,8 +269,8 @@ class Session:
         trajectory = self.trajectory
         # a resumed turn is parsed again with the turn that continues it, so its calls do not count
         calls = sum(len(turn.calls) for turn in trajectory.turns if turn.kept_tokens is None)
-        return self._context.renderer.parse_turn(
-            token_ids, tools=trajectory.tools, first_call=calls, thinking=thought_opening, before=before
+        return self._context.renderer.turn_parser.parse(
+            token_ids, tools=trajectory.tools, first_call=calls, thought_opening=thought_opening, text_before=before
         )
 
     def _reopen_turn(self, turn: Turn, resume: Resume) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.chat.base_conversations import Before
+from turnwise.chat.base_conversations import PriorConversation
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.tool_calls.reasoning import ThoughtMarks
 from turnwise.errors import TemplateError
@@ -34,13 +34,13 @@ def lines(
     in no way, or has no place for the thoughts or the calls in it.
     """
     template = renderer.template
-    before = template.opening(opening, tools)
+    before = template.planned_opening(opening, tools)
     found: list[str] = []
     for message, answers in rounds:
         plain = _with_thoughts(renderer, _read(renderer, message))
         asked = _asked(before)
-        line = _Line(renderer, asked, tools, cue=template.render(asked, cue=True, tools=tools))
-        stands = Before.of([*before, plain], tools=bool(tools))
+        line = _Line(renderer, asked, tools, cue=template.render(asked, add_generation_prompt=True, tools=tools))
+        stands = PriorConversation.from_messages([*before, plain], has_tools=bool(tools))
         found.append(line.of(message, answers, stands))
         handed = template.plan(answers, stands).apply(answers) if answers else []
         before = [*before, plain, *handed]
@@ -72,15 +72,15 @@ def _read(renderer: Renderer, message: Message) -> _Read:
     beside = next((str(message[key]) for key in REASONING if message.get(key)), "")
     bare = {key: value for key, value in message.items() if key not in REASONING}
     content = bare.get("content")
-    if beside or not isinstance(content, str) or not renderer.thinks:
+    if beside or not isinstance(content, str) or not renderer.profile.reasoning.supported:
         return _Read(bare, beside.strip(), content if isinstance(content, str) else "", bool(beside))
-    reasoning, said = renderer.marks.split(content)
+    reasoning, said = renderer.profile.reasoning.marks.split(content)
     return _Read(bare, reasoning, said, False)
 
 
 def _with_thoughts(renderer: Renderer, read: _Read) -> Message:
     """The message as the template takes it."""
-    key = renderer.template.reasoning_key
+    key = renderer.profile.reasoning.key
     if not read.beside or key is None:
         return read.message
     return {**read.message, key: read.reasoning}
@@ -96,9 +96,9 @@ class _Line:
     cue: str
     """`before` as the template writes it, when the model is to speak."""
 
-    def of(self, message: Message, answers: Sequence[Message], stands: Before) -> str:
+    def of(self, message: Message, answers: Sequence[Message], stands: PriorConversation) -> str:
         read = _read(self.renderer, message)
-        opened = self.renderer.marks.open_thought(self.cue)
+        opened = self.renderer.profile.reasoning.marks.open_thought(self.cue)
         words = ""
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
@@ -111,35 +111,38 @@ class _Line:
 
     def _ways(self, read: _Read, opened: str) -> list[str]:
         """What the model may have to say, the template's own way first."""
-        template = self.renderer.template
         tried = [_with_thoughts(self.renderer, read)]
-        if read.reasoning and template.reasoning_key is not None:
-            tried.append({**read.message, "content": read.said, template.reasoning_key: read.reasoning})
+        if read.reasoning and self.renderer.profile.reasoning.key is not None:
+            tried.append({**read.message, "content": read.said, self.renderer.profile.reasoning.key: read.reasoning})
         found: list[str] = []
         for message in tried:
             words = self._said(message)
             self._refuse_lost_calls(words, message)
-            found.append(_inside(words, opened, self.renderer.marks))
-        if read.reasoning and self.renderer.thinks:
+            found.append(_inside(words, opened, self.renderer.profile.reasoning.marks))
+        if read.reasoning and self.renderer.profile.reasoning.supported:
             # the template leaves thoughts out of what it writes: they stand before the words all the same
-            opening, closing = next(iter(self.renderer.marks.own), ("", ""))
+            opening, closing = next(iter(self.renderer.profile.reasoning.marks.own), ("", ""))
             said = self._said({**read.message, "content": read.said})
-            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(said, self.renderer.marks)
+            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(
+                said, self.renderer.profile.reasoning.marks
+            )
             if not read.beside and isinstance(read.message.get("content"), str) and not read.message.get("tool_calls"):
-                raw = f"{read.message['content']}{template.closing}"  # word for word, as it was written
+                raw = (
+                    f"{read.message['content']}{self.renderer.profile.turn.closing}"  # word for word, as it was written
+                )
             if opening or not read.beside:
-                found.append(_inside(raw, opened, self.renderer.marks))
+                found.append(_inside(raw, opened, self.renderer.profile.reasoning.marks))
         return found
 
     def _said(self, message: Message) -> str:
         """What the template writes for the message."""
         template = self.renderer.template
-        whole = template.render([*self.before, message], cue=False, tools=self.tools)
-        for begun in (self.cue, self.renderer.marks.without_open_thought(self.cue)):
+        whole = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
+        for begun in (self.cue, self.renderer.profile.reasoning.marks.without_open_thought(self.cue)):
             if whole.startswith(begun):
                 return whole[len(begun) :]
         # what stands before it is changed by what follows: it is asked behind a plain question
-        return template.said(message, tools=self.tools)
+        return template.completion_text(message, tools=self.tools)
 
     def _holds(self, words: str, read: _Read, opened: bool) -> bool:
         """Whether all of the message is in the words, its thoughts as thoughts and nothing else as one."""
@@ -147,11 +150,13 @@ class _Line:
             return False
         if not read.reasoning:
             return True
-        if not self.renderer.thinks or not all(
-            thought.text for thought in self.renderer.marks.thoughts(words, opened=opened)
+        if not self.renderer.profile.reasoning.supported or not all(
+            thought.text for thought in self.renderer.profile.reasoning.marks.thoughts(words, opened=opened)
         ):
             return False
-        return _letters(self.renderer.marks.split(words, opened=opened)[0]) == _letters(read.reasoning)
+        return _letters(self.renderer.profile.reasoning.marks.split(words, opened=opened)[0]) == _letters(
+            read.reasoning
+        )
 
     def _says(self, words: str, read: _Read) -> bool:
         return _letters(read.said) in _letters(words)
@@ -165,11 +170,11 @@ class _Line:
                     f"template has tools, or write the call into the message's content as the model is to say it"
                 )
 
-    def _ended(self, words: str, answers: Sequence[Message], stands: Before) -> str:
+    def _ended(self, words: str, answers: Sequence[Message], stands: PriorConversation) -> str:
         """The words up to the token that ends the turn."""
         template = self.renderer.template
         stops = [self.renderer.decode([token]) for token in self.renderer.stop_token_ids]
-        closing = template.closing
+        closing = self.renderer.profile.turn.closing
         if closing and words.endswith(closing) and any(stop in closing for stop in stops):
             end = min(closing.index(stop) + len(stop) for stop in stops if stop in closing)
             return words[: len(words) - len(closing) + end]
@@ -181,7 +186,7 @@ class _Line:
         # nothing ends a turn but the header of the next one: the model says its first token
         plan = template.plan(answers, stands)
         roles = [str(answer["role"]) for answer in plan.apply(answers)]
-        head = template.head(roles, plan.bases[0], plan.behind(stands))
+        head = template.text_before_content(roles, plan.base_turns[0], plan.base_for(stands))
         return words + min((stop for stop in stops if stop in head), key=head.index, default="")
 
 

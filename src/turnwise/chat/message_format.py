@@ -1,0 +1,154 @@
+"""In which shape a template takes messages: content, tool calls, ids of calls, tools. Found by rendering probes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from turnwise.chat.message_shapes import check_content, with_calls, with_named_ids, with_short_ids
+from turnwise.chat.probes import PLACEHOLDER, QUESTION, TOOL, TOOL_WORD, assistant_message, probe_call
+from turnwise.errors import TemplateError
+from turnwise.types import Message, ToolSchema
+
+__all__ = ["CallFormat", "CallIds", "MessageFormat", "RenderAsGiven", "find_message_format"]
+
+CallIds = Literal["any", "nine characters", "tool name"]
+"""Which ids of tool calls a template takes: any; nine letters and digits (Mistral); `functions.<tool name>:<n>` (Kimi)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How tool calls are given to a template in an assistant message."""
+
+    json_arguments: bool
+    """Whether arguments are given as JSON text, and not as an object."""
+    empty_content: str | None
+    """The content of a message that has calls and no text."""
+    ids: CallIds
+    requires_tools: bool
+    """Whether the template writes calls only in conversations that offer tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """The shape in which a template takes messages."""
+
+    content_as_parts: bool = False
+    """Whether the content must be a list of parts, for texts too."""
+    requires_tools: bool = False
+    """Whether the template refuses conversations without tools."""
+    describes_tools: bool = False
+    """Whether the template writes the descriptions of the tools on offer into the prompt."""
+    calls: CallFormat | None = None
+    """None if the template writes no tool calls."""
+
+    def shaped(self, message: Message) -> Message:
+        """A message in this shape. Raises TemplateError if its content is neither a text nor known parts."""
+        check_content(message)
+        content = message.get("content")
+        if self.content_as_parts and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        if self.calls is None:
+            return message
+        if message.get("tool_calls"):
+            message = with_calls(message, as_text=self.calls.json_arguments, empty=self.calls.empty_content)
+        if message.get("tool_calls") or message.get("role") == "tool":
+            if self.calls.ids == "tool name":
+                return with_named_ids(message)
+            if self.calls.ids == "nine characters":
+                return with_short_ids(message)
+        return message
+
+    def probe_tools(self, messages: Sequence[Message] = ()) -> Sequence[ToolSchema]:
+        """The tools that probe messages are rendered with: none, or the probe tool where the template needs one."""
+        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        required = self.calls.requires_tools if has_calls and self.calls is not None else self.requires_tools
+        return (TOOL,) if required else ()
+
+
+class RenderAsGiven(Protocol):
+    """Renders messages without changing their shape. Raises TemplateError if the template refuses them."""
+
+    def __call__(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
+    ) -> str: ...
+
+
+def find_message_format(render: RenderAsGiven, where: str) -> MessageFormat:
+    """Find out in which shape a template takes messages. `where` names it in error messages.
+
+    Raises TemplateError if there is no shape in which it writes an assistant message's content unchanged.
+    """
+    base = _content_format(render, where)
+    try:
+        described = render([base.shaped(QUESTION)], add_generation_prompt=True, tools=[TOOL])
+    except TemplateError:
+        described = ""
+    return MessageFormat(base.content_as_parts, base.requires_tools, TOOL_WORD in described, _call_format(render, base))
+
+
+def _content_format(render: RenderAsGiven, where: str) -> MessageFormat:
+    """Content as text or as parts, without tools or, where the template refuses that, with a tool."""
+    first: TemplateError | None = None
+    for requires_tools, as_parts in itertools.product((False, True), (False, True)):
+        format = MessageFormat(as_parts, requires_tools)
+        messages = [format.shaped(QUESTION), format.shaped(assistant_message(PLACEHOLDER))]
+        try:
+            if PLACEHOLDER in render(messages, add_generation_prompt=False, tools=format.probe_tools()):
+                return format
+        except TemplateError as error:
+            if "no valid Jinja" in str(error):
+                raise
+            if as_parts:  # as text it was refused too, or written without its content
+                first = first or error
+    if first is not None:
+        raise first
+    written = render([QUESTION, assistant_message(PLACEHOLDER)], add_generation_prompt=False, tools=())
+    raise TemplateError(
+        f"the chat template of {where} does not write an assistant message's content as it is, so a conversation "
+        f"cannot be continued without rendering it again. It wrote: {written[-200:]!r}"
+    )
+
+
+def _call_format(render: RenderAsGiven, base: MessageFormat) -> CallFormat | None:
+    """How calls are given. Conversations without tools are tried first; some templates write calls only with tools."""
+    turn = probe_call({"text": PLACEHOLDER})
+    question = base.shaped(QUESTION)
+    tool_choices = dict.fromkeys((base.requires_tools, True))
+    for requires_tools, named_ids, as_text, empty in itertools.product(
+        tool_choices, (False, True), (False, True), ("", None)
+    ):
+        ids: CallIds = "tool name" if named_ids else "any"
+        calls = CallFormat(as_text, empty, ids, requires_tools)
+        shaped = MessageFormat(base.content_as_parts, calls=calls).shaped(turn)
+        try:
+            text = render([question, shaped], add_generation_prompt=False, tools=(TOOL,) if requires_tools else ())
+        except TemplateError:
+            continue
+        behind = text.partition(QUESTION["content"])[2]  # the tools are described in front of the question
+        if PLACEHOLDER in text and turn["tool_calls"][0]["function"]["name"] in behind:
+            if ids == "any" and _needs_short_ids(render, base, calls):
+                return CallFormat(as_text, empty, "nine characters", requires_tools)
+            return calls
+    return None
+
+
+def _needs_short_ids(render: RenderAsGiven, base: MessageFormat, calls: CallFormat) -> bool:
+    """Whether the template refuses the id `call_0` and takes one of nine letters and digits."""
+    turn = probe_call({"text": "x"})
+    turn["tool_calls"][0]["id"] = "call_0"
+    answer: Message = {"role": "tool", "tool_call_id": "call_0", "name": "probe_tool", "content": "An answer."}
+
+    def accepts(ids: CallIds) -> bool:
+        trial = CallFormat(calls.json_arguments, calls.empty_content, ids, calls.requires_tools)
+        format = MessageFormat(base.content_as_parts, base.requires_tools, calls=trial)
+        messages = [format.shaped(message) for message in (QUESTION, turn, answer)]
+        try:
+            render(messages, add_generation_prompt=True, tools=format.probe_tools(messages))
+        except TemplateError:
+            return False
+        return True
+
+    return not accepts("any") and accepts("nine characters")

@@ -1,0 +1,139 @@
+"""How a turn of the model is given to a template, and what the template writes at its beginning and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from turnwise.chat.probes import (
+    PLACEHOLDER,
+    QUESTION,
+    assistant_message,
+    probe_call,
+    probe_message,
+    probe_word,
+)
+from turnwise.chat.template import Template
+from turnwise.errors import TemplateError
+
+__all__ = ["TurnContent", "TurnFormat", "find_turn_format"]
+
+TurnContent = Literal["text", "text and reasoning", "fields"]
+"""How a turn of the model is given to the template, so that the template writes it as it was sampled.
+
+`text`: the sampled text is the content. `text and reasoning`: the sampled text without its reasoning is the content, and the
+reasoning is in a field of its own. `fields`: content, calls and reasoning are in fields, since the template does not write
+a sampled text unchanged.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """How a template writes a turn of the model."""
+
+    content: TurnContent
+    leading_space: str
+    """White space that the template writes in front of the model's words and not in the generation prompt (`Assistant:`)."""
+    closing: str
+    """The text behind the model's last words when no message follows."""
+    max_calls: int | None
+    """How many tool calls the template writes in one turn: 0, 1, or None for any number."""
+    call_text: str = ""
+    """The text that the model must generate for the call `probe_tool(text="x")`, end of turn included."""
+    after_call: str = ""
+    """The text behind the arguments of the only call of a turn; empty if the template writes no calls."""
+    between_calls: str = ""
+    """The text between the arguments of two calls of a turn; empty if the template writes only one."""
+
+    def accepts_calls(self, count: int) -> bool:
+        """Whether the template writes this many calls in one turn."""
+        return count > 0 and (self.max_calls is None or count <= self.max_calls)
+
+
+def find_turn_format(template: Template) -> TurnFormat:
+    """Find out how a template writes a turn of the model.
+
+    Raises TemplateError if it closes the second turn of a conversation otherwise than the first.
+    """
+    closing = template.text_after_placeholder([QUESTION, assistant_message(PLACEHOLDER)], add_generation_prompt=False)
+    assert closing is not None, "find_message_format has checked that the placeholder is written"
+    _check_closing(template, closing)
+    before, _, _ = template.completion_text(assistant_message(PLACEHOLDER)).partition(PLACEHOLDER)
+    leading_space = before if before.isspace() else ""
+    content = _turn_content(template)
+    if not template.writes_calls:
+        return TurnFormat(content, leading_space, closing, max_calls=0)
+    call = probe_call({"text": PLACEHOLDER})
+    after_call = template.text_after_placeholder([QUESTION, call], add_generation_prompt=False) or ""
+    max_calls, between = _several_calls(template)
+    return TurnFormat(content, leading_space, closing, max_calls, _call_text(template), after_call, between)
+
+
+def _check_closing(template: Template, closing: str) -> None:
+    """A turn that is cut out of a short conversation must end as it does in a longer one."""
+    longer = [QUESTION, assistant_message("x"), QUESTION, assistant_message(PLACEHOLDER)]
+    try:
+        later = template.text_after_placeholder(longer, add_generation_prompt=False)
+    except TemplateError:
+        return  # no error here: not every environment sends a user message, and the first that does gets the error
+    if later != closing:
+        raise TemplateError(
+            f"the chat template of {template.where} closes the second assistant turn with {later!r} and the first with "
+            f"{closing!r}; such a template cannot be continued turn by turn"
+        )
+
+
+def _turn_content(template: Template) -> TurnContent:
+    key = template.reasoning.key
+    sample = assistant_message("Said.")
+    if key is not None:
+        sample[key] = "Thought."
+    prompt = template.render([QUESTION], add_generation_prompt=True)
+    sampled = template.completion_text(sample).partition("Said.")[0] + "Said."
+    raw = assistant_message(template.reasoning.marks.open_thought(prompt) + sampled)
+    try:
+        same_text = all(
+            template.render([QUESTION, raw, *after], add_generation_prompt=False)
+            == template.render([QUESTION, sample, *after], add_generation_prompt=False)
+            for after in ([], [QUESTION])  # as an earlier turn too, where reasoning may be left out
+        )
+    except TemplateError:
+        return "fields"
+    if template.writes_calls and not _accepts_answers_behind_text(template):
+        return "fields"
+    return "text" if same_text else "text and reasoning"
+
+
+def _accepts_answers_behind_text(template: Template) -> bool:
+    """Whether a tool message may follow a turn whose calls are in its text."""
+    answer = probe_message("tool", 0)
+    try:
+        plan = template.plan([answer])
+        if "text" not in plan.base_turns:
+            return False
+        # some templates check that roles alternate, and treat turns with calls differently
+        following = assistant_message("Said.")
+        template.render([QUESTION, following, *plan.apply([answer]), following], add_generation_prompt=False)
+    except TemplateError:
+        return False
+    return True
+
+
+def _several_calls(template: Template) -> tuple[int | None, str]:
+    """`max_calls` and `between_calls`: some templates refuse a second call, or write only the first."""
+    calls = probe_call({"text": PLACEHOLDER}, {"text": probe_word(1)})
+    try:
+        text = template.render([QUESTION, calls], add_generation_prompt=False)
+    except TemplateError:
+        return 1, ""
+    between, second, _ = text.rpartition(PLACEHOLDER)[2].partition(probe_word(1))
+    if PLACEHOLDER not in text or not second:
+        return 1, ""
+    return None, between
+
+
+def _call_text(template: Template) -> str:
+    try:
+        return template.completion_text(probe_call({"text": "x"}))
+    except TemplateError:
+        return ""
