@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -218,6 +219,29 @@ def test_there_is_no_circle_between_parts() -> None:
         assert ready, f"a circle among {sorted(set(knows) - set(order))}"
         order += ready
     assert order.index("types") < order.index("rollout") < order.index("train") < order.index("cli")
+
+
+def test_the_page_names_files_that_exist_and_its_rows_are_the_order_of_the_imports() -> None:
+    page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```layers\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    rows = [row.split() for row in block.splitlines()]
+    row_of = {part: number for number, row in enumerate(rows) for part in row}
+    assert sorted(part for row in rows for part in row) == sorted(
+        {part_of(path) for path in FILES} - {"__init__", "__main__"}
+    )
+    wrong = {
+        f"{part_of(path)} imports {name.partition('.')[0]}"
+        for path in FILES
+        if part_of(path) in row_of
+        for name in ours(path)
+        if name.partition(".")[0] != part_of(path) and row_of[name.partition(".")[0]] <= row_of[part_of(path)]
+    }
+    assert wrong == set()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert {name for name in named if not any(f"/{path.as_posix()}".endswith(f"/{name}") for path in FILES)} <= {
+        "tests/test_architecture.py",
+        "scripts/measure.py",
+    }
 
 
 def test_there_is_no_circle_between_files() -> None:
