@@ -447,9 +447,7 @@ def test_what_the_template_has_no_use_for_is_refused_before_the_weights_are_load
 def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
     from turnwise.config.train_checks import refuse_without_effect
 
-    with pytest.raises(
-        ConfigError, match=r"sft.batch_size has no effect in training: it is an option of `turnwise sft`"
-    ):
+    with pytest.raises(ConfigError, match=r"sft.steps has no effect in training: it is an option of `turnwise sft`"):
         refuse_without_effect(load(recipe)[0])
 
 
