@@ -339,3 +339,32 @@ def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.args.kwarg is not None
     }
     assert found <= allowed
+
+
+def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> None:
+    """`LocalLearner.model` is read where the embedded engine is built on the learner's parameters, and nowhere else."""
+    readers = {
+        path.relative_to(SOURCE).as_posix()
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "model"
+        and _name(node.value) in ("learner", "run", "policy")
+    }
+    assert readers == {"train.py"}  # the argument of build.engine
+    # the loops, the run's state and checkpoints know the protocol, which has no model
+    protocol = next(
+        node
+        for node in ast.walk(parsed(SOURCE / "training" / "learner.py"))
+        if isinstance(node, ast.ClassDef) and node.name == "Learner"
+    )
+    assert "model" not in {node.name for node in protocol.body if isinstance(node, ast.FunctionDef)}
+    users = {path.relative_to(SOURCE).as_posix() for path in FILES if "training.local_learner" in ours(path)}
+    assert users == {"build/learners.py"}
+    loaders = {path.relative_to(SOURCE).as_posix() for path in FILES if "models.loading" in ours(path)}
+    assert loaders <= {"training/local_learner.py", "build/learners.py", "build/engines.py", "doctor/examine.py"}
+
+
+def _name(node: ast.expr) -> str:
+    """`learner` of the expressions `learner` and `run.learner`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -13,6 +13,7 @@ from training.test_batch import group
 from turnwise.training.background import Halt
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
+from turnwise.training.loss import make_loss
 from turnwise.training.options import LossConfig
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
@@ -30,7 +31,7 @@ def of_kind(kind: LogprobKind, turns: int = 99) -> list[Trajectory]:
 
 
 def policy(sampling: Sampling, **options: float) -> LocalLearner:
-    return LocalLearner(tiny_model(), sampling=sampling, loss=LossConfig(**options), threads=1)
+    return LocalLearner(tiny_model(), sampling=sampling, loss=make_loss(LossConfig(**options)), threads=1)
 
 
 def flat(one: LocalLearner) -> torch.Tensor:
@@ -95,7 +96,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
 
 
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
-    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=LossConfig(name="nll"), share_prompts="never")
+    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(LossConfig(name="nll")), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
     assert one._with_logprobs(batch, Halt()) is batch
 

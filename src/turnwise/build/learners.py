@@ -71,13 +71,14 @@ def _learner(
 ) -> LocalLearner:
     from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
     from turnwise.training.local_learner import LocalLearner
+    from turnwise.training.loss import make_loss
 
     if config.deterministic:
         use_deterministic_algorithms()
     return LocalLearner.from_pretrained(
         model_options(config, path),
         sampling=sampled_from,
-        loss=loss,
+        loss=make_loss(loss),
         optimizer=optimizer,
         reference=reference,
         share_prompts=share_prompts,

@@ -103,7 +103,7 @@ class LearningWatch:
 
     def _without_gradient(self, metrics: Mapping[str, Any], whole: Sequence[Trajectory]) -> str | None:
         """The gradient is 0 although there is something to learn."""
-        turns = [(turn, gain) for one in whole for turn, gain in zip(one.turns, one.advantages, strict=False)]
+        turns = [(turn, one.has_advantage(turn.index)) for one in whole if one.advantages for turn in one.turns]
         if turns and not any(turn.weight for turn, _ in turns):
             return (
                 f"loss_mask={self.config.loss_mask.use} gives all turns the weight 0, so there is nothing to learn from: use "

@@ -23,7 +23,7 @@ from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.learner import BatchRequirements, UpdateStats
-from turnwise.training.loss import make_loss, nll
+from turnwise.training.loss import Loss, make_loss, nll
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import LossConfig, OptimizerConfig
@@ -71,7 +71,7 @@ class LocalLearner:
         model: Any,
         *,
         sampling: Sampling,
-        loss: LossConfig | None = None,
+        loss: Loss | None = None,
         optimizer: OptimizerConfig | None = None,
         reference: Any | None = None,
         share_prompts: str = "auto",
@@ -84,7 +84,7 @@ class LocalLearner:
                 f"shared prompts (sliding windows and recurrent layers do not); use auto or never"
             )
         self._model = model
-        self._loss = make_loss(loss or LossConfig())
+        self._loss = loss or make_loss(LossConfig())
         self._threads = TorchThreads(threads)
         self._forward = Forward(model, sampling)
         self._reference_model = None
@@ -111,7 +111,7 @@ class LocalLearner:
         options: ModelOptions,
         *,
         sampling: Sampling,
-        loss: LossConfig,
+        loss: Loss,
         optimizer: OptimizerConfig,
         reference: str | Path | None = None,
         share_prompts: str = "auto",
