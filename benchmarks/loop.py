@@ -28,7 +28,7 @@ from rich.table import Table as Printed
 from turnwise.chat.renderer import Renderer
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
-from turnwise.environments.environment import Environment, environment, say
+from turnwise.environments.environment import Environment, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
@@ -61,7 +61,7 @@ async def customer(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     """Asks for the next number until the script is over."""
     yield Opening(messages=row.messages)
     for question in range(1, TURNS // 2):
-        yield say(f"Thank you. Customer {row.id} wants number {question}, too.")
+        yield user_message(f"Thank you. Customer {row.id} wants number {question}, too.")
 
 
 class Parked:
@@ -196,7 +196,7 @@ async def asking(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     number = 0
     while True:
         number += 1
-        yield say(f"Thank you. Customer {row.id} wants number {number}, too.")
+        yield user_message(f"Thank you. Customer {row.id} wants number {number}, too.")
 
 
 def _whole(groups: Sequence[Group], *, turns: int) -> None:

@@ -1,4 +1,4 @@
-"""The user of `modelled_user.yaml`, a model behind the embedded engine; and what the conversation is worth in the end."""
+"""The user of `modelled_user.yaml`, a model on the embedded engine, and the reward of the conversation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from turnwise.rollout.chat_model import EngineChatModel
 
 
 @cache
-def speaker() -> EngineChatModel:
-    """Loaded when somebody speaks for the first time, once for all conversations."""
+def chat_model() -> EngineChatModel:
+    """The user's model, loaded once for all conversations, at its first use."""
     from transformers import AutoModelForCausalLM
 
     from turnwise.chat.renderer import Renderer
@@ -25,10 +25,10 @@ def speaker() -> EngineChatModel:
 
 
 async def user(messages: list[Message]) -> str:
-    """What the user says. One without a word is content."""
-    return await speaker()(messages) or "[DONE]"
+    """The user's answer. An empty answer ends the conversation."""
+    return await chat_model()(messages) or "[DONE]"
 
 
 def right(trajectory: Trajectory) -> float:
-    """1 where the model's last answer is right."""
+    """1 if the model's last answer is right, else 0."""
     return float(same_number(final_answer(trajectory.answer), str(trajectory.row["answer"])))

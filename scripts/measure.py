@@ -74,12 +74,12 @@ NOT_COUNTED = ("terminal/", "record/", "runs/run_state.py")
 """Progress, record, and whether a checkpoint may be written now."""
 ENGINE = "engines/local/"
 ENVIRONMENT = """
-from turnwise import Opening, Reply, environment, say
+from turnwise import Opening, Reply, environment, user_message
 
 @environment
 async def asks_again(row):
     turn = yield Opening(messages=row.messages)
-    turn = yield say("Are you sure?", reward=len(turn.text) % 3)
+    turn = yield user_message("Are you sure?", reward=len(turn.text) % 3)
     yield Reply(reward=len(turn.text) % 5, done=True)
 """
 """Two turns, rewards that differ: advantages are not zero, so that there is a gradient."""

@@ -21,7 +21,7 @@ from turnwise.types import Sampling
 from turnwise.user_code.object_references import resolve
 
 USER = '''
-from turnwise.environments.environment import SingleTurn, environment, say
+from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.types import Opening, Reply
 
 class Mine(SingleTurn):
@@ -34,7 +34,7 @@ class Mine(SingleTurn):
 @environment
 async def talker(row, text: str):
     turn = yield Opening(messages=row.messages)
-    yield say(text, done=True)
+    yield user_message(text, done=True)
 
 async def bare(row):
     yield Opening(messages=row.messages)

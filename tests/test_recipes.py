@@ -185,7 +185,7 @@ def test_a_modelled_user_behind_an_endpoint_takes_two_steps(tmp_path: Path, monk
     said = Answer({"choices": [{"message": {"content": "And?"}}]})
     with serving(lambda question, number: said) as server:
         endpoint = f'{{url: "{server.url}/v1", model: Qwen/Qwen3-8B, api_key_env: USER_MODEL_KEY}}'
-        options = ["environment.arguments.speaker=null", f"environment.arguments.endpoint={endpoint}"]
+        options = ["environment.arguments.chat_model=null", f"environment.arguments.endpoint={endpoint}"]
         conversations = two_steps(
             "modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2", *options
         )

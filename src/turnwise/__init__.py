@@ -3,7 +3,7 @@
 What most users need to write an environment, a tool or a reward is here; it imports neither torch nor transformers.
 """
 
-from turnwise.environments.environment import Environment, SingleTurn, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.types import (
@@ -53,5 +53,5 @@ __all__ = [
     "__version__",
     "checked_answer",
     "environment",
-    "say",
+    "user_message",
 ]

@@ -11,7 +11,7 @@ from support import byte_tokenizer
 from support.conversations import a_row, call, hold, scripted, spoken
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.users import ScriptedUser
 from turnwise.training.batch import pack
 from turnwise.types import Message, Opening, Reply, Row, Trajectory, Turn
@@ -237,7 +237,7 @@ def test_the_answer_is_said_without_the_thought_and_the_text_has_both() -> None:
     @environment
     async def listens(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         turn = yield Opening(messages=row.messages)
-        yield say(turn.message["content"] + "|" + turn.reasoning + "|" + turn.text)
+        yield user_message(turn.message["content"] + "|" + turn.reasoning + "|" + turn.text)
 
     trajectory = hold(["<think>Hm.</think>4", "5"], listens, renderer=Renderer(byte_tokenizer(QWQ)))
     assert trajectory.messages[2]["content"] == "4|Hm.|<think>Hm.</think>4"

@@ -23,7 +23,7 @@ CALCULATE = call("calculator", '{"expression": "6*7"}')
 USER = '''
 import asyncio
 import signal
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.types import Opening, Reply
 
 @environment

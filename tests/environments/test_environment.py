@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, hold, spoken
-from turnwise.environments.environment import Environment, SingleTurn, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Opening, Reply, Row, Turn
@@ -21,13 +21,13 @@ async def sure(row: Row, question: str = "Are you sure?", *, times: int = 1) -> 
     """A user who asks back."""
     turn = yield Opening(messages=row.messages)
     for n in range(times):
-        turn = yield say(f"{question} {turn.text}?", reward=0.25 * (n + 1))
+        turn = yield user_message(f"{question} {turn.text}?", reward=0.25 * (n + 1))
     yield Reply(reward=float("yes" in turn.text), done=True, info={"last": turn.text})
 
 
 def test_say_is_a_reply_of_one_user_message() -> None:
-    assert say("No.") == Reply(messages=({"role": "user", "content": "No."},))
-    assert say("No.", reward=0.5, done=True) == Reply(
+    assert user_message("No.") == Reply(messages=({"role": "user", "content": "No."},))
+    assert user_message("No.", reward=0.5, done=True) == Reply(
         messages=({"role": "user", "content": "No."},), reward=0.5, done=True
     )
 
@@ -66,7 +66,7 @@ def test_returning_ends_the_conversation() -> None:
     async def leaves_later(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         turn = yield Opening(messages=row.messages)
         if turn.text == "a":
-            yield say("b")
+            yield user_message("b")
         return
 
     assert hold(Says("a"), leaves).stop == "done"
@@ -78,7 +78,7 @@ def test_messages_of_a_last_reply_are_recorded_but_no_tokens() -> None:
     @environment
     async def thanks(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         yield Opening(messages=row.messages)
-        yield say("Thanks.", done=True)
+        yield user_message("Thanks.", done=True)
 
     trajectory = hold(Says("a"), thanks)
     assert trajectory.messages[-1] == {"role": "user", "content": "Thanks."}
@@ -88,7 +88,7 @@ def test_messages_of_a_last_reply_are_recorded_but_no_tokens() -> None:
 def test_a_first_yield_that_is_no_opening_is_told() -> None:
     @environment
     async def wrong(row: Row) -> AsyncGenerator[Any, Turn]:
-        yield say("Hi")
+        yield user_message("Hi")
 
     trajectory = hold(Says("a"), wrong)
     assert trajectory.error is not None
@@ -131,7 +131,7 @@ def test_only_generator_functions_can_be_made_environments() -> None:
     async def no_generator(row: Row) -> Reply:
         return Reply(done=True)
 
-    with pytest.raises(TypeError, match="'no_generator' is no generator function; it must yield"):
+    with pytest.raises(TypeError, match="'no_generator' is not a generator function; it must contain yield"):
         environment(no_generator)  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ class House:
                 turn = yield Opening(messages=row.messages)
                 while turn.text != "bye":
                     await trouble("step")
-                    turn = yield say("And?")
+                    turn = yield user_message("And?")
                 yield Reply(done=True)
                 self.events.append("asked again after done")
             finally:

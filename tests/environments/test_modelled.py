@@ -38,7 +38,7 @@ def served(
     """A conversation with a user behind a server, and the server."""
     endpoint = {"model": "m", "pause": 0.0, **options.pop("endpoint", {})}
     with serving(answer) as server:
-        options = {"endpoint": {"url": f"{server.url}/v1", **endpoint}, "system": "You buy shoes.", **options}
+        options = {"endpoint": {"url": f"{server.url}/v1", **endpoint}, "system_prompt": "You buy shoes.", **options}
         limits = limits or Limits(turns=8, tokens_per_turn=400)
         return hold(Says(*said), lambda: ModelledUser(**options), row=row, limits=limits), server
 
@@ -82,7 +82,8 @@ def test_the_roles_are_turned_round_and_the_stop_phrase_ends_it() -> None:
 def test_a_prompt_that_is_nobodys_question_is_opened_by_the_user() -> None:
     row = Row(id="1", messages=[{"role": "system", "content": "Sell shoes."}], fields={"who": "Ann, size 38"})
     trajectory, server = served(
-        "Fine.", answer=says("<think>what do I want</think>\nShoes!", "[DONE]"), row=row, system_column="who", greeting="Yes?"
+        "Fine.", answer=says("<think>what do I want</think>\nShoes!", "[DONE]"), row=row,
+        system_prompt_column="who", greeting="Yes?"
     )  # fmt: skip
     assert contents(trajectory.messages) == ["system: Sell shoes.", "user: Shoes!", "assistant: Fine."]
     assert server.asked[0]["messages"] == [
@@ -92,15 +93,17 @@ def test_a_prompt_that_is_nobodys_question_is_opened_by_the_user() -> None:
 
 
 def test_the_prompt_may_be_the_rows_alone() -> None:
-    trajectory, server = served("a", answer=says("[DONE]"), row=a_row(who="Bob"), system=None, system_column="who")
+    trajectory, server = served(
+        "a", answer=says("[DONE]"), row=a_row(who="Bob"), system_prompt=None, system_prompt_column="who"
+    )
     assert server.asked[0]["messages"][0] == {"role": "system", "content": "Bob"}
     assert trajectory.stop == "done"
-    trajectory, _ = served("a", answer=says("[DONE]"), row=a_row(), system=None, system_column="who")
+    trajectory, _ = served("a", answer=says("[DONE]"), row=a_row(), system_prompt=None, system_prompt_column="who")
     assert failure(trajectory).startswith("KeyError: row '1' has no column 'who'")
 
 
 def test_after_so_many_exchanges_the_model_has_the_last_word() -> None:
-    trajectory, server = served("a", "b", "c", answer=says("1", "2"), exchanges=2, stop=None)
+    trajectory, server = served("a", "b", "c", answer=says("1", "2"), max_user_turns=2, stop_phrase=None)
     assert contents(trajectory.messages) == [
         "user: Hi", "assistant: a", "user: 1", "assistant: b", "user: 2", "assistant: c"
     ]  # fmt: skip
@@ -135,12 +138,12 @@ def test_what_passes_by_itself_is_asked_again() -> None:
     ("answer", "asked", "message"),
     [
         (Answer({"error": "no such model"}, status=404), 1, 'refused with status 404: {"error": "no such model"}'),
-        (Answer(b"out of memory", status=500), 2, "was asked 2 times: status 500: out of memory"),
+        (Answer(b"out of memory", status=500), 2, "was called 2 times: status 500: out of memory"),
         (Answer({"choices": []}), 1, """{"choices": [{"message": {"content": "..."}}]}; it answered {'choices': []}"""),
         (Answer({"choices": [{"message": {"content": None}}]}), 1, "it answered {'choices': [{'message': {'content': None}}]}"),
-        (Answer(b"<html>"), 1, "answered no JSON: '<html>'"),
-        (Answer({"choices": [{"message": {"content": "<think>hm</think> "}}]}), 1, "the modelled user answered without a word"),
-        (Answer({}, seconds=9), 2, "was asked 2 times: no answer within 0.5 s"),
+        (Answer(b"<html>"), 1, "must answer JSON; it answered: '<html>'"),
+        (Answer({"choices": [{"message": {"content": "<think>hm</think> "}}]}), 1, "the modelled user gave an empty answer"),
+        (Answer({}, seconds=9), 2, "was called 2 times: no answer within 0.5 s"),
     ],
 )  # fmt: skip
 def test_an_endpoint_that_fails_fails_its_conversation(answer: Answer, asked: int, message: str) -> None:
@@ -159,7 +162,7 @@ def test_an_endpoint_that_fails_one_conversation_leaves_the_others_alone() -> No
 
     with serving(answer) as server:
         endpoint = {"url": server.url, "model": "m", "retries": 0}
-        trajectories = hold_all(Says("a"), lambda: ModelledUser(endpoint=endpoint, system="s"), size=4)
+        trajectories = hold_all(Says("a"), lambda: ModelledUser(endpoint=endpoint, system_prompt="s"), size=4)
     assert sorted(str(one.stop) for one in trajectories) == ["done", "done", "done", "error"]
 
 
@@ -167,8 +170,8 @@ def test_an_endpoint_that_is_not_there_is_told() -> None:
     with serving(says()) as server:
         url = server.url
     endpoint = {"url": url, "model": "m", "retries": 0}
-    trajectory = hold(Says("a"), lambda: ModelledUser(endpoint=endpoint, system="s"))
-    assert f"the service {url}/chat/completions was asked once: " in failure(trajectory)
+    trajectory = hold(Says("a"), lambda: ModelledUser(endpoint=endpoint, system_prompt="s"))
+    assert f"the service {url}/chat/completions was called once: " in failure(trajectory)
     assert "refused" in failure(trajectory).lower()
 
 
@@ -181,7 +184,7 @@ def test_many_conversations_are_answered_together() -> None:
 
     with serving(slow) as server:
         endpoint = {"url": server.url, "model": "m"}
-        trajectories = hold_all(Says("a"), lambda: ModelledUser(endpoint=endpoint, system="s"), size=8)
+        trajectories = hold_all(Says("a"), lambda: ModelledUser(endpoint=endpoint, system_prompt="s"), size=8)
     assert [one.stop for one in trajectories] == ["done"] * 8
 
 
@@ -190,8 +193,10 @@ def test_many_conversations_are_answered_together() -> None:
 
 def test_an_engine_gives_the_user_a_voice() -> None:
     engine = scripted(["Size 40."], ["Thanks. [DONE]"])
-    speaker = EngineChatModel(engine, RENDERER, Sampling(temperature=0.5))
-    trajectory = hold(Says("Which size?", "Here."), lambda: ModelledUser(speaker=speaker, system="You buy shoes."))
+    chat_model = EngineChatModel(engine, RENDERER, Sampling(temperature=0.5))
+    trajectory = hold(
+        Says("Which size?", "Here."), lambda: ModelledUser(chat_model=chat_model, system_prompt="You buy shoes.")
+    )
     assert contents(trajectory.messages) == [
         "user: Hi", "assistant: Which size?", "user: Size 40.", "assistant: Here.", "user: Thanks."
     ]  # fmt: skip
@@ -199,9 +204,9 @@ def test_an_engine_gives_the_user_a_voice() -> None:
 
 def test_an_engine_is_asked_with_the_whole_conversation_and_forgets_it() -> None:
     engine = Says("Fine.")
-    speaker = EngineChatModel(engine, RENDERER, Sampling(max_tokens=7, top_k=3), seed=5)
+    chat_model = EngineChatModel(engine, RENDERER, Sampling(max_tokens=7, top_k=3), seed=5)
     messages: list[Message] = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
-    assert asyncio.run(speaker(messages)) == "Fine."
+    assert asyncio.run(chat_model(messages)) == "Fine."
     (request,) = engine.requests
     assert RENDERER.decode(request.token_ids) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
@@ -212,8 +217,8 @@ def test_an_engine_is_asked_with_the_whole_conversation_and_forgets_it() -> None
 
 def test_an_engine_that_breaks_fails_the_conversation_and_is_released() -> None:
     engine = Says(RuntimeError("out of memory"))
-    speaker = EngineChatModel(engine, RENDERER)
-    trajectory = hold(Says("a"), lambda: ModelledUser(speaker=speaker, system="s"))
+    chat_model = EngineChatModel(engine, RENDERER)
+    trajectory = hold(Says("a"), lambda: ModelledUser(chat_model=chat_model, system_prompt="s"))
     assert (failure(trajectory), engine.released) == ("RuntimeError: out of memory", ["user/0"])
 
 
@@ -224,7 +229,7 @@ def test_a_function_gives_the_user_a_voice_beside_the_event_loop() -> None:
         gate.wait()
         return f"You said {messages[-1]['content']} [DONE]"
 
-    trajectories = hold_all(Says("a"), lambda: ModelledUser(speaker=user, system="s"), size=8)
+    trajectories = hold_all(Says("a"), lambda: ModelledUser(chat_model=user, system_prompt="s"), size=8)
     assert [one.messages[-1]["content"] for one in trajectories] == ["You said a"] * 8
 
 
@@ -232,20 +237,20 @@ def test_a_function_gives_the_user_a_voice_beside_the_event_loop() -> None:
     ("answer", "message"),
     [
         (lambda: time.sleep(2), "the modelled user did not answer within 0.05 s"),
-        (lambda: 5, "TypeError: the modelled user's speaker gave 5; it must give a text"),
+        (lambda: 5, "TypeError: the chat_model of the modelled user returned 5; it must return a text"),
         (lambda: 1 // 0, "ZeroDivisionError"),
-        (lambda: "  ", "the modelled user answered without a word"),
+        (lambda: "  ", "the modelled user gave an empty answer"),
     ],
 )
 def test_a_function_that_fails_fails_the_conversation(answer: Callable[[], Any], message: str) -> None:
-    trajectory = hold(Says("a"), lambda: ModelledUser(speaker=lambda _: answer(), system="s", timeout=0.05))
+    trajectory = hold(Says("a"), lambda: ModelledUser(chat_model=lambda _: answer(), system_prompt="s", timeout=0.05))
     assert message in failure(trajectory)
 
 
 def test_a_conversation_that_the_user_ends_before_it_begins_fails() -> None:
     row = Row(id="1", messages=[{"role": "system", "content": "Sell."}])
-    trajectory = hold(Says("a"), lambda: ModelledUser(speaker=lambda _: "[DONE]", system="s"), row=row)
-    assert failure(trajectory) == "the modelled user ended the conversation of row '1' before it began"
+    trajectory = hold(Says("a"), lambda: ModelledUser(chat_model=lambda _: "[DONE]", system_prompt="s"), row=row)
+    assert failure(trajectory) == "the modelled user ended the conversation of row '1' before its first message"
 
 
 def test_tools_stand_in_front_of_a_modelled_user_who_hears_none_of_them() -> None:
@@ -256,7 +261,7 @@ def test_tools_stand_in_front_of_a_modelled_user_who_hears_none_of_them() -> Non
         return "[DONE]"
 
     engine = Says(call("calculator", '{"expression": "1+1"}'), "It is 2.")
-    trajectory = hold(engine, lambda: Tools([calculator], then=ModelledUser(speaker=user, system="s")))
+    trajectory = hold(engine, lambda: Tools([calculator], then=ModelledUser(chat_model=user, system_prompt="s")))
     assert [contents(messages)[2:] for messages in heard] == [["assistant: Hi", "user: It is 2."]]
     assert trajectory.stop == "done"
 
@@ -264,9 +269,9 @@ def test_tools_stand_in_front_of_a_modelled_user_who_hears_none_of_them() -> Non
 def test_images_are_not_for_the_user() -> None:
     heard: list[list[Message]] = []
     content = [{"type": "image", "image": object()}, {"type": "text", "text": "Look!"}]
-    user = ModelledUser(speaker=lambda messages: heard.append(messages) or "", system="s")
+    user = ModelledUser(chat_model=lambda messages: heard.append(messages) or "", system_prompt="s")
     row = Row(id="1", messages=[{"role": "user", "content": content}, {"role": "assistant", "content": "Nice."}])
-    with pytest.raises(ServiceError, match="without a word"):
+    with pytest.raises(ServiceError, match="an empty answer"):
         asyncio.run(user.begin(row))
     assert contents(heard[0])[1:] == ["user: Hello! What can I do for you?", "assistant: Look!", "user: Nice."]
 
@@ -274,21 +279,22 @@ def test_images_are_not_for_the_user() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "needs either an endpoint or a speaker"),
-        ({"endpoint": {"url": "http://h", "model": "m"}, "speaker": str, "system": "s"}, "needs either an endpoint or a speaker"),
-        ({"speaker": str}, "needs a prompt of its own: set system, system_column or both"),
-        ({"speaker": 5, "system": "s"}, "speaker is a int, 5; it must be a function of messages"),
-        ({"speaker": "json:no", "system": "s"}, "environment.arguments.speaker: json has no 'no'"),
-        ({"speaker": str, "system": "s", "exchanges": 0}, "exchanges=0 lets the modelled user say nothing"),
-        ({"speaker": str, "system": "s", "stop": " "}, "stop=' ' is in every text"),
-        ({"speaker": str, "system": "s", "timeout": 0}, "timeout=0 has no effect: give a number above 0"),
-        ({"endpoint": {"url": "http://h", "model": "m"}, "system": "s", "timeout": 5}, "set endpoint.timeout"),
-        ({"endpoint": {"url": "h", "model": "m"}, "system": "s"}, "no address of a service"),
-        ({"endpoint": {"url": "http://h"}, "system": "s"}, "missing a required argument: 'model'"),
-        ({"endpoint": {"url": "http://h", "model": "m", "key": "x"}, "system": "s"}, "unexpected keyword argument 'key'"),
-        ({"endpoint": {"url": "http://h", "model": "m", "request": {"n": 2}}, "system": "s"}, "endpoint.request has 'n'"),
-        ({"endpoint": {"url": "http://h", "model": "m", "api_key_env": "NO_KEY"}, "system": "s"}, "NO_KEY is not set"),
-        ({"endpoint": {"url": "http://h", "model": "m", "retries": -1}, "system": "s"}, "retries=-1"),
+        ({}, "needs either endpoint or chat_model"),
+        ({"endpoint": {"url": "http://h", "model": "m"}, "chat_model": str, "system_prompt": "s"},
+         "needs either endpoint or chat_model"),
+        ({"chat_model": str}, "needs a system prompt: set system_prompt, system_prompt_column or both"),
+        ({"chat_model": 5, "system_prompt": "s"}, "chat_model is a int, 5; it must be a function of messages"),
+        ({"chat_model": "json:no", "system_prompt": "s"}, "environment.arguments.chat_model: json has no 'no'"),
+        ({"chat_model": str, "system_prompt": "s", "max_user_turns": 0}, "max_user_turns=0 allows no answer of the user"),
+        ({"chat_model": str, "system_prompt": "s", "stop_phrase": " "}, "stop_phrase=' ' is in every text"),
+        ({"chat_model": str, "system_prompt": "s", "timeout": 0}, "timeout=0 has no effect: give a number above 0"),
+        ({"endpoint": {"url": "http://h", "model": "m"}, "system_prompt": "s", "timeout": 5}, "set endpoint.timeout"),
+        ({"endpoint": {"url": "h", "model": "m"}, "system_prompt": "s"}, "is not the address of a service"),
+        ({"endpoint": {"url": "http://h"}, "system_prompt": "s"}, "missing a required argument: 'model'"),
+        ({"endpoint": {"url": "http://h", "model": "m", "key": "x"}, "system_prompt": "s"}, "unexpected keyword argument 'key'"),
+        ({"endpoint": {"url": "http://h", "model": "m", "request": {"n": 2}}, "system_prompt": "s"}, "endpoint.request has 'n'"),
+        ({"endpoint": {"url": "http://h", "model": "m", "api_key_env": "NO_KEY"}, "system_prompt": "s"}, "NO_KEY is not set"),
+        ({"endpoint": {"url": "http://h", "model": "m", "retries": -1}, "system_prompt": "s"}, "retries=-1"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_refused_at_the_start(options: Any, message: str) -> None:
@@ -308,7 +314,7 @@ def test_a_recipe_names_the_speaker(tmp_path: Path) -> None:
     file.write_text("async def user(messages):\n    return messages[0]['content'] + ' [DONE]'\n")
     use = {
         "use": "turnwise.environments.modelled_user:ModelledUser",
-        "arguments": {"speaker": f"{file}:user", "system": "I am your user."},
+        "arguments": {"chat_model": f"{file}:user", "system_prompt": "I am your user."},
     }
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})
     trajectory = hold(Says("a"), build.environment_factory(config))

@@ -65,9 +65,9 @@ def test_the_request_is_search_r1s() -> None:
     ("answer", "message"),
     [
         ({}, "must answer"),
-        ({"result": []}, "was asked 1 queries and must answer"),
+        ({"result": []}, "was sent 1 queries and must answer"),
         ({"result": "no"}, "must answer"),
-        ({"result": ["no"]}, "answered no list of documents: no"),
+        ({"result": ["no"]}, "must answer lists of documents; it answered: no"),
         ({"result": [[1]]}, "must answer documents such as"),
         ({"result": [[{"document": {"contents": None}}]]}, "must answer documents such as"),
     ],
@@ -80,7 +80,7 @@ def test_an_answer_that_is_none_is_an_error(answer: Any, message: str) -> None:
 def test_the_pause_grows_and_the_deadline_bounds_it_all() -> None:
     with serving(lambda question, number: Answer("busy", 503)) as server:
         started = time.perf_counter()
-        with pytest.raises(ServiceError, match="was asked 3 times"):
+        with pytest.raises(ServiceError, match="was called 3 times"):
             asyncio.run(Search(server.url, retries=2, pause=0.1).search(["q"]))
         assert time.perf_counter() - started >= 0.3  # 0.1 and 0.2
         started = time.perf_counter()
@@ -117,7 +117,7 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="topk is 0"):
         Search("http://h", topk=0)
     for url in ("h", "ftp://h", "http://", "http://h:99999/retrieve", "http://h:port/retrieve", "http://[::1/retrieve"):
-        with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is no address of a service"):
+        with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not the address of a service"):
             Search(url)
     with pytest.raises(ConfigError, match="deadline is 0; give a number above 0"):
         Search("http://h", deadline=0)

@@ -261,7 +261,7 @@ def test_the_bound_of_a_layer_in_front_of_a_layer_is_the_stricter_one() -> None:
     tools = Tools([look], then=Tools([note], max_parallel_calls=1), max_parallel_calls=3)
     reply = answered(tools, *calls_of("note", 1), *calls_of("look", 1))
     assert [outcome.error for outcome in reply.outcomes] == [None, "parallel"]
-    with pytest.raises(ConfigError, match="max_parallel_calls=0 allows no call at all"):
+    with pytest.raises(ConfigError, match="max_parallel_calls=0 allows no call;"):
         Tools([note], max_parallel_calls=0)
 
 

@@ -437,5 +437,5 @@ def test_a_name_that_the_environment_behind_offers_too_is_refused() -> None:
     assert trajectory.error is not None
     assert (trajectory.error.kind, trajectory.error.message) == (
         "environment",
-        "two tools have the name 'move'; a model could not tell them apart: rename one",
+        "two tools have the name 'move'; a model could not distinguish them: rename one",
     )

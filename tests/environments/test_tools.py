@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.errors import ConfigError
@@ -250,7 +250,7 @@ def test_a_partial_is_refused_or_named() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tools have the name 'add'; a model could not tell them apart: rename"):
+    with pytest.raises(ConfigError, match="two tools have the name 'add'; a model could not distinguish them: rename"):
         Tools([add, Tool.of(add)])
 
 
@@ -571,7 +571,7 @@ def test_an_environment_keeps_its_own_opening_and_is_closed() -> None:
     async def user(row: Any):  # type: ignore[no-untyped-def]
         try:
             turn = yield Opening(messages=[*row.messages, {"role": "user", "content": "quickly"}])
-            turn = yield say(f"you said {turn.text}", reward=1.0)
+            turn = yield user_message(f"you said {turn.text}", reward=1.0)
             yield Reply(done=True, reward=2.0)
         finally:
             closed.append("user")

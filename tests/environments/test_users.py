@@ -25,7 +25,7 @@ def test_a_scripted_user_without_lines_listens_once() -> None:
 
 
 def test_the_lines_are_a_list_and_not_one_text() -> None:
-    with pytest.raises(TypeError, match="one for each answer; got the single text 'one'"):
+    with pytest.raises(TypeError, match="one for each message; got the single text 'one'"):
         ScriptedUser("one")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from support.conversations import Says, hold, hold_all
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
 from turnwise.rewards.credit import grpo
 from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
@@ -24,7 +24,7 @@ from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 async def pays(row: Any, *rewards: float):  # type: ignore[no-untyped-def]
     yield Opening(messages=row.messages)
     for reward in rewards[:-1]:
-        yield say("And?", reward=reward)
+        yield user_message("And?", reward=reward)
     yield Reply(done=True, reward=rewards[-1])
 
 

@@ -26,7 +26,7 @@ from support.conversations import (
     spoken,
 )
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.environments.environment import SingleTurn, environment, say
+from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import EngineError
@@ -138,7 +138,7 @@ class Waits:
 
     async def step(self, turn: Turn) -> Reply:
         await self._wait(f"step {turn.index}")
-        return say("And?")
+        return user_message("And?")
 
     async def close(self) -> None:
         self.closed += 1
@@ -322,7 +322,7 @@ def test_a_text_for_a_final_reward_is_no_number() -> None:
         async def final_reward(self) -> Any:
             return "1.0"
 
-    one = hold(Says("a"), lambda: Settled(reply=say("And?")), limits=Limits(turns=1))
+    one = hold(Says("a"), lambda: Settled(reply=user_message("And?")), limits=Limits(turns=1))
     assert the_failure(one) == (
         "environment",
         "TypeError: final_reward() gave the text '1.0'; a reward must be a number: give float(...) of it",
@@ -370,7 +370,7 @@ def test_a_bad_sibling_does_not_hurt_the_group(lockstep: bool) -> None:
             turn = yield Opening(messages=row.messages)
             if trouble == "raise":
                 raise RuntimeError("boo")
-            turn = yield say("And?")
+            turn = yield user_message("And?")
             yield Reply(reward=1.0, done=True, info={"said": turn.text})
 
         return visits()
@@ -642,7 +642,7 @@ def test_lockstep_asks_in_batches_that_depend_on_no_timing() -> None:
                 await asyncio.sleep(delay)
                 yield Opening(messages=row.messages)
                 for _ in range(round(delay * 1000) % 3):
-                    yield say("And?")
+                    yield user_message("And?")
                 yield Reply(done=True)
 
             return user()

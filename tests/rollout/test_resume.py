@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import byte_tokenizer, merging_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, call, hold, scripted, spoken
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.rollout.limits import Limits
 from turnwise.types import Opening, Reply, Resume, Row, Trajectory, Turn
@@ -88,7 +88,7 @@ def test_an_answer_can_be_resumed_again_and_then_be_answered() -> None:
         yield Opening(messages=row.messages)
         yield Reply(resume=Resume(keep=3, add="+"), reward=0.25)
         yield Reply(resume=Resume(keep=3, add="-"))
-        yield say("And?")
+        yield user_message("And?")
         yield Reply(done=True, reward=1.0)
 
     trajectory = hold(Says("one two", "1 two", "2", "end"), twice)
@@ -196,7 +196,7 @@ def test_where_there_is_no_room_to_go_on_what_stands_is_the_last_message() -> No
     @environment
     async def insists(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         yield Opening(messages=row.messages)
-        yield say("Sure?")
+        yield user_message("Sure?")
         yield Reply(resume=Resume(keep=3, add=" Wait."))
 
     trajectory = hold(Says("4", "Yes, 4."), insists, limits=Limits(turns=2, tokens_per_turn=50))
@@ -229,7 +229,7 @@ def test_thoughts_that_were_resumed_or_begun_by_somebody_else_are_left_out_by_th
         yield Opening(messages=row.messages)
         yield Reply(resume=Resume(add=add))
         yield Reply(messages=[{"role": "user", "content": "Why?"}], prefill="<think>Okay, ")
-        yield say("And?")
+        yield user_message("And?")
         yield Reply(done=True)
 
     said = ["<think>One e\n", "so.</think>\nFour e", "because.</think>It is.", "<think>So?</think>So."]
@@ -250,7 +250,7 @@ def test_thoughts_that_were_resumed_or_begun_by_somebody_else_are_left_out_by_th
 async def compresses(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     """After two answers, puts a summary in place of the conversation."""
     yield Opening(messages=row.messages)
-    yield say("More.")
+    yield user_message("More.")
     summary = {"role": "user", "content": "So far: a, b."}
     yield Reply(
         rewrite=[summary], messages=[{"role": "assistant", "content": "I see."}, {"role": "user", "content": "Go on."}]

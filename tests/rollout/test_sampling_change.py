@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.conversations import RENDERER, Says, hold, spoken
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.rollout.limits import Limits
 from turnwise.types import Opening, Reply, Row, Sampling, SamplingChange, Stop, Trajectory, Turn
@@ -37,7 +37,7 @@ def asked(engine: Says) -> list[tuple[int, tuple[str, ...]]]:
 
 def test_a_change_holds_for_the_following_turns_until_the_next_change() -> None:
     engine = Says("one", "two", "three", "four")
-    replies = [changed(max_tokens=9, stop=["!"]), say("Go on."), changed(stop=[]), Reply(done=True)]
+    replies = [changed(max_tokens=9, stop=["!"]), user_message("Go on."), changed(stop=[]), Reply(done=True)]
     trajectory = hold(
         engine,
         lambda: changes(replies=replies),

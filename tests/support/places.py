@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.types import Opening, Reply, Row, Trajectory, Turn
 
 
@@ -15,7 +15,7 @@ async def low_bytes(row: Row, turns: int = 2) -> AsyncGenerator[Opening | Reply,
     """Likes turns of capital letters and digits: something that even random weights can learn."""
     turn = yield Opening(messages=row.messages)
     for _ in range(turns - 1):
-        turn = yield say("And?", reward=_liking(turn))
+        turn = yield user_message("And?", reward=_liking(turn))
     yield Reply(reward=_liking(turn), done=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, a_table, call, hold, hold_all
-from turnwise.environments.environment import Environment, SingleTurn, environment, say
+from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rollout import guarded_environment
@@ -312,7 +312,7 @@ class Blocks(SingleTurn):
 
     async def step(self, turn: Turn) -> Reply:
         time.sleep(self.seconds)
-        return say("And?")
+        return user_message("And?")
 
 
 def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_line(
@@ -387,7 +387,7 @@ def test_a_sync_generator_keeps_its_context_from_thread_to_thread() -> None:
         turn = yield Opening(messages=row.messages)
         seen.append(WHO.get())
         WHO.set(turn.text)
-        yield say("And?")
+        yield user_message("And?")
         seen.append(WHO.get())
 
     hold(Says("a", "b"), user)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, call, hold, hold_all
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import Failed
 from turnwise.rollout.limits import Limits
@@ -159,7 +159,7 @@ def blocks(row: Row, seconds: float = 0.0) -> Generator[Opening | Reply, Turn, N
     try:
         turn = yield Opening(messages=row.messages)
         time.sleep(seconds)
-        turn = yield say("Sure?", reward=0.25)
+        turn = yield user_message("Sure?", reward=0.25)
         if turn.text == "raise":
             raise RuntimeError("no")
     finally:
@@ -220,7 +220,7 @@ class Last:
         return Opening(messages=row.messages)
 
     async def step(self, turn: Turn) -> Reply:
-        return Reply(done=True) if turn.text == "over" else say("And?", reward=0.125)
+        return Reply(done=True) if turn.text == "over" else user_message("And?", reward=0.125)
 
     async def final_reward(self) -> float:
         self.asked += 1

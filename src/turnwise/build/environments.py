@@ -10,8 +10,8 @@ from turnwise.build.tools import mcp_servers, refuse_unused_tool_options, tool, 
 from turnwise.build.trial import close_tried_environment
 from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, EnvironmentFactory
-from turnwise.environments.in_thread import InThread
 from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.threaded_environment import ThreadedEnvironment
 from turnwise.environments.tools.tool import copy_containers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, boundary
@@ -82,7 +82,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     if source is not None:
         return Environments(lambda: source.make(in_front), servers, source)
     if config.environment.thread:
-        return Environments(lambda: in_front((), InThread(make)), servers)
+        return Environments(lambda: in_front((), ThreadedEnvironment(make)), servers)
     return Environments(lambda: in_front((), make()), servers)
 
 

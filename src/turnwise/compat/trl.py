@@ -131,8 +131,8 @@ class _Chosen:
     async def final_reward(self) -> float:
         return 0.0 if self._inner is None else await self._inner.final_reward()
 
-    def exposed(self) -> EnvironmentHandle | None:
-        return None if self._inner is None else self._inner.exposed()
+    def environment_handle(self) -> EnvironmentHandle | None:
+        return None if self._inner is None else self._inner.environment_handle()
 
     async def close(self) -> None:
         if self._outer is not None:
@@ -172,7 +172,7 @@ class _Played:
         reward = await self._foreign.ask(self._made.get_reward)
         return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
 
-    def exposed(self) -> EnvironmentHandle:
+    def environment_handle(self) -> EnvironmentHandle:
         """The instance. When it is released, another conversation may have it."""
         assert self._lease is not None
         self._exposed = True

@@ -11,7 +11,7 @@ from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check, Run, Status, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.environments.environment import Environment, environment, say
+from turnwise.environments.environment import Environment, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import TemplateError
 from turnwise.rewards.turn_weights import TurnWeighting
@@ -165,7 +165,7 @@ async def _asks_back(
         if counting is not None:
             marks.append(counting.encoded)
         if number < turns:
-            yield say(f"Are you sure, for the {number}. time?")
+            yield user_message(f"Are you sure, for the {number}. time?")
     yield Reply(done=True)
 
 

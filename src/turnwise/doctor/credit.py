@@ -15,7 +15,7 @@ from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check
 from turnwise.doctor.conversation import said
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit import grpo
 from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
@@ -186,6 +186,6 @@ async def _pays(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     elif kind == "anew":
         yield Reply(rewrite=[{"role": "user", "content": "Guess how old the tree is."}])
     else:
-        yield say("Are you sure?", reward=paid + 0.25)
-    yield say("And now?", reward=paid)
+        yield user_message("Are you sure?", reward=paid + 0.25)
+    yield user_message("And now?", reward=paid)
     yield Reply(reward=paid, done=True)

@@ -12,7 +12,7 @@ import torch
 from turnwise.chat.renderer import Renderer
 from turnwise.doctor.check import Check
 from turnwise.engines.local import LocalEngine
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.models.distribution import sampling_logits
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
@@ -76,8 +76,8 @@ def _ending(model: Any, sampling: Sampling) -> Sampling:
 async def _asks_on(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     """Two further questions."""
     yield Opening(messages=row.messages)
-    yield say("And now?")
-    yield say("Go on.")
+    yield user_message("And now?")
+    yield user_message("Go on.")
     yield Reply(done=True)
 
 

@@ -1,1 +1,1 @@
-"""What answers the model: environments, tools, users."""
+"""Environments: the part of a conversation that answers the model. Tools, simulated users, sandboxes, MCP servers."""

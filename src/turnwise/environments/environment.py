@@ -1,7 +1,7 @@
-"""What a user writes: the side that answers the model.
+"""The interface of an environment: the part of a conversation that answers the model.
 
-An environment sees messages and never a token. It is built for one row, used for one conversation and closed after it, so
-its state is its own attributes or local variables. It does not count turns or tokens: that is what `Limits` are for.
+An environment sees messages, never tokens. It is made for one row, used for one conversation and closed after it, so its
+state is its attributes or local variables. It does not count turns or tokens: `Limits` bounds them.
 """
 
 from __future__ import annotations
@@ -16,65 +16,79 @@ from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import leave_running, wait_for_left
 from turnwise.user_code.threaded_object import ThreadedObject
 
-__all__ = ["Environment", "EnvironmentFactory", "Exposes", "FinalReward", "SingleTurn", "environment", "say"]
+__all__ = [
+    "Environment",
+    "EnvironmentFactory",
+    "FinalReward",
+    "ProvidesHandle",
+    "SingleTurn",
+    "environment",
+    "user_message",
+]
 
 P = ParamSpec("P")
 
 _CLEANING_SECONDS = 10.0
-"""What the `finally` of a generator may take after its conversation was ended from outside."""
+"""The time that the `finally` of a generator may take after its conversation was cancelled."""
 
 Generating = AsyncGenerator[Opening | Reply, Turn] | Generator[Opening | Reply, Turn, None]
-"""What a generator function gives."""
+"""The return types of a generator function that `environment` accepts."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """What comes next, after the model has spoken? Single use: `begin` once, `step` after each turn, `close` always."""
+    """Answers the model in one conversation. Single use: `begin` once, `step` after each turn, `close` always."""
 
     async def begin(self, row: Row) -> Opening:
-        """The messages that are on the table before the model speaks, and the tools that it may call."""
+        """Return the messages before the model's first turn, and the tools that the model may call."""
         ...
 
     async def step(self, turn: Turn) -> Reply:
-        """Answer the model's turn."""
+        """Return the answer to a turn of the model."""
         ...
 
     async def close(self) -> None:
-        """Give back what was taken. Called once on every path out, after `begin` failed too."""
+        """Release all resources. Called exactly once, also after an error or if `begin` failed."""
         ...
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Makes a fresh environment for each conversation: a class without arguments, or a `functools.partial`."""
+"""Makes a new environment for each conversation: a class without arguments, or a `functools.partial`."""
 
 
 @runtime_checkable
 class FinalReward(Protocol):
-    """An environment that has something to say about the whole conversation, however it ended."""
+    """An environment with a reward for the conversation as a whole, also if a limit ended it."""
 
     async def final_reward(self) -> float:
-        """What is added to the last turn's reward. Asked once, if a limit ended the conversation and nothing broke: an
-        environment that ends it itself says so in its last Reply."""
+        """Return the reward to add to the last turn.
+
+        Called once, if a limit ended the conversation and there was no error. An environment that ends the conversation itself
+        puts this reward into its last `Reply`.
+        """
         ...
 
 
 @runtime_checkable
-class Exposes(Protocol):
-    """An environment whose object reward functions may look at after the conversation."""
+class ProvidesHandle(Protocol):
+    """An environment that gives reward functions access to an object after the conversation."""
 
-    def exposed(self) -> EnvironmentHandle | None:
-        """Called after a conversation that did not break, before `close`, which must leave the object as it is. The scorer
-        calls `release` when the reward functions have been asked."""
+    def environment_handle(self) -> EnvironmentHandle | None:
+        """Return a handle of the object, or None.
+
+        Called before `close`, if the conversation ended without an error; `close` must then not change the object. The
+        handle's `release` is called after the reward functions.
+        """
         ...
 
 
-def say(text: str, *, reward: float = 0.0, done: bool = False) -> Reply:
-    """A reply of one user message."""
+def user_message(text: str, *, reward: float = 0.0, done: bool = False) -> Reply:
+    """A `Reply` with one user message."""
     return Reply(messages=({"role": "user", "content": text},), reward=reward, done=done)
 
 
 class SingleTurn:
-    """Nobody answers: the model speaks once and the conversation is over."""
+    """Ends the conversation after the first turn of the model."""
 
     async def begin(self, row: Row) -> Opening:
         return Opening(messages=row.messages)
@@ -87,9 +101,9 @@ class SingleTurn:
 
 
 class GeneratorEnvironment:
-    """A generator, made an environment: each `yield` hands over what comes next and receives the model's turn.
+    """An environment made from a generator: each `yield` returns an Opening or Reply, and receives the model's next turn.
 
-    An async one runs in the event loop; a sync one beside it, so it may block.
+    An async generator runs in the event loop. A sync generator runs in threads, so it may block.
     """
 
     def __init__(self, start: Callable[[Row], Generating], name: str) -> None:
@@ -121,7 +135,7 @@ class GeneratorEnvironment:
         if not isinstance(reply, Reply):
             raise TypeError(
                 f"the environment {self._name!r} yielded {type(reply).__name__}; after the Opening every yield must be a "
-                f'Reply, for example: turn = yield say("Try again.")'
+                f'Reply, for example: turn = yield user_message("Try again.")'
             )
         return reply
 
@@ -131,14 +145,14 @@ class GeneratorEnvironment:
 
 
 _OVER = object()
-"""What a generator that is over yields."""
+"""Stands for the end of a generator."""
 
 
 class _Async:
     """An async generator, run in the event loop.
 
-    Its `finally` is the clean-up, and runs where the generator is cancelled: in the step, not in `close`. So a step that is
-    cancelled is left running, and `close` waits for it.
+    Its `finally` runs in the step that is cancelled, not in `close`. So a cancelled step is left running, and `close` waits
+    for it.
     """
 
     def __init__(self, generator: AsyncGenerator[Opening | Reply, Turn]) -> None:
@@ -164,7 +178,7 @@ class _Async:
 
 
 class _Sync:
-    """A sync generator, run beside the event loop."""
+    """A sync generator, run in threads."""
 
     def __init__(self, start: Callable[[], Any], generator: Any, name: str) -> None:
         self._start = start
@@ -203,8 +217,10 @@ class _Sync:
         return await self._foreign.ask(once)
 
     def _start_again(self) -> None:
-        """Come to where it was before it was stopped in a thread, because it needs the main thread: a generator that was stopped
-        cannot go on."""
+        """Run a new generator up to the point where the last one was stopped.
+
+        A generator is stopped in a thread if its code needs the main thread. A stopped generator cannot continue.
+        """
         self._generator = self._start()
         if self._begun:
             next(self._generator)
@@ -218,24 +234,25 @@ class _Sync:
 def environment(
     function: Callable[Concatenate[Row, P], Generating],
 ) -> Callable[P, GeneratorEnvironment]:
-    """Make an environment of a generator function, async or not. Its `finally:` is the clean-up; returning ends the
-    conversation.
+    """Make an environment from a generator function, sync or async.
 
-    Example, a user who asks back once::
+    Returning ends the conversation. Code in `finally:` runs at the end of every conversation.
+
+    Example, a user who asks one question::
 
         @environment
         async def sure(row):
             turn = yield Opening(messages=row.messages)
-            turn = yield say("Are you sure?")
+            turn = yield user_message("Are you sure?")
             yield Reply(reward=float("yes" in turn.text), done=True)
 
         make_environment = sure        # parameters after `row` become those of the factory
 
-    Without `async` it may block: it runs beside the event loop, in threads, one after the other.
+    A function without `async` may block: it runs in threads, not in the event loop.
     """
 
     if not (inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function)):
-        raise TypeError(f"{function.__name__!r} is no generator function; it must yield")
+        raise TypeError(f"{function.__name__!r} is not a generator function; it must contain yield")
 
     @functools.wraps(function)
     def factory(*args: P.args, **kwargs: P.kwargs) -> GeneratorEnvironment:
@@ -243,6 +260,6 @@ def environment(
 
     signature = inspect.signature(function)
     _, *parameters = signature.parameters.values()
-    # for those who check arguments beforehand: the row comes later, from the loop
+    # the recipe's arguments are checked against this signature; the rollout loop passes the row later
     setattr(factory, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
     return factory

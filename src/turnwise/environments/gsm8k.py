@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from turnwise.data.numeric_answers import Grader, grade, parsed, truth
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.tool import Tool
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import DataError
@@ -67,10 +67,10 @@ async def gsm8k_interaction(
         response = content if grader == "robust" else _marked(content)
         info = {"answer": parsed(response, grader)}
         if grade(response, right, grader):
-            yield Reply(messages=say(CORRECT).messages, reward=1.0, done=True, info=info)
+            yield Reply(messages=user_message(CORRECT).messages, reward=1.0, done=True, info=info)
             return
         heard = INCORRECT
-        turn = yield Reply(messages=say(INCORRECT).messages, info=info)
+        turn = yield Reply(messages=user_message(INCORRECT).messages, info=info)
 
 
 @environment

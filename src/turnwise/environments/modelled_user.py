@@ -1,8 +1,8 @@
-"""A modelled user: another model answers, in the roles turned round.
+"""A simulated user that is another model.
 
-It hears the conversation from its own side: what our model said is its `user`, what it said itself its `assistant`. Whoever
-gives it a voice is a `Speaker`, a function of messages to a text: `Endpoint` asks an OpenAI-compatible server,
-`turnwise.rollout.chat_model.EngineSpeaker` an engine.
+That model sees the conversation with exchanged roles: turns of the trained model are its `user` messages, and its own answers
+are its `assistant` messages. It is a `ChatModel`, a function from messages to a text: `Endpoint` calls an OpenAI-compatible
+server, `turnwise.rollout.chat_model.EngineChatModel` an engine.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from turnwise.environments.environment import say
+from turnwise.environments.environment import user_message
 from turnwise.environments.service import ServiceError, service
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Opening, Reply, Row, Turn
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["Endpoint", "ModelledUser", "Speaker"]
+__all__ = ["ChatModel", "Endpoint", "ModelledUser"]
 
-Speaker = Callable[[list[Message]], Awaitable[str] | str]
-"""Answers messages, of which the last is what it is to answer. Sync ones run beside the event loop."""
+ChatModel = Callable[[list[Message]], Awaitable[str] | str]
+"""Returns the answer to the last message. A sync function runs in a thread."""
 
 _THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-_OURS = ("messages", "model", "n", "stream")
+_RESERVED = ("messages", "model", "n", "stream")
 
 
 class Endpoint:
@@ -37,9 +37,9 @@ class Endpoint:
 
         Endpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="USER_MODEL_KEY", request={"temperature": 0.7})
 
-    `api_key_env` names the environment variable that holds the key; `request` is what else a request says. No connection, no
-    answer within `timeout` seconds, status 5xx and 429 are tried again `retries` times, after a pause that grows by `pause`
-    seconds; at most `max_concurrent` requests are out at once, over all conversations.
+    `api_key_env` names the environment variable that holds the key. `request` holds further fields of the request. Requests
+    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times; the
+    pause before each retry grows by `pause` seconds. At most `max_concurrent` requests run at once, over all conversations.
 
     Raises ConfigError.
     """
@@ -56,8 +56,8 @@ class Endpoint:
         pause: float = 1.0,
         max_concurrent: int = 64,
     ) -> None:
-        if taken := [name for name in _OURS if name in (request or {})]:
-            raise ConfigError(f"endpoint.request has {taken[0]!r}, which is not for it to say: remove it")
+        if taken := [name for name in _RESERVED if name in (request or {})]:
+            raise ConfigError(f"endpoint.request has {taken[0]!r}, which turnwise sets itself: remove it")
         headers: tuple[tuple[str, str], ...] = ()
         if api_key_env is not None:
             key = os.environ.get(api_key_env)
@@ -78,9 +78,9 @@ class Endpoint:
         self._question = {**(request or {}), "model": model}
 
     async def __call__(self, messages: list[Message]) -> str:
-        """What the model answers, its thoughts left out.
+        """The answer of the model, without its reasoning.
 
-        Raises ServiceError, with status and body, when there is no answer.
+        Raises ServiceError, with status and body, if there is no answer.
         """
         answer = await self._service.ask({**self._question, "messages": messages})
         match answer:
@@ -95,15 +95,20 @@ class Endpoint:
 
 
 class ModelledUser:
-    """Another model answers ours.
+    """A user that is another model.
 
-    Who speaks for it is an `endpoint` (the arguments of `Endpoint`) or a `speaker` (a function of messages to a text, or a
-    reference to one). `system` is its own system prompt; the column `system_column` of a row is put behind it. The row's system
-    messages are not for it. A prompt that ends with a user's message was said by the modelled user, in answer to `greeting`;
-    any other prompt it opens itself.
-
-    It says `stop` when it is done: that ends the conversation, and what stood before it is recorded as its last words. It gives
-    `exchanges` answers at most, then the model has the last word. `timeout` is the time of one answer of a `speaker`.
+    Args:
+        endpoint: The arguments of `Endpoint`, for a model on a server. Set this or `chat_model`.
+        chat_model: A function from messages to a text, or a reference to one.
+        system_prompt: The system prompt of the user's model. It does not see the system messages of the row.
+        system_prompt_column: A column of the row that is appended to `system_prompt`.
+        greeting: The first message that the user's model sees, as if the trained model had written it. If the prompt of the row
+            ends with a user message, that message is the user's answer to the greeting; otherwise the user's model writes
+            the first user message.
+        stop_phrase: The phrase by which the user's model ends the conversation; the text before it is its last message. None
+            means that it never ends the conversation.
+        max_user_turns: How many times the user's model answers at most. The trained model has the last turn.
+        timeout: Seconds for one answer of `chat_model`.
 
     Raises ConfigError.
     """
@@ -112,103 +117,109 @@ class ModelledUser:
         self,
         *,
         endpoint: Mapping[str, Any] | None = None,
-        speaker: str | Speaker | None = None,
-        system: str | None = None,
-        system_column: str | None = None,
+        chat_model: str | ChatModel | None = None,
+        system_prompt: str | None = None,
+        system_prompt_column: str | None = None,
         greeting: str = "Hello! What can I do for you?",
-        stop: str | None = "[DONE]",
-        exchanges: int | None = None,
+        stop_phrase: str | None = "[DONE]",
+        max_user_turns: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        if (endpoint is None) == (speaker is None):
-            raise ConfigError("a modelled user needs either an endpoint or a speaker: set one of them")
-        if system is None and system_column is None:
-            raise ConfigError("a modelled user needs a prompt of its own: set system, system_column or both")
-        if exchanges is not None and (isinstance(exchanges, bool) or exchanges < 1):
-            raise ConfigError(f"exchanges={exchanges} lets the modelled user say nothing; give a number above 0")
-        if stop is not None and not stop.strip():
-            raise ConfigError(f"stop={stop!r} is in every text; give a phrase, or null for none")
+        if (endpoint is None) == (chat_model is None):
+            raise ConfigError("ModelledUser needs either endpoint or chat_model: set one of them")
+        if system_prompt is None and system_prompt_column is None:
+            raise ConfigError("ModelledUser needs a system prompt: set system_prompt, system_prompt_column or both")
+        if max_user_turns is not None and (isinstance(max_user_turns, bool) or max_user_turns < 1):
+            raise ConfigError(f"max_user_turns={max_user_turns} allows no answer of the user; give a number above 0")
+        if stop_phrase is not None and not stop_phrase.strip():
+            raise ConfigError(f"stop_phrase={stop_phrase!r} is in every text; give a phrase, or null for none")
         if timeout is not None and (endpoint is not None or not timeout > 0):
             fix = "set endpoint.timeout" if endpoint is not None else "give a number above 0"
             raise ConfigError(f"timeout={timeout} has no effect: {fix}")
-        self._speaker = _endpoint(endpoint) if endpoint is not None else _speaker(speaker)
-        self._system, self._column = system, system_column
+        self._chat_model = _endpoint(endpoint) if endpoint is not None else _chat_model(chat_model)
+        self._system_prompt, self._column = system_prompt, system_prompt_column
         self._greeting = greeting
-        self._stop = stop
-        self._left = exchanges
+        self._stop = stop_phrase
+        self._turns_left = max_user_turns
         self._timeout = 30.0 if timeout is None else timeout
         self._bounded = endpoint is None
-        self._heard: list[Message] = []
+        self._messages: list[Message] = []
 
     async def begin(self, row: Row) -> Opening:
-        prompt = [self._system] if self._system is not None else []
+        prompt = [self._system_prompt] if self._system_prompt is not None else []
         if self._column is not None:
             prompt.append(str(row[self._column]))
-        self._heard = [{"role": "system", "content": "\n\n".join(prompt)}, *turned(row.messages, self._greeting)]
-        if self._heard[-1]["role"] == "assistant":
+        self._messages = [
+            {"role": "system", "content": "\n\n".join(prompt)},
+            *exchange_roles(row.messages, self._greeting),
+        ]
+        if self._messages[-1]["role"] == "assistant":
             return Opening(messages=row.messages)
-        words, over = await self._answer()
-        if over and not words:
-            raise ServiceError(f"the modelled user ended the conversation of row {row.id!r} before it began")
-        return Opening(messages=[*row.messages, *say(words).messages])
+        text, done = await self._answer()
+        if done and not text:
+            raise ServiceError(f"the modelled user ended the conversation of row {row.id!r} before its first message")
+        return Opening(messages=[*row.messages, *user_message(text).messages])
 
     async def step(self, turn: Turn) -> Reply:
-        if self._left == 0:
+        if self._turns_left == 0:
             return Reply(done=True)
-        self._heard.append({"role": "user", "content": _text(turn.message.get("content"))})
-        words, over = await self._answer()
-        if self._left is not None:
-            self._left -= 1
-        return Reply(messages=say(words).messages if words else (), done=over)
+        self._messages.append({"role": "user", "content": _text(turn.message.get("content"))})
+        text, done = await self._answer()
+        if self._turns_left is not None:
+            self._turns_left -= 1
+        return Reply(messages=user_message(text).messages if text else (), done=done)
 
     async def close(self) -> None:
         pass
 
     async def _answer(self) -> tuple[str, bool]:
-        """Its words, and whether it is done."""
-        text = await self._said()
-        words, stopped, _ = text.partition(self._stop) if self._stop is not None else (text, "", "")
-        words = words.strip()
-        if not words and not stopped:
-            raise ServiceError("the modelled user answered without a word")
-        self._heard.append({"role": "assistant", "content": words})
-        return words, bool(stopped)
+        """The text of the user's answer, and whether it ends the conversation."""
+        text, stopped = await self._sample(), ""
+        if self._stop is not None:
+            text, stopped, _ = text.partition(self._stop)
+        text = text.strip()
+        if not text and not stopped:
+            raise ServiceError("the modelled user gave an empty answer")
+        self._messages.append({"role": "assistant", "content": text})
+        return text, bool(stopped)
 
-    async def _said(self) -> str:
-        messages = [dict(message) for message in self._heard]
+    async def _sample(self) -> str:
+        messages = [dict(message) for message in self._messages]
         try:
-            # a service has a timeout of its own, for each attempt
+            # `Endpoint` has its own timeout, for each attempt
             async with asyncio.timeout(self._timeout if self._bounded else None):
-                text = await _ask(self._speaker, messages)
+                text = await _ask(self._chat_model, messages)
         except TimeoutError:
             raise ServiceError(f"the modelled user did not answer within {self._timeout:g} s") from None
         if not isinstance(text, str):
-            raise TypeError(f"the modelled user's speaker gave {text!r:.80}; it must give a text")
+            raise TypeError(f"the chat_model of the modelled user returned {text!r:.80}; it must return a text")
         return text
 
 
-def turned(messages: Sequence[Message], greeting: str) -> list[Message]:
-    """A conversation as the user heard it: roles turned round, system and tool messages left out, greeted first."""
+def exchange_roles(messages: Sequence[Message], greeting: str) -> list[Message]:
+    """The conversation as the user's model sees it: exchanged roles, no system and tool messages, `greeting` first."""
     roles = {"user": "assistant", "assistant": "user"}
-    heard = [
+    exchanged = [
         {"role": roles[message["role"]], "content": text}
         for message in messages
         if message["role"] in roles and (text := _text(message.get("content")))
     ]
-    return heard if heard and heard[0]["role"] == "user" else [{"role": "user", "content": greeting}, *heard]
+    if exchanged and exchanged[0]["role"] == "user":
+        return exchanged
+    return [{"role": "user", "content": greeting}, *exchanged]
 
 
 def _text(content: Any) -> str:
-    """The words of a message; images are not for it."""
+    """The text of a message, without images."""
     if not isinstance(content, list):
         return str(content or "")
     return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
 
 
-async def _ask(speaker: Speaker, messages: list[Message]) -> Any:
-    if inspect.iscoroutinefunction(speaker) or inspect.iscoroutinefunction(type(speaker).__call__):
-        return await speaker(messages)  # type: ignore[misc]
-    answer = await run_in_thread(lambda: speaker(messages), name="user", kind="environment")
+async def _ask(chat_model: ChatModel, messages: list[Message]) -> Any:
+    if inspect.iscoroutinefunction(chat_model) or inspect.iscoroutinefunction(type(chat_model).__call__):
+        return await chat_model(messages)  # type: ignore[misc]
+    answer = await run_in_thread(lambda: chat_model(messages), name="user", kind="environment")
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -220,9 +231,9 @@ def _endpoint(options: Mapping[str, Any]) -> Endpoint:
     return Endpoint(**options)
 
 
-def _speaker(found: str | Speaker | None) -> Speaker:
+def _chat_model(found: str | ChatModel | None) -> ChatModel:
     if isinstance(found, str):
-        found = resolve(found, key="environment.arguments.speaker")
+        found = resolve(found, key="environment.arguments.chat_model")
     if not callable(found):
-        raise ConfigError(f"speaker is a {type(found).__name__}, {found!r:.80}; it must be a function of messages")
+        raise ConfigError(f"chat_model is a {type(found).__name__}, {found!r:.80}; it must be a function of messages")
     return found

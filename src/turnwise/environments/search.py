@@ -1,7 +1,7 @@
-"""A search engine as a tool: questions to a retrieval service that speaks Search-R1's protocol.
+"""The search tool: sends queries to a retrieval service with the protocol of Search-R1.
 
-`POST {"queries": [...], "topk": 3, "return_scores": true}` is answered by `{"result": [[{"document": {"contents":
-"Title\\ntext"}, "score": 1.5}, ...], ...]}`, a list for each query. `turnwise retrieval` is such a service.
+`POST {"queries": [...], "topk": 3, "return_scores": true}` returns `{"result": [[{"document": {"contents":
+"Title\\ntext"}, "score": 1.5}, ...], ...]}`, with one list per query. `turnwise retrieval` runs such a service.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ _MOST_QUERIES = 20
 class Search:
     """A tool that finds documents.
 
-    `topk` documents are told for each query, `document_chars` of each. `timeout` is that of one request, in seconds; `retries`
-    further ones follow where the service is away, overloaded or broken, with a pause that grows by `pause` seconds, all
-    within `deadline`. `max_concurrent` requests are out at once, over all conversations. `token` is sent as a bearer token.
+    Args:
+        retrieval_service_url: The address of the service, such as `http://127.0.0.1:8000/retrieve`.
+        topk: The number of documents for each query.
+        timeout: Seconds for one request.
+        deadline: Seconds for a request with all its retries. The default allows all retries to time out.
+        retries: Further requests if the service is unreachable, overloaded or returns a server error.
+        pause: Seconds before the first retry; each further pause is longer by this time.
+        max_concurrent: The maximum number of requests at the same time, over all conversations.
+        token: Sent as a bearer token.
+        document_chars: The maximum length of a document in the result, in characters.
     """
 
     def __init__(
@@ -62,30 +69,32 @@ class Search:
         if not 0 < len(query_list) <= _MOST_QUERIES:
             raise ValueError(f"query_list has {len(query_list)} queries; give 1 to {_MOST_QUERIES}")
         answer = await self._service.ask({"queries": query_list, "topk": self._topk, "return_scores": True})
-        found = answer.get("result")
-        if not isinstance(found, list) or len(found) != len(query_list):
+        results = answer.get("result")
+        if not isinstance(results, list) or len(results) != len(query_list):
             raise ServiceError(
-                f"the service {self._service.url} was asked {len(query_list)} queries and must answer "
+                f"the service {self._service.url} was sent {len(query_list)} queries and must answer "
                 f'{{"result": [a list for each]}}; it answered {str(answer)[:300]}'
             )
-        return "\n---\n".join(self._told(documents) for documents in found)
+        return "\n---\n".join(self._result(documents) for documents in results)
 
-    def _told(self, documents: Any) -> str:
+    def _result(self, documents: Any) -> str:
         if not isinstance(documents, Sequence) or isinstance(documents, str):
-            raise ServiceError(f"the service {self._service.url} answered no list of documents: {str(documents)[:300]}")
+            raise ServiceError(
+                f"the service {self._service.url} must answer lists of documents; it answered: {str(documents)[:300]}"
+            )
         texts = [self._contents(document) for document in documents[: self._topk]]
         if not texts:
             return "No documents were found."
-        told: list[str] = []
+        lines: list[str] = []
         for number, contents in enumerate(texts, 1):
             title, _, text = contents.partition("\n")
             if len(text) > self._document_chars:
                 text = f"{text[: self._document_chars]} [...]"
-            told.append(f"Doc {number} (Title: {title})\n{text}")
-        return "\n\n".join(told).strip()
+            lines.append(f"Doc {number} (Title: {title})\n{text}")
+        return "\n\n".join(lines).strip()
 
     def _contents(self, document: Any) -> str:
-        # without scores, the documents stand there bare
+        # without scores, the service may return the documents without the outer object
         inner = document.get("document", document) if isinstance(document, Mapping) else None
         contents = inner.get("contents") if isinstance(inner, Mapping) else None
         if not isinstance(contents, str):

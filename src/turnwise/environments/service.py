@@ -1,7 +1,7 @@
-"""A question put to an HTTP service, in JSON, with the patience that was agreed on.
+"""Sends JSON requests to an HTTP service, with timeouts, retries and a maximum number of concurrent requests.
 
-Knows nothing of what is asked. The standard library's client runs in a thread of its own for each request; a request that is
-given up closes its connection, so the thread ends too.
+Each request runs the client of the standard library in a thread. A cancelled request closes its connection, which also ends
+the thread.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Service", "ServiceError", "service"]
 
-_LARGEST = 64 << 20  # bytes of an answer
-_LAST_STRAW = 300  # characters of somebody's error that are told
+_MAX_ANSWER = 64 << 20  # bytes of an answer
+_MAX_ERROR = 300  # characters of a service's error that an error message quotes
 _making = threading.Lock()
 
 
 class ServiceError(TurnwiseError):
-    """A service that did not answer, or not as agreed."""
+    """A service did not answer, or its answer does not follow the protocol."""
 
 
 class _Again(Exception):
-    """Something that may be over when asked again."""
+    """A failed request that may succeed if it is repeated."""
 
 
 class Service:
-    """A URL that takes a JSON object by POST and answers with one.
+    """A URL that accepts a JSON object by POST and returns a JSON object.
 
-    What may pass by itself (no connection, no answer in time, status 5xx or 429) is tried again up to `retries` times, after a
-    pause that grows by `pause` seconds each time, as long as `deadline` seconds for all attempts together allow. `timeout` is
-    for one attempt. At most `max_concurrent` questions are out at once; who waits for that uses up no time.
+    A request without connection, without answer in `timeout` seconds, or with status 5xx or 429 is repeated up to `retries`
+    times. The pause before each retry grows by `pause` seconds. All attempts together take at most `deadline` seconds. At most
+    `max_concurrent` requests run at once; waiting for a free place does not count as time of the request.
 
-    Raises ConfigError if the URL is none.
+    Raises ConfigError if the URL or an option is invalid.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Service:
         except ValueError:  # a port that is no number, or half of an IPv6 address
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ConfigError(f"{url!r} is no address of a service; write http://host:port/path")
+            raise ConfigError(f"{url!r} is not the address of a service; write http://host:port/path")
         for name, value, least in (
             ("timeout", timeout, 0),
             ("deadline", 1 if deadline is None else deadline, 0),
@@ -78,7 +78,7 @@ class Service:
         self._parts = parts
         self._timeout, self._retries, self._pause = timeout, retries, pause
         self._deadline = deadline if deadline is not None else (timeout + pause * retries) * (retries + 1)
-        self._concurrent = max_concurrent
+        self._max_concurrent = max_concurrent
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", **dict(headers)}
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -86,16 +86,16 @@ class Service:
 
     @property
     def deadline(self) -> float:
-        """The longest that `ask` takes once it is its turn."""
+        """The maximum time of `ask`, in seconds, without the time of waiting for a free place."""
         return self._deadline
 
     async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Put a question.
+        """Send a request and return the answer.
 
-        Raises ServiceError when there is no answer after all attempts, or one that is no JSON object.
+        Raises ServiceError if there is no answer after all attempts, or if the answer is not a JSON object.
         """
-        body = json.dumps(question).encode("utf-8")  # ASCII, whatever half characters a model may have written
-        slot = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrent))
+        body = json.dumps(question).encode("utf-8")  # ASCII, because a model may have written incomplete characters
+        slot = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._max_concurrent))
         async with slot:
             problem, attempt = "", 0
             try:
@@ -110,7 +110,7 @@ class Service:
             except TimeoutError:
                 problem = f"{problem or 'no answer'}, given up after {self._deadline:g} s"
         times = "once" if attempt == 1 else f"{attempt} times"
-        raise ServiceError(f"the service {self.url} was asked {times}: {problem}")
+        raise ServiceError(f"the service {self.url} was called {times}: {problem}")
 
     async def _attempt(self, body: bytes) -> dict[str, Any]:
         connection = self._connect()
@@ -129,18 +129,18 @@ class Service:
             _hang_up(connection)
         text = answer.decode("utf-8", errors="replace")
         if status >= 500 or status == 429:
-            raise _Again(f"status {status}: {text[:_LAST_STRAW]}")
+            raise _Again(f"status {status}: {text[:_MAX_ERROR]}")
         if status != 200:
-            raise ServiceError(f"the service {self.url} refused with status {status}: {text[:_LAST_STRAW]}")
-        if len(answer) > _LARGEST:
-            raise ServiceError(f"the service {self.url} answered more than {_LARGEST >> 20} MB")
+            raise ServiceError(f"the service {self.url} refused with status {status}: {text[:_MAX_ERROR]}")
+        if len(answer) > _MAX_ANSWER:
+            raise ServiceError(f"the service {self.url} answered more than {_MAX_ANSWER >> 20} MB")
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except (json.JSONDecodeError, RecursionError):
-            raise ServiceError(f"the service {self.url} answered no JSON: {text[:_LAST_STRAW]!r}") from None
-        if not isinstance(found, dict):
-            raise ServiceError(f"the service {self.url} answered no JSON object: {text[:_LAST_STRAW]!r}")
-        return found
+            raise ServiceError(f"the service {self.url} must answer JSON; it answered: {text[:_MAX_ERROR]!r}") from None
+        if not isinstance(parsed, dict):
+            raise ServiceError(f"the service {self.url} must answer a JSON object; it answered: {text[:_MAX_ERROR]!r}")
+        return parsed
 
     def _connect(self) -> http.client.HTTPConnection:
         host = self._parts.hostname or ""
@@ -153,7 +153,7 @@ class Service:
         path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
         connection.request("POST", path, body, headers=dict(self._headers))
         response = connection.getresponse()
-        return response.status, response.read(_LARGEST + 1)
+        return response.status, response.read(_MAX_ANSWER + 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,13 +187,13 @@ def service(
     max_concurrent: int,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Service:
-    """The service of these options: one for all conversations, so that `max_concurrent` holds for all of them together."""
-    with _making:  # tools are made in threads, many at once, and a cache alone lets each of them make its own
+    """The service with these options. All conversations share it, so `max_concurrent` bounds all of them together."""
+    with _making:  # tools are made in several threads at once; without the lock, each thread could make its own service
         return _shared(url, timeout, deadline, retries, pause, max_concurrent, headers)
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """End what a thread may still be waiting for."""
+    """Close a connection, so that the thread which waits for it ends."""
     sock = connection.sock
     if sock is not None:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Simulated users: somebody who answers the model in words.
+"""Simulated users that need no model.
 
-`ScriptedUser` says what it was given. `checked_answer` is the user of GSM8K-style questions, who knows the right number,
-says when the answer is wrong and lets the model try again.
+`ScriptedUser` sends given messages. `checked_answer` is a user with a question whose answer is a number, as in GSM8K: it tells
+the model if the answer is wrong, and lets it try again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 
 from turnwise.data.numeric_answers import Method, final_answer, same_number, truth
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.types import Opening, Reply, Row, Turn
 
 __all__ = ["ScriptedUser", "checked_answer"]
 
 
 class ScriptedUser:
-    """Says its lines one after the other, whatever the model says, and leaves when they are over."""
+    """Sends the given messages, one after each turn of the model. Ends the conversation after the last one."""
 
     def __init__(self, lines: Sequence[str] = ()) -> None:
         if isinstance(lines, str):
-            raise TypeError(f"lines must be a list of texts, one for each answer; got the single text {lines!r}")
+            raise TypeError(f"lines must be a list of texts, one for each message; got the single text {lines!r}")
         self._lines = iter(list(lines))
 
     async def begin(self, row: Row) -> Opening:
@@ -28,7 +28,7 @@ class ScriptedUser:
 
     async def step(self, turn: Turn) -> Reply:
         line = next(self._lines, None)
-        return Reply(done=True) if line is None else say(line)
+        return Reply(done=True) if line is None else user_message(line)
 
     async def close(self) -> None:
         pass
@@ -43,10 +43,10 @@ async def checked_answer(
     method: Method = "strict",
     wrong: str = "That is not right. Read the question again and have another try.",
 ) -> AsyncGenerator[Opening | Reply, Turn]:
-    """A user who knows the answer (column `answer`: a number, or a GSM8K solution that ends in `#### n`).
+    """A user who knows the right answer (column `answer`: a number, or a GSM8K solution that ends in `#### n`).
 
-    A right answer earns 1 at the first try and `retry_factor` of what it was at each further one; after `tries` wrong ones
-    the user gives up and the reward is 0. Only the model's last words are read, never a tool's.
+    The reward of a right answer is 1 at the first try, and is multiplied by `retry_factor` for each further try. After `tries`
+    wrong answers the conversation ends with reward 0. Only the text of the model's turn is read, never a tool's.
     """
     right = truth(row["answer"])
     turn = yield Opening(messages=row.messages)
@@ -56,5 +56,5 @@ async def checked_answer(
             yield Reply(reward=retry_factor**attempt, done=True, info={"answer": given, "try": attempt + 1})
             return
         if attempt + 1 < tries:
-            turn = yield say(wrong)
+            turn = yield user_message(wrong)
     yield Reply(done=True, info={"answer": final_answer(turn.text, method), "try": tries})

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from turnwise.environments.environment import Environment, EnvironmentFactory, Exposes, FinalReward
+from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReward, ProvidesHandle
 from turnwise.errors import Failed, boundary
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import call, call_blocking
@@ -43,10 +43,10 @@ class GuardedEnvironment:
         with boundary("environment"):
             return reward_number(reward, "final_reward()")
 
-    def exposed(self) -> EnvironmentHandle | None:
+    def environment_handle(self) -> EnvironmentHandle | None:
         """The object that reward functions may read after the conversation, if the environment exposes one."""
         with boundary("environment"):
-            return self._environment.exposed() if isinstance(self._environment, Exposes) else None
+            return self._environment.environment_handle() if isinstance(self._environment, ProvidesHandle) else None
 
     async def close(self, conversation: str) -> None:
         """Close the environment. If that fails, the conversation is kept and a warning is logged."""

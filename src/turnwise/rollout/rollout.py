@@ -60,7 +60,7 @@ async def rollout(trajectory: Trajectory, context: RolloutContext) -> Trajectory
             environment = GuardedEnvironment(context.make_environment)
             with boundary("internal"):
                 await _complete(Session(trajectory, context), environment, context.limits)
-            trajectory.environment = environment.exposed()
+            trajectory.environment = environment.environment_handle()
         except Failed as failed:
             trajectory.fail(failed.failure)
             _log.info("%s failed: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))

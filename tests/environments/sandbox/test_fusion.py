@@ -91,10 +91,10 @@ def test_what_may_pass_is_tried_again(bad: Answer) -> None:
 
 def test_it_is_tried_as_often_as_was_said_and_no_more() -> None:
     with serving(lambda question, number: Answer({"detail": "busy"}, 503)) as server:
-        with pytest.raises(ServiceError, match=r"was asked 3 times: status 503: .*busy"):
+        with pytest.raises(ServiceError, match=r"was called 3 times: status 503: .*busy"):
             asyncio.run(SandboxFusion(server.url, retries=2, pause=0).code_interpreter("1"))
         assert len(server.asked) == 3
-        with pytest.raises(ServiceError, match="was asked once: status 503"):
+        with pytest.raises(ServiceError, match="was called once: status 503"):
             asyncio.run(SandboxFusion(server.url, retries=0).code_interpreter("1"))
 
 
@@ -102,10 +102,10 @@ def test_it_is_tried_as_often_as_was_said_and_no_more() -> None:
     ("answer", "error", "message"),
     [
         (Answer("what?", 404), ServiceError, 'refused with status 404: "what\\?"'),
-        (Answer(b"<html>hello</html>"), ServiceError, "answered no JSON: '<html>hello</html>'"),
-        (Answer(b"\xff\xfe\x00"), ServiceError, "answered no JSON"),
-        (Answer(b"[" * 100_000), ServiceError, "answered no JSON"),
-        (Answer([1]), ServiceError, r"answered no JSON object: '\[1\]'"),
+        (Answer(b"<html>hello</html>"), ServiceError, "must answer JSON; it answered: '<html>hello</html>'"),
+        (Answer(b"\xff\xfe\x00"), ServiceError, "must answer JSON; it answered: "),
+        (Answer(b"[" * 100_000), ServiceError, "must answer JSON; it answered: "),
+        (Answer([1]), ServiceError, r"must answer a JSON object; it answered: '\[1\]'"),
         (Answer({}), SandboxError, "could not run the program: {}"),
         (Answer({"status": "SandboxError", "message": "no pod"}), SandboxError, "could not run the program: no pod"),
         (Answer({"status": "Success"}), SandboxError, "gave no run_result"),
@@ -119,13 +119,13 @@ def test_what_the_server_does_wrong_is_an_error_and_no_output(answer: Answer, er
 
 def test_a_server_that_hangs_is_given_up() -> None:
     started = time.perf_counter()
-    with pytest.raises(ServiceError, match=r"was asked 2 times: no answer within 0.2 s"):
+    with pytest.raises(ServiceError, match=r"was called 2 times: no answer within 0.2 s"):
         told(Answer(ran("1"), seconds=30), timeout=0.2, retries=1)
     assert time.perf_counter() - started < 25
 
 
 def test_a_server_that_is_not_there_is_told() -> None:
-    with pytest.raises(ServiceError, match=r"was asked 2 times: ConnectionRefusedError"):
+    with pytest.raises(ServiceError, match=r"was called 2 times: ConnectionRefusedError"):
         asyncio.run(SandboxFusion("http://127.0.0.1:9", retries=1, pause=0).code_interpreter("1"))
 
 
@@ -153,7 +153,7 @@ def test_a_model_is_told_of_a_broken_server_and_goes_on() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8080"}, "is no address of a service; write http://host:port/path"),
+        ({"url": "localhost:8080"}, "is not the address of a service; write http://host:port/path"),
         ({"url": "http://h", "run_timeout": 0}, "run_timeout is 0; give a number above 0"),
         ({"url": "http://h", "retries": -1}, "retries=-1 and pause=1.0 must be 0 or more"),
         ({"url": "http://h", "max_concurrent": 0}, "max_concurrent is 0; give a number above 0"),

@@ -80,7 +80,7 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
             for tool in found:
                 if any(tool.name == other.name for other in tools):
                     raise ConfigError(
-                        f"{place}: two tools have the name {tool.name!r}; a model could not tell them apart: rename one"
+                        f"{place}: two tools have the name {tool.name!r}; a model could not distinguish them: rename one"
                     )
                 tools.append(tool)
     except BaseException:

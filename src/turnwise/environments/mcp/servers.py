@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from turnwise.environments.in_thread import ThreadLoop
 from turnwise.environments.mcp.connection import Connection, McpServer
+from turnwise.environments.threaded_environment import ThreadLoop
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary, nearest

@@ -1,6 +1,6 @@
-"""One tool: a function that the model may call, or a class whose methods it may.
+"""`Tool`, a function that the model can call, and `Toolbox`, a class whose methods are tools.
 
-Every way in which a call can go wrong is told to the model and counted: a tool never ends a conversation by itself.
+If a call fails, the model receives an error message, and the failure is counted. A tool never ends a conversation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Tool", "Toolbox", "copy_containers", "requires"]
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
-_MOST_LOGGED = 100
-_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
+_MAX_LOGGED = 100
+_FIRST_PAUSE, _MAX_PAUSE = 0.1, 5.0  # seconds before the first further attempt, doubled each time
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call."""
+    """A function that the model can call."""
 
     name: str
     description: str
@@ -44,19 +44,19 @@ class Tool:
     """Checks the arguments of a call."""
     function: Callable[..., Any]
     schema: ToolSchema
-    """The tool in the OpenAI format, as the chat template is given it."""
+    """The schema of the tool in the OpenAI format. It is passed to the chat template."""
     by_name: bool = True
-    """Whether the function takes its arguments by name, or all of them as one dictionary."""
+    """True: the arguments are passed as keyword arguments. False: they are passed as one dictionary."""
     timeout: float = 30.0
     """Seconds for each attempt."""
     retries: int = 0
-    """Further attempts after an exception. A ValueError is the tool talking to the model, and is told at once."""
+    """Further attempts after an exception. A ValueError is a message of the tool to the model, and is not retried."""
     retry_timeouts: bool = False
-    """Whether a timeout is worth a further attempt too."""
+    """Whether a call is also retried after a timeout."""
     thread: bool = False
-    """Whether an async function runs in a thread, in an event loop of its own for each call: it may block then."""
+    """Whether an async function runs in a thread with its own event loop, so that it may block."""
     truncation: Truncation | None = None
-    """How a long text is shortened; None leaves that to the layer."""
+    """How a long result is shortened. None: `Tools` decides."""
 
     def __post_init__(self) -> None:
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
@@ -67,18 +67,17 @@ class Tool:
             raise ConfigError(f"retry_timeouts of the tool {self.name!r} has no effect without retries: set retries")
         if self.thread and not inspect.iscoroutinefunction(self.function):
             raise ConfigError(
-                f"thread=True of the tool {self.name!r} has no effect: it is no async function, and sync ones run in threads "
-                f"anyway; leave it out"
+                f"thread=True of the tool {self.name!r} has no effect: the function is not async, and sync functions always run "
+                f"in threads; remove it"
             )
 
     @classmethod
     def of(
         cls, function: Callable[..., Any], *, timeout: float = 30.0, retries: int = 0, retry_timeouts: bool = False
     ) -> Tool:
-        """Make a tool of a typed function with a docstring; `Args:` in Google style describes the parameters.
+        """Make a tool from a function with type hints and a docstring. `Args:` in Google style describes the parameters.
 
-        Raises ConfigError if a parameter has no type, is of a kind that a model cannot give, or if the function `requires` what
-        is not there.
+        Raises ConfigError if a parameter has no type, or a type that a model cannot write, or if a check of `requires` fails.
         """
         if isinstance(function, FunctionType) and (check := _requirements.get(function)) is not None:
             check()
@@ -105,7 +104,7 @@ class Tool:
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> Tool:
-        """Make a tool of a schema in the OpenAI format and the function that does what it says.
+        """Make a tool from a schema in the OpenAI format and a function.
 
         Example::
 
@@ -116,7 +115,7 @@ class Tool:
                 find,
             )
 
-        Raises ConfigError if the schema is none, or the function does not take the arguments that it names.
+        Raises ConfigError if the schema is invalid, or if the function does not accept the arguments of the schema.
         """
         name, description, parameters = _parts(schema)
         arguments = FromSchema(parameters, name)
@@ -135,11 +134,11 @@ class Tool:
         )
 
     async def run(self, call: ToolCall) -> ToolOutcome:
-        """What became of a call, without what the model is told of it beside text. Never raises."""
+        """Run a call and return its outcome, without images. Never raises."""
         return (await self.answer(call)).outcome
 
     async def answer(self, call: ToolCall) -> Answer:
-        """Check the arguments, run the function as often as it takes, and tell what came of it. Never raises."""
+        """Check the arguments, run the function (with retries), and return the answer for the model. Never raises."""
         started = time.perf_counter()
         attempt = 0
         while True:
@@ -147,21 +146,21 @@ class Tool:
             traceback = ""
             try:
                 result = await self._attempt(call.arguments)
-            except TimeoutError:  # ours: the function's own became a Failed at the boundary
+            except TimeoutError:  # our time limit; a TimeoutError of the function itself arrives as Failed
                 kind, text, again = "timeout", f"{self.name} took longer than {self.timeout:g} s", self.retry_timeouts
             except Failed as failure:
                 cause = failure.__cause__
                 kind = "arguments" if isinstance(cause, WrongArguments) else "raised"
-                text, again = _told(failure), not isinstance(cause, ValueError | WrongArguments)
+                text, again = _error_text(failure), not isinstance(cause, ValueError | WrongArguments)
                 traceback = failure.failure.traceback if kind == "raised" else ""
-                if again:  # a defect, and not the tool talking to the model
-                    _tell_once(self.name, failure.failure)
+                if again:  # an unexpected exception, not a message of the tool to the model
+                    _log_once(self.name, failure.failure)
             else:
                 return Answer.of(call, result, seconds=time.perf_counter() - started, attempts=attempt)
             if not again or attempt > self.retries:
                 seconds = time.perf_counter() - started
                 return failed(call, kind, text, seconds=seconds, attempts=attempt, traceback=traceback)
-            await asyncio.sleep(min(_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
+            await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _MAX_PAUSE))
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
         async with deadline(self.timeout):
@@ -171,18 +170,18 @@ class Tool:
         with boundary("tool"):
             if self.arguments.quick:
                 arguments = self.arguments.check(given)
-            else:  # beside the event loop: such a schema and what a model gives for it can take any time to be compared
+            else:  # in a thread, because checking arguments against such a schema can take long
                 arguments = await run_in_thread(
                     lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool"
                 )
             function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
             if inspect.iscoroutinefunction(self.function) and not self.thread:
                 return self._read(await function())
-            # what is at hand is read in the thread too: ten megabytes take a while
-            result = await run_in_thread(lambda: self._at_hand(function()), name=self.name, kind="tool")
+            # the result is converted in the thread too, because a result of many megabytes takes long
+            result = await run_in_thread(lambda: self._finish(function()), name=self.name, kind="tool")
             return result if isinstance(result, Result) else self._read(await result)
 
-    def _at_hand(self, result: Any) -> Result | Awaitable[Any]:
+    def _finish(self, result: Any) -> Result | Awaitable[Any]:
         if self.thread:
             result = asyncio.run(result)
         return result if inspect.isawaitable(result) else self._read(result)
@@ -197,8 +196,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def requires(check: Callable[[], object]) -> Callable[[F], F]:
-    """Decorates a function that needs something of this machine: `check` is called when it becomes a tool, at the start of a
-    run, and raises ConfigError where that is not there."""
+    """Decorates a function that needs something on this machine, such as a program.
+
+    `check` is called when the function becomes a tool, at the start of a run. It raises ConfigError if something is missing.
+    """
 
     def decorated(function: F) -> F:
         _requirements[function] = check
@@ -209,19 +210,19 @@ def requires(check: Callable[[], object]) -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """A class whose public methods are tools: one instance for each conversation, which keeps its state.
+    """A class whose public methods are tools. Each conversation has its own instance, which holds its state.
 
-    A method whose name begins with `_` is no tool, nor is `close`, sync or async, which is called when the conversation is
-    over. Calls of one instance are run one after the other, in the order in which the model wrote them.
+    Methods whose name begins with `_` are not tools. `close`, sync or async, is not a tool either: it is called at the end of
+    the conversation. Calls of one instance run one after the other, in the order in which the model wrote them.
     """
 
     make: Callable[[], Any]
-    """The class, with its arguments."""
+    """Makes an instance."""
     name: str
     tools: tuple[Tool, ...]
-    """One for each method, not yet of any instance: to be checked and shown, not to be run."""
+    """One tool for each method. They belong to no instance, so they can be checked and shown, but not run."""
     closes: bool = False
-    """Whether there is a method `close`."""
+    """Whether the class has a method `close`."""
 
     @classmethod
     def of(
@@ -233,14 +234,14 @@ class Toolbox:
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> Toolbox:
-        """Make tools of a class; `arguments` are those of its constructor.
+        """Make tools from a class. `arguments` are the arguments of its constructor.
 
-        Raises ConfigError if it cannot be called with them, or one of its methods cannot be a tool.
+        Raises ConfigError if the constructor does not accept them, or if a method cannot be a tool.
         """
         arguments = dict(arguments or {})
         try:
             inspect.signature(kind).bind(**arguments)
-        except (TypeError, ValueError) as error:  # the latter from a builtin without a signature
+        except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
             raise ConfigError(f"{kind.__name__} cannot be made with the arguments {arguments}: {error}") from None
         methods = _public_methods(kind)
         closes = methods.pop("close", None) is not None
@@ -259,14 +260,14 @@ class Toolbox:
 
 
 def copy_containers(value: Any) -> Any:
-    """The same lists and dictionaries, of one's own: what an instance puts into its arguments is in no other's."""
+    """A copy of nested lists and dictionaries, so that instances do not share their arguments."""
     if type(value) is dict:
         return {key: copy_containers(item) for key, item in value.items()}
     return [copy_containers(item) for item in value] if type(value) is list else value
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Its methods by name in the order of their definition, those of its bases first, bound so that `self` is given."""
+    """The public methods by name, in the order of definition, base classes first. `self` is already bound."""
     methods: dict[str, Callable[..., Any]] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
@@ -277,7 +278,7 @@ def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
             elif isinstance(value, staticmethod | classmethod):
                 methods[name] = getattr(kind, name)
             else:
-                methods.pop(name, None)  # a subclass may put something else in a method's place
+                methods.pop(name, None)  # a subclass may replace a method by something else
     return methods
 
 
@@ -302,7 +303,7 @@ def _parts(schema: ToolSchema) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def _refuse_unfit(function: Callable[..., Any], parameters: Mapping[str, Any], name: str) -> None:
-    """Refuse a function that could not be called with the arguments that a schema allows."""
+    """Raise ConfigError if the function cannot be called with all arguments that the schema allows."""
     signature = inspect.signature(function)
     takes = signature.parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
@@ -325,16 +326,16 @@ def _refuse_unfit(function: Callable[..., Any], parameters: Mapping[str, Any], n
             )
 
 
-def _tell_once(name: str, failure: Failure) -> None:
-    """Log an exception of a tool, the first time that it is raised on that line."""
+def _log_once(name: str, failure: Failure) -> None:
+    """Log an exception of a tool. Each exception is logged once."""
     key = f"{name}\n{failure.traceback or failure.message}"
-    if key not in _logged and len(_logged) < _MOST_LOGGED:
+    if key not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(key)
         _log.warning("the tool %s raised %s\n%s", name, failure.message, failure.traceback)
 
 
-def _told(failure: Failed) -> str:
+def _error_text(failure: Failed) -> str:
     if isinstance(failure.__cause__, WrongArguments):
         return str(failure.__cause__)
-    # a ValueError is how a tool talks to the model; of anything else the type helps
+    # a ValueError is a message to the model; for other exceptions the type is useful to the model
     return failure.failure.message.removeprefix("ValueError: ")

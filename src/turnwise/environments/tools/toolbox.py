@@ -1,8 +1,7 @@
-"""Tools as a layer in front of whatever answers the model otherwise.
+"""`Tools`: an environment that answers turns with tool calls, in front of another environment.
 
-The layer finds the tool for each call of a turn, runs them together, and puts their answers in the order of the calls. It
-holds the instances of tool classes for its one conversation. It knows nothing of how a model writes its calls; it gets them
-read.
+`Tools` finds the tool of each call of a turn, runs all calls concurrently, and returns the results in the order of the calls. It
+holds the instances of tool classes for one conversation. It gets the calls parsed; it does not know the model's format.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from turnwise.user_code.run_in_thread import run_in_thread
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 
 T = TypeVar("T")
-_CLOSING_SECONDS = 12.0  # for the tools, and for the environment behind them: together within what the loop allows
+_CLOSE_TIMEOUT = 12.0  # for the tools, and again for the inner environment; the loop allows more than both together
 _log = logging.getLogger(__name__)
 
 
 class Tools:
-    """A layer: turns that call tools are answered by the tools, all others by `then`.
+    """Answers turns that call tools; all other turns are answered by the environment `then`.
 
-    A tool is a function, a class whose public methods are tools, or one of either made ready with `Tool` or `Toolbox`.
+    A tool is a function, a class whose public methods are tools, a `Tool` or a `Toolbox`.
 
-    Example: a calculator in front of a user who checks the answer::
+    Example, a calculator and a user who checks the answer::
 
         make_environment = lambda: Tools([calculator], then=checked_answer())
     """
@@ -50,118 +49,124 @@ class Tools:
         max_parallel_calls: int | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`max_parallel_calls` bounds the calls of one turn, `truncation` the texts of tools that have none of their own."""
+        """`max_parallel_calls` bounds the calls of one turn. `truncation` is for tools without their own truncation."""
         if max_parallel_calls is not None and max_parallel_calls <= 0:
-            raise ConfigError(f"max_parallel_calls={max_parallel_calls} allows no call at all; give a number above 0")
+            raise ConfigError(f"max_parallel_calls={max_parallel_calls} allows no call; give a number above 0")
         ready = [_ready(tool, truncation) for tool in tools]
-        if type(then) is Tools:  # a layer in front of a layer is one layer: each call finds its tool
+        if type(then) is Tools:  # two nested `Tools` become one
             ready = [*then._ready, *ready]
-            bounds = [bound for bound in (max_parallel_calls, then._most) if bound is not None]
-            max_parallel_calls, then = min(bounds, default=None), then._then
+            bounds = [bound for bound in (max_parallel_calls, then._max_parallel_calls) if bound is not None]
+            max_parallel_calls, then = min(bounds, default=None), then._inner
         self._ready = ready
-        self._most = max_parallel_calls
-        self._then = then if then is not None else SingleTurn()
-        every = [tool for one in ready for tool in (one.tools if isinstance(one, Toolbox) else (one,))]
-        self._tools = {tool.name: tool for tool in every}
-        if len(self._tools) < len(every):
-            names = [tool.name for tool in every]
-            _refuse_twice(next(name for name in names if names.count(name) > 1))
-        self._instances = [_Instance(one) for one in ready if isinstance(one, Toolbox)]
+        self._max_parallel_calls = max_parallel_calls
+        self._inner = then if then is not None else SingleTurn()
+        all_tools = [tool for item in ready for tool in (item.tools if isinstance(item, Toolbox) else (item,))]
+        self._tools = {tool.name: tool for tool in all_tools}
+        if len(self._tools) < len(all_tools):
+            names = [tool.name for tool in all_tools]
+            _refuse_duplicate(next(name for name in names if names.count(name) > 1))
+        self._instances = [_Instance(item) for item in ready if isinstance(item, Toolbox)]
         self._shared: dict[str, _Instance] = {}
-        """Of tools that share an instance with others: that instance."""
-        self._offered_behind: Set[str] = frozenset()
-        """Names of tools that the environment behind offers, and answers, itself."""
+        """The instance of each tool that is a method of a class."""
+        self._inner_tools: Set[str] = frozenset()
+        """Names of the tools that the inner environment offers and answers."""
 
     async def begin(self, row: Row) -> Opening:
-        opening = await self._then.begin(row)
-        self._take_offered_behind(opening.tools)
+        opening = await self._inner.begin(row)
+        self._set_inner_tools(opening.tools)
         for instance in self._instances:
             for tool in await instance.make():
                 self._tools[tool.name] = tool
                 self._shared[tool.name] = instance
-        return replace(opening, tools=self._with_own(opening.tools))
+        return replace(opening, tools=self._all_schemas(opening.tools))
 
     async def step(self, turn: Turn) -> Reply:
-        behind = [call for call in turn.calls if call.error is None and call.name in self._offered_behind]
-        ours = [call for call in turn.calls if call not in behind]
-        if not ours or (behind and all(call.error is not None for call in ours)):
-            return await self._step_behind(turn)  # who answers the others tells of those that cannot be read too
-        if not behind:
+        inner = [call for call in turn.calls if call.error is None and call.name in self._inner_tools]
+        ours = [call for call in turn.calls if call not in inner]
+        if not ours or (inner and all(call.error is not None for call in ours)):
+            return await self._step_inner(turn)  # the inner environment also answers calls that could not be parsed
+        if not inner:
             return _reply(await self._answer(ours, turn.tools))
         answering = spawn(self._answer(ours, turn.tools), context=own_context())
         try:
-            reply = await self._step_behind(replace(turn, calls=tuple(behind)))
-            return _joined(turn, _reply(await answering), reply)
+            reply = await self._step_inner(replace(turn, calls=tuple(inner)))
+            return _merge_replies(turn, _reply(await answering), reply)
         finally:
-            answering.cancel()  # where the side behind broke; otherwise it is over
+            answering.cancel()  # has an effect only if the inner environment raised
 
-    async def _step_behind(self, turn: Turn) -> Reply:
-        """The reply of the environment behind. If it changes its tools, those of this layer stay beside them."""
-        reply = await self._then.step(turn)
+    async def _step_inner(self, turn: Turn) -> Reply:
+        """The reply of the inner environment. If it changes its tools, the tools of this layer are added."""
+        reply = await self._inner.step(turn)
         if reply.tools is None:
             return reply
-        self._take_offered_behind(reply.tools)
-        return replace(reply, tools=self._with_own(reply.tools))
+        self._set_inner_tools(reply.tools)
+        return replace(reply, tools=self._all_schemas(reply.tools))
 
-    def _take_offered_behind(self, tools: Sequence[ToolSchema]) -> None:
-        self._offered_behind = _names_of(tools)
+    def _set_inner_tools(self, tools: Sequence[ToolSchema]) -> None:
+        self._inner_tools = _names_of(tools)
         for name in self._tools:
-            if name in self._offered_behind:
-                _refuse_twice(name)
+            if name in self._inner_tools:
+                _refuse_duplicate(name)
 
-    def _with_own(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+    def _all_schemas(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
         return (*tools, *(tool.schema for tool in self._tools.values()))
 
     async def final_reward(self) -> float:
-        return await self._then.final_reward() if isinstance(self._then, FinalReward) else 0.0
+        return await self._inner.final_reward() if isinstance(self._inner, FinalReward) else 0.0
 
     async def close(self) -> None:
-        """Close the tools, then the environment behind, each within its own time.
+        """Close the tools, then the inner environment, each with its own time limit.
 
-        Raises Failed with what could not be closed.
+        Raises Failed if one of them could not be closed.
         """
         instances, self._instances = self._instances, []
         closing = [(instance.close, f"the tools {instance.name}") for instance in instances]
-        problems = await asyncio.gather(*(_closed(*one) for one in closing))
-        problems.append(await _closed(self._then.close, f"the environment {type(self._then).__name__}"))
-        if told := [problem for problem in problems if problem is not None]:
-            raise Failed(Failure("environment", "; ".join(told)))
+        problems = await asyncio.gather(*(_closed(close, name) for close, name in closing))
+        problems.append(await _closed(self._inner.close, f"the environment {type(self._inner).__name__}"))
+        if messages := [problem for problem in problems if problem is not None]:
+            raise Failed(Failure("environment", "; ".join(messages)))
 
     async def _answer(self, calls: Sequence[ToolCall], offered: Sequence[ToolSchema]) -> list[Answer]:
-        """Run calls together; those that are too many are told so, and those that cannot be run do not count.
+        """Run calls concurrently. Calls beyond `max_parallel_calls` get an error; calls that cannot be run do not count.
 
-        `offered` are the tools that the model was offered: an environment in front of this layer may have withdrawn some.
+        `offered` are the tools that the model was offered: an outer environment may have withdrawn some.
         """
         withdrawn = self._tools.keys() - _names_of(offered) if offered else frozenset[str]()
         runnable = [
             call for call in calls if call.error is None and call.name in self._tools and call.name not in withdrawn
         ]
-        too_many = {id(call) for call in runnable[self._most :]} if self._most is not None else set()
+        too_many = (
+            {id(call) for call in runnable[self._max_parallel_calls :]}
+            if self._max_parallel_calls is not None
+            else set()
+        )
 
-        async def one(call: ToolCall) -> Answer:
+        most = self._max_parallel_calls
+
+        async def answer(call: ToolCall) -> Answer:
             if id(call) in too_many:
                 text = (
-                    f"at most {self._most} tool call{'s' * (self._most != 1)} can be made at once, and this turn has "
-                    f"{len(runnable)}: this one was not made; make it in your next turn"
+                    f"at most {most} tool call{'s' * (most != 1)} can be made at once, and this turn has {len(runnable)}: "
+                    f"this one was not made; make it in your next turn"
                 )
                 return failed(call, "parallel", text)
             return await self._run(call, withdrawn)
 
         if len(calls) == 1:
-            return [await one(calls[0])]
-        tasks = [spawn(one(call), context=own_context()) for call in calls]
+            return [await answer(calls[0])]
+        tasks = [spawn(answer(call), context=own_context()) for call in calls]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
-                task.cancel()  # those that are left when somebody is cancelled
+                task.cancel()  # if this task is cancelled, some calls may still run
 
     async def _run(self, call: ToolCall, withdrawn: Set[str]) -> Answer:
         if call.error is not None:
             return failed(call, "malformed", call.error)
         tool = self._tools.get(call.name)
         if tool is None or call.name in withdrawn:
-            names = [name for name in (*self._offered_behind, *self._tools) if name not in withdrawn]
+            names = [name for name in (*self._inner_tools, *self._tools) if name not in withdrawn]
             have = ", ".join(sorted(names))
             return failed(
                 call,
@@ -173,7 +178,7 @@ class Tools:
 
 
 class _Instance:
-    """The instance of a tool class that one conversation has."""
+    """The instance of a tool class in one conversation."""
 
     def __init__(self, box: Toolbox) -> None:
         self._box = box
@@ -187,19 +192,21 @@ class _Instance:
         return self._box.name
 
     async def make(self) -> list[Tool]:
-        """Make it, beside the event loop, and return its tools."""
+        """Make the instance, in a thread, and return its tools."""
         self._context = own_context()
         self._making = self._spawn(run_in_thread(self._box.make, name=self._box.name, kind="environment"))
-        made = await asyncio.shield(self._making)  # a conversation may end meanwhile; what is made must still be closed
+        made = await asyncio.shield(
+            self._making
+        )  # the conversation may be cancelled meanwhile; the instance must still be closed
         return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
 
     async def answer(self, tool: Tool, call: ToolCall) -> Answer:
-        """Run a call of one of its tools, when it is its turn."""
+        """Run a call after all earlier calls of this instance."""
         async with self._turn:
             return await self._spawn(tool.answer(call))
 
     async def close(self) -> None:
-        """Close it, if there is one."""
+        """Close the instance, if it was made."""
         making, self._making = self._making, None
         if making is None:
             return
@@ -209,7 +216,7 @@ class _Instance:
             await self._spawn(self._close(making.result()))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """In the context of this instance: what one call of it sets is there in the next one."""
+        """Run in the context of this instance: context variables that a call sets are visible in the next call."""
         return spawn(coroutine, context=self._context)
 
     async def _close(self, made: Any) -> None:
@@ -224,7 +231,7 @@ class _Instance:
                 if inspect.isawaitable(result):
                     await result
 
-        # a call of its own: it runs in a task of this instance, which nobody else could end where it swallows cancellation
+        # a separate call, because this task belongs to the instance: a method that swallows cancellation could not be ended
         await call(close, kind="environment", name=f"{self._box.name}.close")
 
     def _close_late(self, making: asyncio.Future[Any]) -> None:
@@ -239,18 +246,18 @@ class _Instance:
 
 
 _late: set[asyncio.Future[str | None]] = set()
-"""Instances that are being closed after their conversation was over: the event loop itself remembers tasks weakly only."""
+"""Tasks that close instances after the end of their conversation. The event loop keeps only weak references to tasks."""
 
 
 async def _closed(close: Callable[[], Awaitable[None]], name: str) -> str | None:
-    """Why something could not be closed in time, or None."""
+    """Close something. Returns why it could not be closed, or None."""
     try:
-        async with deadline(_CLOSING_SECONDS):
+        async with deadline(_CLOSE_TIMEOUT):
             await call(close, kind="environment", name=f"{name}.close")
     except Failed as failed:
         return failed.failure.message
     except TimeoutError:
-        return f"{name} did not close in {_CLOSING_SECONDS:g} s"
+        return f"{name} did not close in {_CLOSE_TIMEOUT:g} s"
     return None
 
 
@@ -267,7 +274,7 @@ def _ready(tool: Tool | Toolbox | Callable[..., Any], truncation: Truncation | N
     if truncation is None:
         return tool
     if isinstance(tool, Toolbox):
-        return replace(tool, tools=tuple(_shortened(one, truncation) for one in tool.tools))
+        return replace(tool, tools=tuple(_shortened(method, truncation) for method in tool.tools))
     return _shortened(tool, truncation)
 
 
@@ -275,8 +282,8 @@ def _shortened(tool: Tool, truncation: Truncation) -> Tool:
     return tool if tool.truncation is not None else replace(tool, truncation=truncation)
 
 
-def _refuse_twice(name: str) -> None:
-    raise ConfigError(f"two tools have the name {name!r}; a model could not tell them apart: rename one")
+def _refuse_duplicate(name: str) -> None:
+    raise ConfigError(f"two tools have the name {name!r}; a model could not distinguish them: rename one")
 
 
 def _reply(answers: Sequence[Answer]) -> Reply:
@@ -291,11 +298,12 @@ def _reply(answers: Sequence[Answer]) -> Reply:
     )
 
 
-def _joined(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
-    """One reply of two to the same turn: tool messages in the order of the calls, then what else was said."""
+def _merge_replies(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
+    """One reply from two replies to the same turn: tool messages in the order of the calls, then other messages."""
     if theirs.resume is not None:
         raise TypeError(
-            "a turn called tools of two layers, and the one behind answered with Reply.resume; it must answer with messages"
+            "a turn called tools of this layer and of the inner environment, and the latter answered with Reply.resume; it must "
+            "answer with messages"
         )
     order = {call.id: number for number, call in enumerate(turn.calls)}
 
@@ -305,7 +313,9 @@ def _joined(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
     return replace(
         theirs,
         messages=sorted([*ours.messages, *theirs.messages], key=place),
-        outcomes=tuple(sorted([*ours.outcomes, *theirs.outcomes], key=lambda one: order.get(one.id, len(order)))),
+        outcomes=tuple(
+            sorted([*ours.outcomes, *theirs.outcomes], key=lambda outcome: order.get(outcome.id, len(order)))
+        ),
         reward=ours.reward + theirs.reward,
         info={**ours.info, **theirs.info},
     )

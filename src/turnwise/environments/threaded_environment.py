@@ -1,6 +1,7 @@
-"""An event loop of its own in a daemon thread, and an environment that runs in one.
+"""An event loop in a daemon thread, and an environment that runs in such a loop.
 
-What blocks there holds nobody else up. A call that is given up is cancelled there; if it does not react, nobody waits for it.
+Code that blocks there does not block other conversations. A call that times out is cancelled; if it does not react, the
+conversation ends without waiting for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from turnwise.environments.environment import Environment, FinalReward
 from turnwise.errors import boundary
 from turnwise.types import Opening, Reply, Row, Turn
 
-__all__ = ["InThread", "ThreadLoop"]
+__all__ = ["ThreadLoop", "ThreadedEnvironment"]
 
 T = TypeVar("T")
 
@@ -34,30 +35,30 @@ class ThreadLoop:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there."""
+        """Run a coroutine in the thread's event loop."""
         return self._context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
 
     async def run(self, function: Callable[[], Awaitable[T]], *, kind: str) -> T:
-        """What a function returns that is called and awaited there. Raises Failed, of the kind `kind`."""
+        """Call and await a function in the thread's event loop. Returns its result. Raises Failed, of the kind `kind`."""
 
         async def call() -> T:
             with boundary(kind):
                 return await function()
 
         async def in_context() -> T:
-            # a task of its own, in the one context of all calls
+            # a task for each call; all calls share one context
             return await asyncio.get_running_loop().create_task(call(), context=self._context)
 
         return await asyncio.wrap_future(self.submit(in_context()))
 
     @property
     def inside(self) -> bool:
-        """Whether this is asked in its thread."""
+        """Whether the caller is in this thread."""
         return threading.current_thread() is self._thread
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the loop and its thread; without `wait` whenever they come to it."""
-        with contextlib.suppress(RuntimeError):  # it is closed already
+        """Stop the loop and its thread. With `wait`, wait until the thread has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is already closed
             self._loop.call_soon_threadsafe(self._loop.stop)
         if wait and not self.inside:
             self._thread.join(timeout=_JOIN_SECONDS)
@@ -75,10 +76,10 @@ class ThreadLoop:
             self._loop.close()
 
 
-class InThread:
-    """An environment whose methods run in the event loop of a thread of its own, so that its `async` methods may block.
+class ThreadedEnvironment:
+    """Runs another environment in the event loop of a separate thread, so that its `async` methods may block.
 
-    The environment is made in that thread too, when the conversation begins.
+    The other environment is also made in that thread, when the conversation begins.
     """
 
     def __init__(self, make: Callable[[], Environment], *, name: str = "environment") -> None:

@@ -13,8 +13,8 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from turnwise.build import environment_factory
 from turnwise.config.schema import Config
-from turnwise.environments.environment import SingleTurn, say
-from turnwise.environments.in_thread import InThread
+from turnwise.environments.environment import SingleTurn, user_message
+from turnwise.environments.threaded_environment import ThreadedEnvironment
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
@@ -48,7 +48,7 @@ class Blocks(SingleTurn):
 
 def test_environments_in_threads_block_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
-    trajectories = hold_all(Says("a"), lambda: InThread(Blocks), size=20)
+    trajectories = hold_all(Says("a"), lambda: ThreadedEnvironment(Blocks), size=20)
     assert [one.stop for one in trajectories] == [Stop.DONE] * 20
     assert [one.turns[0].reward for one in trajectories] == [1.0] * 20
     assert time.monotonic() - started < 8  # one after the other they take 10 s
@@ -61,7 +61,7 @@ def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
 ) -> None:
     monkeypatch.setattr("turnwise.rollout.guarded_environment._CLOSING_SECONDS", 0.2)
     limits = Limits(seconds_per_turn=0.3)
-    made = iter([InThread(lambda: Blocks(20.0)), InThread(lambda: Blocks(0.01))])
+    made = iter([ThreadedEnvironment(lambda: Blocks(20.0)), ThreadedEnvironment(lambda: Blocks(0.01))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=limits)
     assert (bad.stop, good.stop) == (Stop.DEADLINE, Stop.DONE)
     assert bad.seconds < 10
@@ -76,7 +76,7 @@ def test_what_an_environment_in_a_thread_raises_ends_its_own_conversation_only(e
 
     if isinstance(error, KeyboardInterrupt):
         pytest.skip("ends its thread")
-    made = iter([InThread(Raises), InThread(lambda: Blocks(0.0))])
+    made = iter([ThreadedEnvironment(Raises), ThreadedEnvironment(lambda: Blocks(0.0))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2)
     told = "it tried to exit the process (status 3)" if isinstance(error, SystemExit) else "ValueError: no"
     assert bad.error == Failure("environment", told)
@@ -120,7 +120,7 @@ def recipe(tmp_path: Path, **more: Any) -> Config:
 def test_a_recipe_asks_for_threads(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(
         "import threading, time\n"
-        "from turnwise.environments.environment import SingleTurn, say\n"
+        "from turnwise.environments.environment import SingleTurn, user_message\n"
         "from turnwise.types import Reply\n"
         "class User(SingleTurn):\n"
         "    async def step(self, turn):\n"
@@ -150,6 +150,6 @@ def test_a_recipe_asks_for_threads(tmp_path: Path) -> None:
 def test_a_reply_of_an_environment_in_a_thread_goes_on() -> None:
     class Asks(SingleTurn):
         async def step(self, turn: Turn) -> Reply:
-            return say("And?")
+            return user_message("And?")
 
-    assert hold(Says("a", "b"), lambda: InThread(Asks), limits=Limits(turns=2)).assistant_texts == ["a", "b"]
+    assert hold(Says("a", "b"), lambda: ThreadedEnvironment(Asks), limits=Limits(turns=2)).assistant_texts == ["a", "b"]
