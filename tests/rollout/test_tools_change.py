@@ -12,7 +12,7 @@ from support import byte_tokenizer
 from support.conversations import RENDERER, Says, call, hold, scripted, spoken
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.environment import environment, say
+from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.rollout.limits import Limits
 from turnwise.sft.targets import lines
@@ -173,7 +173,7 @@ FORGETS = (
 def test_thinking_policies_combine_with_a_change_of_tools(thinking: str) -> None:
     renderer = Renderer(byte_tokenizer(FORGETS))
     said = ["<think>One.</think>a", "<think>Two.</think>b", "<think>Three.</think>c"]
-    given = [Reply(messages=[MORE], tools=[COUNT]), say("And?")]
+    given = [Reply(messages=[MORE], tools=[COUNT]), user_message("And?")]
     trajectory = sound(hold(scripted(said, renderer=renderer), lambda: replies(replies=given), renderer=renderer,
                             thinking=thinking))  # fmt: skip
     # the new prompt is the template's, which leaves the earlier thought out, under every policy
@@ -187,7 +187,7 @@ def test_thinking_policies_combine_with_a_change_of_tools(thinking: str) -> None
 def test_strip_at_user_strips_where_a_user_speaks_and_not_where_only_the_tools_change() -> None:
     renderer = Renderer(byte_tokenizer(FORGETS.replace("loop.last", "true")))  # leaves no thought out
     said = ["<think>One.</think>" + call("look"), "<think>Two.</think>b", "c"]
-    given = [Reply(messages=[answer(0, "look", "y")], tools=[COUNT]), say("And?")]
+    given = [Reply(messages=[answer(0, "look", "y")], tools=[COUNT]), user_message("And?")]
     trajectory = sound(hold(scripted(said, renderer=renderer), lambda: replies(replies=given), renderer=renderer,
                             thinking="strip_at_user"))  # fmt: skip
     texts = [renderer.decode(segment.token_ids) for segment in trajectory.segments]
