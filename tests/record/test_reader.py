@@ -18,7 +18,7 @@ from support.conversations import Says, a_row, call, hold
 from support.vision import picture
 from turnwise import record
 from turnwise.data.images import digest
-from turnwise.environments.environment import SingleTurn, environment, say
+from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.errors import RunError
 from turnwise.record.decode import decode_trajectory
@@ -57,7 +57,9 @@ async def rewrites(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     """Replaces the history after the first answer, and keeps the answer."""
     turn = yield Opening(messages=row.messages)
     yield Reply(
-        rewrite=[{"role": "user", "content": "Short."}, turn.message], messages=say("And?").messages, reward=0.5
+        rewrite=[{"role": "user", "content": "Short."}, turn.message],
+        messages=user_message("And?").messages,
+        reward=0.5,
     )
     yield Reply(done=True, reward=1.0, learn_from=[0])
 
@@ -444,4 +446,4 @@ class Keeps(SingleTurn):
     """Asks twice."""
 
     async def step(self, turn: Turn) -> Reply:
-        return say("More.") if turn.index == 0 else Reply(done=True)
+        return user_message("More.") if turn.index == 0 else Reply(done=True)
