@@ -16,7 +16,8 @@ HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sgla
 MAY_IMPORT: dict[str, set[str]] = {
     # the parts and modules of turnwise that a part may import, besides its own folder
     "sampling": set(),
-    "types": {"sampling"},
+    "sequences": {"sampling"},
+    "types": {"sampling", "sequences"},
     "errors": {"types"},
     "json_yaml": {"errors"},
     "user_code": {"types", "errors"},
@@ -86,6 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 LIGHT = [
     "sampling",
+    "sequences",
     "types",
     "errors",
     "json_yaml",

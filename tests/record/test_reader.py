@@ -61,7 +61,7 @@ async def rewrites(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         messages=user_message("And?").messages,
         reward=0.5,
     )
-    yield Reply(done=True, reward=1.0, learn_from=[0])
+    yield Reply(done=True, reward=1.0, train_on=[0])
 
 
 @environment
@@ -368,7 +368,7 @@ def a_record() -> dict[str, Any]:
         ("turns.0.advantage", ["x"], r"turns.0.advantage must be a list of numbers; got \['x'\]"),
         ("turns.0.history", 1, "turns.0.history must be one of the 1 histories, counted from 0; got 1"),
         ("turns.0.message_index", 6, "turns.0.message_index must be one of 6 messages, from 0; got 6"),
-        ("turns.0.learn_from", 1, "turns.0.learn_from must be true or false; got 1"),
+        ("turns.0.train_on", 1, "turns.0.train_on must be true or false; got 1"),
         ("turns.0.seconds", [], r"turns.0.seconds must be an object; got \[\]"),
         ("turns.0.tool_calls.1.content", 5, "turns.0.tool_calls.1.content must be a text; got 5"),
         ("segments.0.token_ids.0", 0.5, "segments.0.token_ids must be a list of integers of 32 bits"),

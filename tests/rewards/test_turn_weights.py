@@ -96,7 +96,7 @@ def test_turns_that_a_rewritten_history_left_out_are_before_it() -> None:
 
 def test_turns_that_the_environment_declares_to_be_learnt_from_are_in_every_round() -> None:
     one = said(*TWO_QUESTIONS)
-    one.turns[1].learn_from = True
+    one.turns[1].train_on = True
     assert kept(TURN_WEIGHTINGS["last_round"], one) == [0, 1, 0, 1]
     assert kept(TURN_WEIGHTINGS["after_last_user"], one) == [0, 1, 1, 1]
     assert kept(TURN_WEIGHTINGS["last_turn"], one) == [0, 0, 0, 1]

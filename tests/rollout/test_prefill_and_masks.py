@@ -84,7 +84,7 @@ def test_a_mask_of_tokens_that_were_cut_off_is_no_mistake() -> None:
     ("reply", "why"),
     [
         (Reply(masked={1: [0]}), r"masked=\{1: ...\}\): there is no turn 1; the turns are 0 to 0"),
-        (Reply(learn_from=[1]), r"learn_from=\[1\]\): there is no turn 1; the turns are 0 to 0"),
+        (Reply(train_on=[1]), r"train_on=\[1\]\): there is no turn 1; the turns are 0 to 0"),
         (Reply(masked={0: [3]}), r"turn 0 sampled 3 tokens, 0 to 2"),
         (Reply(prefill="x", done=True), "there is no following turn"),
         (Reply(prefill="x", resume=Resume()), "no messages, no rewrite and no prefill, and is not done"),

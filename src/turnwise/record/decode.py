@@ -223,7 +223,7 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
                 thought_opening=fields.text("thought_opening", ""),
                 reasoning=fields.text("reasoning", ""),
                 weight=fields.number("weight", 1.0),
-                learn_from=fields.flag("learn_from", False),
+                train_on=fields.flag("train_on", False),
                 kept_tokens=fields.integer_or_none("kept_tokens"),
                 calls=tuple(call for call, _ in calls),
                 outcomes=tuple(outcome for _, outcome in calls if outcome is not None),

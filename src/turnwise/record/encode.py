@@ -96,7 +96,7 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         **_present({"rewards": turn.rewards}),
         "advantage": _advantage(trajectory, turn.index),
         "weight": turn.weight,
-        **_present({"learn_from": turn.learn_from or None, "kept_tokens": turn.kept_tokens}),
+        **_present({"train_on": turn.train_on or None, "kept_tokens": turn.kept_tokens}),
         "info": _plain_mapping(store, turn.info),
         "tool_calls": [_call(call, outcomes.get(call.id), store) for call in turn.calls],
         "finish_reason": turn.finish_reason,

@@ -34,7 +34,7 @@ def after_last_user(trajectory: Trajectory) -> None:
     """Weight 1 for what the model said after the last user message that it answered, 0 for the rest.
 
     Tool messages do not count: all tool rounds of the last question are learnt from. So are turns that the environment
-    declares to be (`Reply.learn_from`).
+    declares to be (`Reply.train_on`).
     """
     _keep_round(trajectory, ("user",))
 
@@ -115,7 +115,7 @@ def _keep_round(trajectory: Trajectory, roles: tuple[str, ...]) -> None:
     """Weight 1 for the answers after the last message of one of these roles, and for what the environment has declared."""
     _keep_last(trajectory, _answers_since(trajectory, roles))
     for turn in trajectory.turns:
-        if turn.learn_from:
+        if turn.train_on:
             turn.weight = 1.0
 
 

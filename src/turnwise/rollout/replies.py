@@ -34,9 +34,9 @@ def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
         _check_resume(reply, reply.resume, turn)
     for index, positions in reply.masked.items():
         _check_masked(index, positions, turns)
-    for index in reply.learn_from:
+    for index in reply.train_on:
         if index not in range(len(turns)):
-            raise ValueError(f"Reply(learn_from=[{index}]): {_no_turn(index, turns)}")
+            raise ValueError(f"Reply(train_on=[{index}]): {_no_turn(index, turns)}")
 
 
 def _check_types(reply: Reply) -> None:

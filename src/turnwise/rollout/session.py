@@ -301,8 +301,8 @@ class Session:
         turn.outcomes = tuple(reply.outcomes)
         for index, positions in reply.masked.items():
             self._masked.setdefault(index, set()).update(positions)
-        for index in reply.learn_from:
-            self.trajectory.turns[index].learn_from = True
+        for index in reply.train_on:
+            self.trajectory.turns[index].train_on = True
 
     def _replace_history(self, messages: Sequence[Message]) -> None:
         """Continue with other messages, in a new segment."""

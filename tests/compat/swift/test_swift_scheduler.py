@@ -324,7 +324,7 @@ def test_each_output_of_run_is_a_record_whose_last_round_is_learnt_from_or_what_
 
     def of(*args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
         found = mask_outputs(outputs(*args, **kwargs), turns)
-        return found.learn_from, found.output_ends
+        return found.train_on, found.output_ends
 
     assert of([[5, 6, 2]], [[7, 2]], [[8, 9, 2]]) == ([0, 1, 2], [0, 1, 2])
     assert of([[5, 6, 2], [7, 2], [8, 9, 2]]) == ([2], [2])
@@ -332,9 +332,9 @@ def test_each_output_of_run_is_a_record_whose_last_round_is_learnt_from_or_what_
     assert of([[5, 6, 2], [7, 2]], masks=[[[1, 1, 0], [1, 1]]]) == ([0, 1], [1])
     answers = [{"role": role, "content": "x"} for role in ("user", "assistant", "tool", "assistant", "assistant")]
     whole_round = RolloutOutput(messages=answers, response_token_ids=[[5, 6, 2], [7, 2], [8, 9, 2]])
-    assert mask_outputs([whole_round], turns).learn_from == [1, 2]
-    assert mask_outputs([RolloutOutput()] * 3, turns).learn_from == [0, 1, 2]
-    assert mask_outputs([RolloutOutput()] * 2, turns).learn_from == []
+    assert mask_outputs([whole_round], turns).train_on == [1, 2]
+    assert mask_outputs([RolloutOutput()] * 3, turns).train_on == [0, 1, 2]
+    assert mask_outputs([RolloutOutput()] * 2, turns).train_on == []
 
 
 def test_outputs_of_run_that_fit_no_turn_are_refused() -> None:

@@ -99,7 +99,7 @@ class OutputMasks:
 
     masked: dict[int, list[int]] = field(default_factory=dict)
     """For each turn (by its index): the positions in its sampled tokens that are not trained on."""
-    learn_from: list[int] = field(default_factory=list)
+    train_on: list[int] = field(default_factory=list)
     """Turns with a loss mask, and turns in the last round of an output: `loss_scale last_round` trains on these."""
     output_ends: list[int] = field(default_factory=list)
     """The last turn of each output; each output is one training record."""
@@ -139,7 +139,7 @@ def _outputs_without_ids(outputs: Sequence[RolloutOutput], turns: Sequence[Sampl
             )
     one_turn_each = len(outputs) > 1 and len(outputs) == len(turns)
     indices = [turn.index for turn in turns] if one_turn_each else []
-    return OutputMasks(learn_from=indices, output_ends=indices)
+    return OutputMasks(train_on=indices, output_ends=indices)
 
 
 def _find_rounds(

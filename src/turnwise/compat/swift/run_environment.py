@@ -182,7 +182,7 @@ class RunEnvironment:
         # with as many outputs as histories, each output is one history of the conversation, and needs no mark
         if len(masks.output_ends) > 1 + state.rewrites:
             infos[OUTPUT_ENDS] = masks.output_ends
-        return replace(reply, info=infos, reward=reward, masked=masks.masked, learn_from=masks.learn_from)
+        return replace(reply, info=infos, reward=reward, masked=masks.masked, train_on=masks.train_on)
 
     def _outputs(self, result: Any) -> list[RolloutOutput]:
         outputs = list(result) if isinstance(result, list | tuple) else [result]

@@ -92,7 +92,7 @@ class StepEnvironment:
             info=infos,
             reward=self._reward(infos),
             masked={turn.index: mask.positions} if mask.positions else {},
-            learn_from=[turn.index] if mask.has_mask else [],
+            train_on=[turn.index] if mask.has_mask else [],
             sampling=None if decision.config is None else sampling_change(decision.config),
         )
 
