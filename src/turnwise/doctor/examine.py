@@ -10,6 +10,7 @@ from typing import Any, Literal
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.stop_tokens import generation_config_stops
+from turnwise.chat.template_profile import TemplateProfile
 from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
@@ -23,7 +24,7 @@ from turnwise.models.model_config import context_length
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Sampling
 
-__all__ = ["Weights", "examine"]
+__all__ = ["Weights", "examine", "template_profile"]
 
 Weights = Literal["auto", "always", "never"]
 """Whether the model is loaded: `auto` loads what does not take long."""
@@ -38,6 +39,11 @@ def examine(path: str, config: Config | None = None, *, weights: Weights = "auto
     What a person can put right is an answer, and raises nothing.
     """
     return list(_answers(path, config, weights))
+
+
+def template_profile(path: str, config: Config | None = None) -> TemplateProfile:
+    """What the chat template of the model at `path` does, with the recipe's `tool_format`. Raises TurnwiseError."""
+    return _renderer(path, config).profile
 
 
 def _answers(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
