@@ -1,6 +1,6 @@
-"""The distribution that tokens are drawn from: the one definition, used by the sampler and by the trainer.
+"""The distribution that tokens are sampled from: a single definition for the sampler and the trainer.
 
-If the two had a copy each, the probability ratio at step 0 would not be 1 as soon as a filter is on.
+With two definitions, the probability ratio before the first optimizer step would not be 1 as soon as a filter is used.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ def sampling_logits(
     min_p_N: torch.Tensor | float = 0.0,
     keep_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits [N, V] after temperature, top-k, top-p and min-p, in that order; what a filter leaves out is -inf.
+    """Logits [N, V] after temperature, top-k, top-p and min-p, in that order; tokens removed by a filter are -inf.
 
-    Every option is one number for all rows or a tensor [N]. Temperatures must be positive: greedy choice is no
-    distribution. Top-p keeps the smallest set of tokens whose probability reaches it, and at least one. `keep_N` names one
-    token a row that no filter takes out: a trainer passes the token that was sampled, so that a rounding difference at the
-    edge of a filter does not give it probability zero.
+    Every option is a number for all rows or a tensor [N]. Temperatures must be positive: greedy sampling has no distribution.
+    Top-p (Holtzman et al., 2020) keeps the smallest set of tokens whose probability reaches it, and at least one token. Min-p
+    (Nguyen et al., 2024) keeps tokens with at least this fraction of the largest probability. `keep_N` is a token of each row
+    that no filter removes: the trainer passes the sampled token, so that a rounding difference at the edge of a filter does not
+    give it probability 0.
     """
     temperature_N1, top_k_N1, top_p_N1, min_p_N1 = (
         torch.as_tensor(option, device=logits_NV.device).reshape(-1, 1)
@@ -37,22 +38,22 @@ def sampling_logits(
     if not (use_k or use_p or use_m):
         return logits_NV
     with torch.no_grad():
-        left_out_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+        removed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
         if use_k or use_p:
             sorted_NV, order_NV = logits_NV.detach().sort(dim=-1, descending=True)
             rank_V = torch.arange(sorted_NV.shape[-1], device=logits_NV.device)
-            out_NV = torch.zeros_like(left_out_NV)
+            cut_NV = torch.zeros_like(removed_NV)
             if use_k:
-                out_NV |= (top_k_N1 > 0) & (rank_V >= top_k_N1)
+                cut_NV |= (top_k_N1 > 0) & (rank_V >= top_k_N1)
             if use_p:
-                probs_NV = sorted_NV.masked_fill(out_NV, -torch.inf).softmax(dim=-1)
+                probs_NV = sorted_NV.masked_fill(cut_NV, -torch.inf).softmax(dim=-1)
                 before_NV = probs_NV.cumsum(dim=-1) - probs_NV
-                out_NV |= (top_p_N1 < 1.0) & (before_NV >= top_p_N1) & (rank_V > 0)
-            left_out_NV.scatter_(-1, order_NV, out_NV)
+                cut_NV |= (top_p_N1 < 1.0) & (before_NV >= top_p_N1) & (rank_V > 0)
+            removed_NV.scatter_(-1, order_NV, cut_NV)
         if use_m:
-            # a ratio to the largest probability does not depend on the normaliser
+            # the ratio to the largest probability does not depend on the normalization
             gap_NV = logits_NV.detach() - logits_NV.detach().amax(dim=-1, keepdim=True)
-            left_out_NV |= gap_NV < min_p_N1.clamp_min(0.0).log()
+            removed_NV |= gap_NV < min_p_N1.clamp_min(0.0).log()
         if keep_N is not None:
-            left_out_NV.scatter_(-1, keep_N.unsqueeze(-1), False)
-    return logits_NV.masked_fill(left_out_NV, -torch.inf)
+            removed_NV.scatter_(-1, keep_N.unsqueeze(-1), False)
+    return logits_NV.masked_fill(removed_NV, -torch.inf)

@@ -1,7 +1,6 @@
-"""How many torch threads a step gets: one is best beside busy neighbours, all of them when alone.
+"""Chooses the number of torch threads for a step: 1 is fastest beside busy processes, all threads are fastest on an idle machine.
 
-It knows nothing but the clock. The caller's own number is put back after every step, so a trainer in the same process does
-not notice.
+Knows only the clock. The previous number is restored after every step, so the trainer in the same process is not affected.
 """
 
 from __future__ import annotations
@@ -15,23 +14,11 @@ import torch
 
 __all__ = ["TorchThreads", "use_deterministic_algorithms"]
 
-TRIAL = 3
-"""Steps in a row with the other number of threads, and how many before it are compared with them."""
-FIRST_PAUSE, PAUSE, LONGEST_PAUSE = 2, 32, 2048
-"""Steps between two trials: few before the first, then doubled whenever the other number is slower, because a lost trial
-is expensive."""
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Work of about one size: which number of threads has won, and how the trial of the other one goes."""
-
-    best: int = 1
-    steps: int = 0
-    pause: int = FIRST_PAUSE
-    quickest: float = float("inf")
-    """The quickest of the last few steps with the best number."""
-    quickest_other: float = float("inf")
+TRIAL_STEPS = 3
+"""Consecutive steps with the other number of threads, compared with as many steps before them."""
+FIRST_PAUSE, PAUSE, MAX_PAUSE = 2, 32, 2048
+"""Steps between two trials: few before the first trial, then twice as many after each lost trial, because a lost trial costs
+time."""
 
 
 def use_deterministic_algorithms() -> None:
@@ -40,43 +27,55 @@ def use_deterministic_algorithms() -> None:
     torch.set_num_threads(1)
 
 
+@dataclass(slots=True)
+class _Trial:
+    """For work of about the same size: the best number of threads so far, and the state of the current trial."""
+
+    best: int = 1
+    steps: int = 0
+    pause: int = FIRST_PAUSE
+    fastest: float = float("inf")
+    """Seconds for each row or token: the fastest of the last steps with the best number."""
+    fastest_other: float = float("inf")
+    """The same with the other number."""
+
+
 class TorchThreads:
-    """Sets torch's number of threads for a piece of work. A fixed `number` is never changed; 0 starts with one, and now
-    and then tries all."""
+    """Sets torch's number of threads for a step. `number` is fixed; 0 starts with 1 thread, and tries all threads regularly."""
 
     def __init__(self, number: int) -> None:
-        self._most = torch.get_num_threads()
+        self._max_threads = torch.get_num_threads()
         self._number = number
         self._trials: dict[tuple[str, int], _Trial] = {}
 
     @contextmanager
     def during(self, work: str, size: int) -> Iterator[None]:
-        """A piece of `work` over `size` rows or tokens; only work of about the same size is compared."""
+        """A step of the kind `work` over `size` rows or tokens. Only steps of about the same size are compared."""
         before = torch.get_num_threads()
         trial = self._trials.setdefault((work, size.bit_length()), _Trial())
-        trying = not self._number and self._most > 1 and trial.steps >= trial.pause
-        torch.set_num_threads(self._number or (self._other(trial) if trying else trial.best))
+        in_trial = not self._number and self._max_threads > 1 and trial.steps >= trial.pause
+        torch.set_num_threads(self._number or (self._other(trial) if in_trial else trial.best))
         start = time.perf_counter()
         try:
             yield
         finally:
             torch.set_num_threads(before)
-            self._note(trial, trying, (time.perf_counter() - start) / max(size, 1))
+            self._record(trial, in_trial, (time.perf_counter() - start) / max(size, 1))
 
     def _other(self, trial: _Trial) -> int:
-        return self._most if trial.best == 1 else 1
+        return self._max_threads if trial.best == 1 else 1
 
-    def _note(self, trial: _Trial, trying: bool, seconds: float) -> None:
-        """Seconds for each row or token."""
+    def _record(self, trial: _Trial, in_trial: bool, seconds: float) -> None:
+        """Record the seconds for each row or token, and decide the trial if it is over."""
         trial.steps += 1
-        if not trying:
-            # an older step may have been alone where the newer ones are not
-            trial.quickest = seconds if trial.steps <= trial.pause - TRIAL else min(trial.quickest, seconds)
+        if not in_trial:
+            # only the last steps before the trial count: the machine may have been less busy before
+            trial.fastest = seconds if trial.steps <= trial.pause - TRIAL_STEPS else min(trial.fastest, seconds)
             return
-        trial.quickest_other = min(trial.quickest_other, seconds)
-        lost = trial.quickest_other > 1.5 * trial.quickest
-        if lost or trial.steps >= trial.pause + TRIAL:
-            won = trial.quickest_other < 0.95 * trial.quickest
+        trial.fastest_other = min(trial.fastest_other, seconds)
+        lost = trial.fastest_other > 1.5 * trial.fastest
+        if lost or trial.steps >= trial.pause + TRIAL_STEPS:
+            won = trial.fastest_other < 0.95 * trial.fastest
             trial.best = self._other(trial) if won else trial.best
-            trial.pause = PAUSE if won else min(max(PAUSE, 2 * trial.pause), LONGEST_PAUSE)
-            trial.steps, trial.quickest, trial.quickest_other = 0, float("inf"), float("inf")
+            trial.pause = PAUSE if won else min(max(PAUSE, 2 * trial.pause), MAX_PAUSE)
+            trial.steps, trial.fastest, trial.fastest_other = 0, float("inf"), float("inf")

@@ -1,8 +1,8 @@
-"""What a model that sees is given besides token ids: pixels, positions on three axes, and which tokens stand for an image.
+"""The inputs of a vision model besides token ids: pixels, positions on three axes, and the token types.
 
-The trainer and the embedded engine both ask here, so that they cannot disagree; and what they get is what the model would
-have worked out itself in one pass over the whole sequence. It knows transformers' image-text models by their own methods
-(`get_rope_index`) and the arguments of their forward; it refuses to know families by name.
+The trainer and the embedded engine both use this module, so their inputs are equal; and they are those that the model would
+compute itself in one pass over the whole sequence. Knows the methods of transformers' image-text models (`get_rope_index`) and
+the arguments of their forward. Does not know model families by name.
 """
 
 from __future__ import annotations
@@ -21,120 +21,126 @@ from turnwise.types import Media
 
 __all__ = ["VisionAdapter"]
 
-_TYPES = {"image": 1, "video": 2}
-"""What transformers calls `mm_token_type_ids`; 0 is text."""
+_TOKEN_TYPES = {"image": 1, "video": 2}
+"""The values of `mm_token_type_ids` in transformers; 0 is text."""
 
-_meant: ContextVar[torch.Tensor | None] = ContextVar("meant", default=None)
+_literal_ids: ContextVar[torch.Tensor | None] = ContextVar("literal_ids", default=None)
+"""Token ids to embed in place of the ids that the model's forward receives."""
 
 
 class VisionAdapter:
-    """What one model is told of the images in its tokens. `of` makes it."""
+    """Prepares the vision inputs of one model; create it with `VisionAdapter.of`. Axes: B rows, N or T tokens of a row."""
 
-    def __init__(self, model: Any, pads: Mapping[str, int]) -> None:
+    def __init__(self, model: Any, placeholders: Mapping[str, int]) -> None:
+        """`placeholders` maps `image` and `video` to the id of the placeholder token."""
         self._model = model
-        self._pads = dict(pads)
-        self._other = next(token for token in range(3) if token not in pads.values())
-        self._rope = next(
+        self._placeholders = dict(placeholders)
+        self._text_token = next(token for token in range(3) if token not in placeholders.values())
+        self._rope_index = next(
             (module.get_rope_index for module in model.modules() if callable(getattr(module, "get_rope_index", None))),
             None,
         )
-        self._rope_takes = set(inspect.signature(self._rope).parameters) if self._rope is not None else set()
-        self._takes = set(inspect.signature(model.forward).parameters)
+        self._rope_arguments = (
+            set(inspect.signature(self._rope_index).parameters) if self._rope_index is not None else set()
+        )
+        self._forward_arguments = set(inspect.signature(model.forward).parameters)
         embedding = model.get_input_embeddings()
-        if _embed_what_was_meant not in embedding._forward_hooks.values():
-            embedding.register_forward_hook(_embed_what_was_meant)
+        if _embed_literal_ids not in embedding._forward_hooks.values():
+            embedding.register_forward_hook(_embed_literal_ids)
 
     @classmethod
     def of(cls, model: Any) -> VisionAdapter | None:
-        """How this model sees, or None for one that only reads."""
-        pads: dict[str, int] = {}
-        for kind in _TYPES:
+        """The adapter of a vision model; None for a text model."""
+        placeholders: dict[str, int] = {}
+        for kind in _TOKEN_TYPES:
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 if isinstance(token := getattr(model.config, name, None), int):
-                    pads.setdefault(kind, token)
-        sees = any(name.startswith("pixel_values") for name in inspect.signature(model.forward).parameters)
-        return cls(model, pads) if sees and "image" in pads else None
+                    placeholders.setdefault(kind, token)
+        takes_pixels = any(name.startswith("pixel_values") for name in inspect.signature(model.forward).parameters)
+        return cls(model, placeholders) if takes_pixels and "image" in placeholders else None
 
     @property
-    def has_axes(self) -> bool:
-        """Whether positions are on three axes (Qwen's mrope) and not the places of the tokens."""
-        return self._rope is not None
+    def uses_mrope(self) -> bool:
+        """Whether positions are on three axes (Qwen's M-RoPE); otherwise a position is the index of the token."""
+        return self._rope_index is not None
 
-    def kinds(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> np.ndarray:
-        """For each token what it stands for: 0 itself, 1 an image, 2 a video."""
-        kinds_N = np.zeros(len(token_ids_N), dtype=np.int64)
-        for one in media:
-            span = slice(one.start, one.start + one.length)
-            kinds_N[span][token_ids_N[span] == self._pads.get(one.kind, -1)] = _TYPES[one.kind]
-        return kinds_N
+    def token_types(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> np.ndarray:
+        """The type [N] of each token: 0 text, 1 placeholder of an image, 2 placeholder of a video."""
+        types_N = np.zeros(len(token_ids_N), dtype=np.int64)
+        for item in media:
+            span = slice(item.start, item.start + item.length)
+            types_N[span][token_ids_N[span] == self._placeholders.get(item.kind, -1)] = _TOKEN_TYPES[item.kind]
+        return types_N
 
-    def positions(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> np.ndarray:
-        """Positions [3, N] of the tokens, as the model itself would have them; equal axes where it has only one."""
-        if self._rope is None or not media:
+    def position_ids(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> np.ndarray:
+        """Positions [3, N] as the model computes them; three equal axes for a model with one axis."""
+        if self._rope_index is None or not media:
             return np.tile(np.arange(len(token_ids_N)), (3, 1))
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             "input_ids": torch.from_numpy(token_ids_N.astype(np.int64))[None],
-            "mm_token_type_ids": torch.from_numpy(self.kinds(token_ids_N, media))[None],
-            **self.merged(media),
+            "mm_token_type_ids": torch.from_numpy(self.token_types(token_ids_N, media))[None],
+            **self.merge_inputs(media),
         }
-        position_3BN, _ = self._rope(**{name: value for name, value in given.items() if name in self._rope_takes})
+        inputs = {name: value for name, value in inputs.items() if name in self._rope_arguments}
+        position_3BN, _ = self._rope_index(**inputs)
         return position_3BN[-3:, 0].numpy()
 
-    def merged(self, media: Sequence[Media]) -> dict[str, Any]:
-        """The tensors of several images, one after the other, by the model's names.
+    def merge_inputs(self, media: Sequence[Media]) -> dict[str, Any]:
+        """The processed inputs of several images, concatenated, by the model's names, such as `pixel_values`.
 
-        Raises TurnwiseError if they cannot be laid together.
+        Raises TurnwiseError if their shapes cannot be concatenated.
         """
         merged: dict[str, Any] = {}
-        for name in dict.fromkeys(name for one in media for name in one.inputs):
-            parts = [one.inputs[name] for one in media if name in one.inputs]
+        for name in dict.fromkeys(name for item in media for name in item.inputs):
+            parts = [item.inputs[name] for item in media if name in item.inputs]
             if not isinstance(parts[0], torch.Tensor):
-                merged[name] = [item for part in parts for item in part]
+                merged[name] = [element for part in parts for element in part]
                 continue
             if len({part.shape[1:] for part in parts}) > 1:
-                parts = _padded(parts) if _says_its_size(name, media) else _evened(name, parts)
+                parts = _pad_sizes(parts) if _has_image_sizes(name, media) else _pad_tiles(name, parts)
             merged[name] = torch.cat(parts)
         return merged
 
     @contextmanager
-    def seeing(
-        self, token_ids_BT: torch.Tensor, kinds_BT: torch.Tensor, media: Sequence[Media]
+    def forward_inputs(
+        self, token_ids_BT: torch.Tensor, token_types_BT: torch.Tensor, media: Sequence[Media]
     ) -> Iterator[dict[str, Any]]:
-        """The arguments of the model's forward for these tokens, whose images are `media`, row by row.
+        """The arguments of the model's forward for these tokens, whose images are `media` in the order of the rows.
 
-        Inside, a placeholder that stands for nothing, because the model itself sampled it, is read as the word that it is:
-        the model would look for its image.
+        The model's forward must be called inside the context: there, a placeholder without an image (type 0, because the model
+        sampled it as text) is embedded as an ordinary token. Otherwise, the model would look for its image.
         """
         parameter = next(self._model.parameters())
-        given: dict[str, Any] = {}
-        for name, value in self.merged(media).items():
-            if name not in self._takes or not isinstance(value, torch.Tensor):
-                continue  # lists (seconds between frames) are for the positions, which the caller gives
+        inputs: dict[str, Any] = {}
+        for name, value in self.merge_inputs(media).items():
+            if name not in self._forward_arguments or not isinstance(value, torch.Tensor):
+                continue  # lists (seconds between frames) are only needed for positions, which the caller passes
             value = value.to(parameter.device)
-            given[name] = value.to(parameter.dtype) if value.is_floating_point() else value
-        for name in ("mm_token_type_ids", "token_type_ids"):  # the latter is what Gemma calls it
-            if media and name in self._takes:
-                given[name] = kinds_BT
+            inputs[name] = value.to(parameter.dtype) if value.is_floating_point() else value
+        for name in ("mm_token_type_ids", "token_type_ids"):  # the latter is the name in Gemma
+            if media and name in self._forward_arguments:
+                inputs[name] = token_types_BT
                 break
-        pads = torch.tensor(list(self._pads.values()), device=token_ids_BT.device)
-        stray_BT = torch.isin(token_ids_BT, pads) & (kinds_BT == 0)
-        if not media or not bool(stray_BT.any()):
-            yield {"input_ids": token_ids_BT, **given}
+        placeholders = torch.tensor(list(self._placeholders.values()), device=token_ids_BT.device)
+        literal_BT = torch.isin(token_ids_BT, placeholders) & (token_types_BT == 0)
+        if not media or not bool(literal_BT.any()):
+            yield {"input_ids": token_ids_BT, **inputs}
             return
-        token = _meant.set(token_ids_BT)
+        # the model sees a text token in place of each literal placeholder; the hook on the embedding layer restores them
+        token = _literal_ids.set(token_ids_BT)
         try:
-            yield {"input_ids": token_ids_BT.masked_fill(stray_BT, self._other), **given}
+            yield {"input_ids": token_ids_BT.masked_fill(literal_BT, self._text_token), **inputs}
         finally:
-            _meant.reset(token)
+            _literal_ids.reset(token)
 
 
-def _says_its_size(name: str, media: Sequence[Media]) -> bool:
-    """Whether each image [images, channels, height, width] comes with its height and width (Pixtral's `image_sizes`), so that
-    the model leaves out what lies beyond them."""
-    for one in media:
-        if name not in one.inputs:
+def _has_image_sizes(name: str, media: Sequence[Media]) -> bool:
+    """Whether each image [images, channels, height, width] has an `image_sizes` entry (Pixtral), by which the
+    model ignores padding."""
+    for item in media:
+        if name not in item.inputs:
             continue
-        pixels, sizes = one.inputs[name], one.inputs.get("image_sizes")
+        pixels, sizes = item.inputs[name], item.inputs.get("image_sizes")
         if (
             pixels.ndim != 4
             or not isinstance(sizes, torch.Tensor)
@@ -144,31 +150,32 @@ def _says_its_size(name: str, media: Sequence[Media]) -> bool:
     return True
 
 
-def _padded(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Images [images, channels, height, width] in one height and width: zeros at the bottom and on the right, as the processor
-    pads images that it is given together."""
+def _pad_sizes(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Images [images, channels, height, width] padded to the largest height and width with zeros at the bottom and the right,
+    as the processor pads images that it processes together."""
     height, width = (max(part.shape[axis] for part in parts) for axis in (2, 3))
     return [torch.nn.functional.pad(part, (0, width - part.shape[3], 0, height - part.shape[2])) for part in parts]
 
 
-def _evened(name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors [1, pieces, ...] with blank pieces added, as processors do for images that they cut into several.
+def _pad_tiles(name: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors [1, tiles, ...] padded with blank tiles to the same number, as processors do that cut an image into tiles.
 
-    Raises TurnwiseError for any other difference.
+    Raises TurnwiseError if they differ in anything but the number of tiles.
     """
     if any(part.ndim < 4 for part in parts) or len({part.shape[2:] for part in parts}) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts[:4])
         raise TurnwiseError(
-            f"the images of one pass have {name} of the shapes {shapes}, which cannot be laid together. Have the images of this "
-            f"model in one size"
+            f"the images of one pass have {name} of the shapes {shapes}, which cannot be concatenated. Resize the images for "
+            f"this model to one size"
         )
-    most = max(part.shape[1] for part in parts)
-    blanks = [part.new_zeros((part.shape[0], most - part.shape[1], *part.shape[2:])) for part in parts]
+    num_tiles = max(part.shape[1] for part in parts)
+    blanks = [part.new_zeros((part.shape[0], num_tiles - part.shape[1], *part.shape[2:])) for part in parts]
     return [torch.cat(pair, dim=1) for pair in zip(parts, blanks, strict=True)]
 
 
-def _embed_what_was_meant(module: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
-    token_ids_BT = _meant.get()
+def _embed_literal_ids(module: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    """A forward hook of the embedding layer: inside `forward_inputs`, embed the original token ids."""
+    token_ids_BT = _literal_ids.get()
     if token_ids_BT is None or not arguments or arguments[0].shape != token_ids_BT.shape:
         return None
     return module.forward(token_ids_BT)

@@ -27,7 +27,7 @@ class Forward:
         self._model = model
         self._sampling = sampling
         self._body, self._head = _body_and_head(model)
-        self._eyes = VisionAdapter.of(model)
+        self._vision = VisionAdapter.of(model)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -62,21 +62,23 @@ class Forward:
 
     def _sighted(self, micro: MicroBatch) -> torch.Tensor:
         """The same for rows with images, which need positions of their own."""
-        if self._eyes is None:
+        if self._vision is None:
             raise TurnwiseError(
                 f"the conversations hold images, and {type(self._model).__name__} takes none. Train a model that sees, such "
                 f"as Qwen2.5-VL"
             )
         rows_BL = micro.token_ids_BL.cpu().numpy()
-        kinds_BL = np.stack([self._eyes.kinds(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)])
+        kinds_BL = np.stack(
+            [self._vision.token_types(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
+        )
         inputs: dict[str, Any] = {"use_cache": False}
-        if self._eyes.has_axes:
+        if self._vision.uses_mrope:
             # padding is behind everything: it takes positions as text does
-            axes = [self._eyes.positions(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
+            axes = [self._vision.position_ids(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
             inputs["position_ids"] = torch.from_numpy(np.stack(axes, axis=1)).to(micro.token_ids_BL.device)
         kinds = torch.from_numpy(kinds_BL).to(micro.token_ids_BL.device)
         media = [one for row in micro.media_B for one in row]
-        with self._eyes.seeing(micro.token_ids_BL, kinds, media) as given:
+        with self._vision.forward_inputs(micro.token_ids_BL, kinds, media) as given:
             return self._predictions(micro, {**inputs, **given})
 
     def _predictions(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:

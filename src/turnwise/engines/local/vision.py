@@ -64,17 +64,17 @@ class VisionForward(GenericForward):
 
         Raises EngineError if the prompt ends with an image, or an image is not where its placeholders are.
         """
-        keys_N, kinds_N = token_ids_N.astype(np.int32), self._adapter.kinds(token_ids_N, media)
+        keys_N, token_types_N = token_ids_N.astype(np.int32), self._adapter.token_types(token_ids_N, media)
         for image in media:
             span = np.arange(image.start, image.start + image.length)
-            if image.start < 0 or image.start + image.length >= len(token_ids_N) or not kinds_N[span[0]]:
+            if image.start < 0 or image.start + image.length >= len(token_ids_N) or not token_types_N[span[0]]:
                 raise EngineError(
                     f"the request has an {image.kind} at tokens {image.start} to {image.start + image.length - 1} of "
                     f"{len(token_ids_N)}; its placeholders must be there, followed by at least one more token"
                 )
-            placeholders = span[kinds_N[span] > 0]
+            placeholders = span[token_types_N[span] > 0]
             keys_N[placeholders] = self._keys_of(image, len(placeholders))
-        position_3N = self._adapter.positions(token_ids_N, media)
+        position_3N = self._adapter.position_ids(token_ids_N, media)
         return VisionPrompt(
             token_ids_N, keys_N, tuple(media), position_3N, int(position_3N.max()) + 1 - len(token_ids_N)
         )
@@ -96,7 +96,7 @@ class VisionForward(GenericForward):
             self._verified = True
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         token_NT = np.zeros((len(tokens_N), int(lengths_N.max())), dtype=np.int64)
-        kinds_NT = np.zeros_like(token_NT)
+        token_types_NT = np.zeros_like(token_NT)
         position_3NT = np.zeros((3, *token_NT.shape), dtype=np.int64)
         media: list[Media] = []
         for row, (tokens, start, prompt) in enumerate(zip(tokens_N, starts_N, prompts_N, strict=True)):
@@ -109,11 +109,11 @@ class VisionForward(GenericForward):
             prompt_ids = prompt.token_ids_N[start:stop]
             in_prompt = slice(len(prompt_ids))
             token_NT[row, in_prompt] = prompt_ids
-            kinds_NT[row, in_prompt] = self._adapter.kinds(prompt.token_ids_N, prompt.media)[start:stop]
+            token_types_NT[row, in_prompt] = self._adapter.token_types(prompt.token_ids_N, prompt.media)[start:stop]
             position_3NT[:, row, new] += prompt.position_offset
             position_3NT[:, row, in_prompt] = prompt.position_3N[:, start:stop]
             media += prompt.media_between(int(start), stop)
-        with self._adapter.seeing(self._tensor(token_NT), self._tensor(kinds_NT), media) as model_inputs:
+        with self._adapter.forward_inputs(self._tensor(token_NT), self._tensor(token_types_NT), media) as model_inputs:
             axes = self._axes(position_3NT)
             self._run(kv, rows_N, starts_N, lengths_N, token_NT, model_inputs=model_inputs, position_3NT=axes)
 
@@ -127,7 +127,7 @@ class VisionForward(GenericForward):
 
     def _axes(self, position_3NT: np.ndarray) -> np.ndarray | None:
         """None for a model whose position is the index in the sequence."""
-        return position_3NT if self._adapter.has_axes else None
+        return position_3NT if self._adapter.uses_mrope else None
 
     def _keys_of(self, image: Media, count: int) -> np.ndarray:
         """A negative key for each of the image's placeholders: a hash of all outputs of the processor for the image."""
@@ -150,13 +150,13 @@ class VisionForward(GenericForward):
         They differ if the model uses another mask for images, for example bidirectional attention.
         """
         token_1T, media = prompt.token_ids_N[None].astype(np.int64), prompt.media
-        kinds_1T = self._adapter.kinds(prompt.token_ids_N, media)[None]
+        token_types_1T = self._adapter.token_types(prompt.token_ids_N, media)[None]
         kv = KVCache(self.kv_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
         kv.resize(1, token_1T.shape[1])
         zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
         # the first token of an image: its logits show whether it attends to the tokens after it
         keep = self._tensor(np.array([*(image.start for image in media[:8]), token_1T.shape[1] - 1]))
-        with self._adapter.seeing(self._tensor(token_1T), self._tensor(kinds_1T), media) as model_inputs:
+        with self._adapter.forward_inputs(self._tensor(token_1T), self._tensor(token_types_1T), media) as model_inputs:
             cache_KV = self._run(
                 kv,
                 zero,
@@ -168,7 +168,9 @@ class VisionForward(GenericForward):
                 logits_to_keep=keep,
             )[0]
             # in a pass of its own, the model computes the positions too, and may need further inputs for that
-            others = {name: value for name, value in self._adapter.merged(media).items() if name not in model_inputs}
+            others = {
+                name: value for name, value in self._adapter.merge_inputs(media).items() if name not in model_inputs
+            }
             own_KV = self._model(**model_inputs, **others, use_cache=False, logits_to_keep=keep).logits[0].float()
         difference, scale = (cache_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
         limit = scale * (1e-3 if self._dtype == torch.float32 else 1e-1)
