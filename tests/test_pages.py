@@ -15,6 +15,7 @@ import turnwise
 from support.conversations import Says, a_row, hold, hold_all
 from turnwise import build
 from turnwise.cli import main
+from turnwise.config.known_names import RENAMED
 from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.environments.tools.tool import Tool
@@ -107,6 +108,17 @@ def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
     for line in commands:  # known commands and options, which miss nothing but their files
         assert main(line.partition("#")[0].split()[1:]) == 1
         assert "guess" in capsys.readouterr().err
+
+
+def test_the_changelog_lists_every_renamed_option_and_names_modules_that_exist() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for old, new in RENAMED.items():
+        assert f"| `{old}` | `{new}` |" in changelog
+    modules = re.findall(r"`(turnwise(?:\.\w+)+)` \|$", changelog, re.MULTILINE)
+    assert len(modules) > 60
+    for module in modules:
+        path = ROOT / "src" / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").is_file(), module
 
 
 def test_every_link_of_the_pages_leads_to_a_file() -> None:
