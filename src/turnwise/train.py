@@ -124,7 +124,7 @@ async def _hold(run: Run, step: int) -> _Rollouts:
     ]
     advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
 
-    score = run.scorer.score_when_finished(groups)
+    score = run.scorer.scoring_callback(groups)
 
     async def done(trajectory: Trajectory) -> None:
         advance()

@@ -161,7 +161,7 @@ def test_a_reward_that_takes_too_long_names_the_bound() -> None:
         return 1.0
 
     one = a_trajectory(1.0)
-    score(Scorer(trajectory=[TrajectoryReward("slow", slow)], seconds=0.05), one)
+    score(Scorer(trajectory=[TrajectoryReward("slow", slow)], timeout=0.05), one)
     assert one.error is not None
     assert (one.error.kind, one.error.message) == (
         "reward",
@@ -222,7 +222,7 @@ def of_group(function: Any, *, size: int = 4, weight: float = 1.0, seconds: floa
     """Four conversations of a group, the second one broken before, scored by a function of the group."""
     trajectories = hold_all(Says("a"), lambda: pays(0.5), size=size)
     trajectories[1].fail(Failure("environment", "gone"))
-    score(Scorer(groups=[GroupReward("together", function, weight)], seconds=seconds), *trajectories)
+    score(Scorer(groups=[GroupReward("together", function, weight)], timeout=seconds), *trajectories)
     return trajectories
 
 

@@ -35,7 +35,7 @@ def scorer(config: Config) -> Scorer:
         ],
         turns=[TurnReward(*named(use, f"turns.{n}", (None, None))) for n, use in enumerate(options.turns)],
         groups=[GroupReward(*named(use, f"group.{n}", ((),))) for n, use in enumerate(options.group)],
-        seconds=options.timeout,
+        timeout=options.timeout,
     )
 
 

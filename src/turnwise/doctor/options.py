@@ -96,7 +96,7 @@ def _reward_functions(config: Config) -> list[Any]:
     uses = [*config.reward.trajectory, *config.reward.turns, *config.reward.group]
     functions = [*found.trajectory, *found.turns, *found.groups]
     made = zip(functions, uses, strict=True)
-    return [found.seconds, *((one.name, one.weight, use.use, use.arguments) for one, use in made)]
+    return [found.timeout, *((one.name, one.weight, use.use, use.arguments) for one, use in made)]
 
 
 _ROW = Row(id="r", messages=[{"role": "user", "content": "?"}])

@@ -101,7 +101,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
             thinking=config.thinking,
             max_concurrent=config.max_concurrent,
         )
-        score = scorer.score_when_finished(groups)
+        score = scorer.scoring_callback(groups)
 
         async def done(trajectory: Trajectory) -> None:
             await score(trajectory)

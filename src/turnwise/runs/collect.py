@@ -58,7 +58,7 @@ async def _collect(
     started = time.perf_counter()
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     writer = _OrderedWriter(out, trajectories)
-    score = scorer.score_when_finished(groups)
+    score = scorer.scoring_callback(groups)
     with _progress(console, len(trajectories)) as advance:
 
         async def done(trajectory: Trajectory) -> None:

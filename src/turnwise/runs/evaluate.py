@@ -29,7 +29,7 @@ async def evaluate(
     """
     started = time.perf_counter()
     groups = [new_group(row, size=samples, seed=seed) for row in rows]
-    score = scorer.score_when_finished(groups)
+    score = scorer.scoring_callback(groups)
 
     async def done(trajectory: Trajectory) -> None:
         await score(trajectory)
