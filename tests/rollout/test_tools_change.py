@@ -152,7 +152,7 @@ def test_of_real_templates_the_new_segment_is_what_a_server_renders_with_the_new
     # formats that write arguments without types take them from the schema of the new tool
     assert (second.name, dict(second.arguments), second.error) == ("count", {"number": 1}, None)
     assert third == ()
-    if renderer.template.takes != "text" or not renderer.thinks:
+    if renderer.profile.turn.content != "text" or not renderer.profile.reasoning.supported:
         assert prompt(trajectory, 1, 1) == one_pass(renderer, trajectory.messages[:3], [COUNT])
     assert {turn: number for number, one in enumerate(trajectory.segments) for turn in one.turn if turn >= 0}[1] == 1
 

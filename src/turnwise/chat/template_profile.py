@@ -58,17 +58,15 @@ class TemplateProfile:
 
     def describe(self) -> list[tuple[str, str]]:
         """The name and the value of each property, for people. Texts of the template are quoted as in Python."""
+        starts = f", begins with {self.turn.leading_space!r}" if self.turn.leading_space else ""
         return [
             ("content", "a list of parts" if self.messages.content_as_parts else "text"),
             ("tools", self._tools()),
             ("tool calls", self._calls()),
             ("call text", repr(self.turn.call_text) if self.turn.call_text else "none"),
-            ("parsed as", self.tool_format_name or "nothing: the format of calls is unknown"),
-            ("model turn", f"given as {self.turn.content}"),
+            ("model turn", f"given as {self.turn.content}{starts}"),
             ("turn ends with", f"{self.turn.closing!r}, stop tokens {list(self.stop_tokens.token_ids)}"),
-            ("turn begins with", repr(self.turn.leading_space) if self.turn.leading_space else "its first word"),
             ("reasoning", self._reasoning()),
-            ("reasoning stripped", str(self.kept_reasoning) if self.reasoning.supported else "not applicable"),
         ]
 
     def _tools(self) -> str:
@@ -76,24 +74,21 @@ class TemplateProfile:
         return f"{described}, {'required' if self.messages.requires_tools else 'optional'}"
 
     def _calls(self) -> str:
+        parsed = f"parsed as {self.tool_format_name}" if self.tool_format_name else "in a format that cannot be parsed"
         calls = self.messages.calls
         if calls is None:
-            return "not written"
-        limit = {None: "any number in a turn", 1: "one in a turn"}[self.turn.max_calls]
-        return ", ".join(
-            [
-                f"arguments as {'JSON text' if calls.json_arguments else 'an object'}",
-                f"ids: {calls.ids}",
-                limit,
-                *(["only in conversations with tools"] if calls.requires_tools else []),
-            ]
-        )
+            return f"not written, {parsed}" if self.tool_format_name else "not written"
+        arguments = f"arguments as {'JSON text' if calls.json_arguments else 'an object'}"
+        limit = "one in a turn" if self.turn.max_calls == 1 else "any number in a turn"
+        required = ["only in conversations with tools"] if calls.requires_tools else []
+        return ", ".join([parsed, arguments, f"ids: {calls.ids}", limit, *required])
 
     def _reasoning(self) -> str:
         if not self.reasoning.supported:
             return "not supported"
         marks = " or ".join(f"{opening} ... {closing}" for opening, closing in self.reasoning.marks.own) or "no marks"
-        return f"{marks}, " + (f"field {self.reasoning.key}" if self.reasoning.key else "part of the content")
+        field = f"field {self.reasoning.key}" if self.reasoning.key else "part of the content"
+        return f"{marks}, {field}, left out {self.kept_reasoning}"
 
 
 def find_profile(

@@ -45,6 +45,8 @@ class Check:
     """One line."""
     runs: Sequence[Run] = ()
     """A conversation to look at."""
+    details: Sequence[tuple[str, str]] = ()
+    """Names and values, a line each."""
 
 
 def wrong(name: str, error: TurnwiseError) -> Check:
@@ -69,7 +71,10 @@ def run_lengths(segment: Segment) -> list[tuple[int, int, int]]:
 
 
 def as_json(model: str, checks: Sequence[Check]) -> str:
-    """One object: `{"model", "status", "checks": [{"name", "status", "text", "runs": [{"turn", "weight", "text"}]}]}`."""
+    """One object: `{"model", "status", "checks": [{"name", "status", "text", "runs": [...], "details": [...]}]}`.
+
+    A run is `{"turn", "weight", "text"}`, a detail `[name, value]`.
+    """
     found = {"model": model, "status": _sum(checks), "checks": [asdict(one) for one in checks]}
     return json.dumps(found, ensure_ascii=False, indent=1)
 
@@ -82,6 +87,9 @@ def show(checks: Sequence[Check], console: Console) -> None:
             (f"{one.status:4}", _STYLES[one.status]), "  ", (f"{one.name:{width}}", "bold"), "  ", one.text
         )
         console.print(line, soft_wrap=True)
+        details_width = max([width, *(len(name) for name, _ in one.details)])
+        for name, value in one.details:
+            console.print(Text.assemble("      ", (f"{name:{details_width}}", "dim"), "  ", value), soft_wrap=True)
         for run in one.runs:
             mark = "context" if run.turn < 0 else f"turn {run.turn}" + ("" if run.weight == 1 else f" x{run.weight:g}")
             # a run's line ends are shown as such: what counts is where one run ends and the next begins

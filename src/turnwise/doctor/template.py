@@ -262,12 +262,12 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
 
 
 def features(renderer: Renderer) -> Check:
-    """What else the template is like, for information."""
+    """The template's profile, for information."""
     profile = renderer.profile
     found = ["content in parts" if profile.messages.content_as_parts else "content as text"]
     shapes = {"text": "turns in the model's own words", "fields": "turns in fields"}
     found.append(shapes.get(profile.turn.content, f"turns as {profile.turn.content}"))
-    if renderer.profile.reasoning.supported:
+    if profile.reasoning.supported:
         found.append(f"thoughts as {profile.reasoning.key}" if profile.reasoning.key else "thoughts between marks")
     found.append("sees images" if renderer.vision is not None else "text only")
-    return Check("template", "ok", ", ".join(found))
+    return Check("template", "ok", ", ".join(found), details=profile.describe())
