@@ -23,10 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise.chat.renderer import Renderer
+from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
+from turnwise.environments.environment import SingleTurn
 from turnwise.environments.tools.toolbox import Tool
+from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.limits import Limits
 from turnwise.rollout.segment_history import SegmentHistory
-from turnwise.types import Message, Segment
+from turnwise.types import Message, Sampling
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
 TOOLS = [Tool.of(calculator).schema]
@@ -75,17 +79,27 @@ def ours(tokenizer: Counting) -> Cost:
     sampled = [[*renderer.encode(said), renderer.stop_token_ids[0]] for said, _ in rounds]
     tokenizer.encoded = 0
     seconds, encoded = [], []
-    segment, script = Segment(), SegmentHistory(renderer, "keep")
-    script.tools = TOOLS
-    piece, kept = renderer.encode_opening(opening, TOOLS), 0
+    history = SegmentHistory(
+        RolloutContext(
+            engine=ScriptedEngine([], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
+            renderer=renderer,
+            make_environment=SingleTurn,
+            sampling=Sampling(),
+            limits=Limits(),
+        )
+    )
+    prompt, kept = history.encode_opening(opening, TOOLS), 0
     for n, (_, answer) in enumerate(rounds):
         started = time.process_time()
+        segment = history.segment
         place = len(segment)
-        segment.append_context(piece.token_ids)
-        script.append_messages(piece, place)
+        segment.append_context(prompt.token_ids)
+        history.append_messages(prompt, place)
         segment.token_ids.extend(sampled[n])
-        script.append_turn(renderer.turn_parser.parse(sampled[n], tools=TOOLS))
-        piece = renderer.encode_bridge(segment.token_ids[-1], [answer], script.before)
+        history.append_turn(renderer.turn_parser.parse(sampled[n], tools=TOOLS))
+        bridge = history.encode_bridge([answer], TOOLS)
+        assert bridge is not None, "the policy `keep` begins no new segment"
+        prompt = bridge
         seconds.append(time.process_time() - started)
         encoded.append(tokenizer.encoded)
         kept = len(segment.token_ids) if n + 1 == 40 else kept

@@ -88,7 +88,9 @@ def test_a_good_model_is_told_so_on_a_page(model: Path, capsys: pytest.CaptureFi
     assert [line[6:20].strip() for line in told[:-1]] == OF_A_MODEL
     assert told[-1].endswith(" to know, 0 wrong")
     assert told[-1].startswith("right for training: ")
-    assert [line[6:20].strip() for line in lines if line.startswith(" ")] == ["context", "turn 0", "context", "turn 1"]
+    profile = ["content", "tools", "tool calls", "call text", "model turn", "turn ends with", "reasoning"]
+    runs = ["context", "turn 0", "context", "turn 1"]
+    assert [line[6:20].strip() for line in lines if line.startswith(" ")] == [*profile, *runs]
 
 
 def test_a_recipe_adds_what_it_does_with_the_model(
