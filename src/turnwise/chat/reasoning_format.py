@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from turnwise.chat.probes import QUESTION, assistant_message, probe_call
-from turnwise.chat.tool_calls.reasoning import MARKS, ThoughtMarks
+from turnwise.chat.tool_calls.reasoning import MARKS, ReasoningMarks
 from turnwise.errors import TemplateError
 from turnwise.types import Message
 
@@ -40,7 +40,7 @@ class ReasoningFormat:
 
     key: str | None
     """The field of an assistant message that holds the reasoning; None if reasoning can only be part of the content."""
-    marks: ThoughtMarks
+    marks: ReasoningMarks
     """The marks around reasoning in a turn's text."""
 
     @property
@@ -61,7 +61,7 @@ def find_reasoning_format(render: Render, source: str) -> ReasoningFormat:
     pairs = [pair] if pair is not None else [marks for marks in [prober.find_removed_marks()] if marks is not None]
     if not pairs:  # the template writes and removes no marks; it may name them in a system prompt
         pairs = [marks for marks in MARKS if marks[0] in source or prober.mentions(marks[1])]
-    return ReasoningFormat(key, ThoughtMarks(tuple(pairs), (header,) if header and pairs else ()))
+    return ReasoningFormat(key, ReasoningMarks(tuple(pairs), (header,) if header and pairs else ()))
 
 
 class _ReasoningProber:

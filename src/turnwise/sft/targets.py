@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from turnwise.chat.base_conversations import PriorConversation
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.tool_calls.reasoning import ThoughtMarks
+from turnwise.chat.tool_calls.reasoning import ReasoningMarks
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
@@ -190,7 +190,7 @@ class _Line:
         return words + min((stop for stop in stops if stop in head), key=head.index, default="")
 
 
-def _inside(words: str, opened: str, marks: ThoughtMarks) -> str:
+def _inside(words: str, opened: str, marks: ReasoningMarks) -> str:
     """The words of a turn whose cue has opened a thought already."""
     if not opened:
         return words
@@ -202,7 +202,7 @@ def _inside(words: str, opened: str, marks: ThoughtMarks) -> str:
     return words if closing in words else f"\n{closing}\n\n{words}"
 
 
-def _without_thought(words: str, marks: ThoughtMarks) -> str:
+def _without_thought(words: str, marks: ReasoningMarks) -> str:
     """The words without an empty thought that the template puts before them."""
     bare = words.lstrip()
     for opening, closing in marks.closing_of.items():

@@ -9,7 +9,7 @@ the template writes. docs/tool_calls.md lists the formats and their behaviour fo
 from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
 from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
-from turnwise.chat.tool_calls.reasoning import KNOWN, MARKS, Thought, ThoughtMarks, split_reasoning, thoughts
+from turnwise.chat.tool_calls.reasoning import KNOWN, MARKS, ReasoningBlock, ReasoningMarks, split_reasoning, thoughts
 from turnwise.chat.tool_calls.response_template import FromResponseTemplate
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "FromResponseTemplate",
     "Hermes",
     "ParsedText",
-    "Thought",
-    "ThoughtMarks",
+    "ReasoningBlock",
+    "ReasoningMarks",
     "ToolFormat",
     "by_name",
     "detect",

@@ -12,7 +12,7 @@ from turnwise.chat.tool_calls.learned import PROBE_TOOLS, ProbeWriter, Write, le
 from turnwise.chat.tool_calls.llama3 import Llama3
 from turnwise.chat.tool_calls.parsing import ToolFormat
 from turnwise.chat.tool_calls.pythonic import Lfm2, Pythonic
-from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks
+from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks
 from turnwise.chat.tool_calls.xml_formats import Glm, MuseGlimmer, Qwen3Coder
 from turnwise.errors import TemplateError, nearest
 
@@ -54,7 +54,7 @@ def by_name(name: str) -> ToolFormat:
 def detect(
     write: Callable[[str, dict[str, Any]], str],
     formats: Sequence[ToolFormat] = FORMATS,
-    marks: ThoughtMarks = KNOWN,
+    marks: ReasoningMarks = KNOWN,
 ) -> ToolFormat | None:
     """The first of these formats that parses a probe call back from the text that a template writes; None if none does.
 
@@ -72,7 +72,7 @@ def detect(
 
 
 def find_format(
-    write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = (), marks: ThoughtMarks = KNOWN
+    write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = (), marks: ReasoningMarks = KNOWN
 ) -> ToolFormat | None:
     """The format in which a template writes calls: a named format, the tokenizer's `own`, or a format learned from the template.
 

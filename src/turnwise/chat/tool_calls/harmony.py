@@ -24,7 +24,7 @@ from turnwise.chat.tool_calls.parsing import (
     skip_space,
     well_formed_call,
 )
-from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks, join_pieces
+from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks, join_pieces
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = ["Harmony"]
@@ -51,7 +51,7 @@ class Harmony:
         first_id: int = 0,
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
-        marks: ThoughtMarks = KNOWN,
+        marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         content: list[str] = [""]
         thoughts: list[str] = [""]

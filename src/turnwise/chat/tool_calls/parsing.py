@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks, join_pieces
+from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks, join_pieces
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = [
@@ -62,7 +62,7 @@ class ToolFormat(Protocol):
         first_id: int = 0,
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
-        marks: ThoughtMarks = KNOWN,
+        marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         """Parse the text of a turn. Never raises for malformed text: a malformed call has an error.
 
@@ -101,7 +101,7 @@ class MarkedFormat(abc.ABC):
         first_id: int = 0,
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
-        marks: ThoughtMarks = KNOWN,
+        marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         content: list[str] = []
         thoughts: list[str] = []
@@ -146,7 +146,7 @@ class MarkedFormat(abc.ABC):
 
 
 @functools.lru_cache(maxsize=64)
-def _next_mark(marks: ThoughtMarks, ignored: str, call: str) -> re.Pattern[str]:
+def _next_mark(marks: ReasoningMarks, ignored: str, call: str) -> re.Pattern[str]:
     """A pattern of all marks in a turn: the opening of reasoning, an ignored mark or header, the opening of a call."""
     headers = f"{marks.scaffold}|{ignored}" if ignored else marks.scaffold
     return re.compile(f"(?P<thought>{marks.opening})|(?P<ignored>{headers})|(?P<call>{call})")

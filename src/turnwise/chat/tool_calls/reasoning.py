@@ -1,19 +1,20 @@
-"""Where a turn is thought and where it is said: the marks around thoughts.
+"""Finds the reasoning in the text of a turn, by the marks around it.
 
-A template's own marks are found by asking it (`rollout/thinking.py`). The marks of well-known families are read as well:
-a model that writes them means a thought, and a call inside a thought must never be executed. A thought runs from its
-opening mark to its closing mark, or to the end of the text where it was cut. Inside a thought no other mark counts. Harmony
-and ATEM write whole messages with headers; the headers of spoken messages are removed (`SCAFFOLD`).
+    <think>Is it 4?</think>It is 4.         reasoning "Is it 4?", content "It is 4."
+
+The marks of a template are found by rendering (`chat/reasoning_format.py`). The marks of well-known families are always read
+too: a model that writes them reasons, and a call inside reasoning must never be executed. A reasoning block ends at its closing
+mark, or at the end of a truncated text. Inside a block no other mark counts. Harmony and ATEM write messages with headers; the
+headers of messages that are not reasoning are removed (`SCAFFOLD`).
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-__all__ = ["KNOWN", "MARKS", "Thought", "ThoughtMarks", "join_pieces", "split_reasoning", "thoughts"]
+__all__ = ["KNOWN", "MARKS", "ReasoningBlock", "ReasoningMarks", "join_pieces", "split_reasoning", "thoughts"]
 
 MARKS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Nemotron, LFM2, Kimi K2 and most others
@@ -25,163 +26,168 @@ MARKS: tuple[tuple[str, str], ...] = (
     ("<|channel|>analysis<|message|>", "<|end|>"),  # gpt-oss
     (" to=self<|message|>", "<|eom|>"),  # Muse Glimmer
 )
-"""What opens and what closes a thought, family by family."""
+"""Opening and closing mark of reasoning, by family."""
 
 _HEAD = r"(?:<\|start\|>assistant)?"
 SCAFFOLD = (
     r"(?:<\|e(?:nd|om)\|>)?<\|start\|>assistant(?: to=[^\s<]+)?(?:<\|channel\|>\w+)?<\|message\|>"
     r"|<\|channel\|>(?:final|commentary)<\|message\|>| to=user<\|message\|>|<\|(?:START|END)_(?:RESPONSE|TEXT)\|>"
 )
-"""Regular expression of the headers of messages that are said."""
+"""Regular expression of the headers of messages that are not reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """One thought, and where it stands: `whole_text[start:end]` has its marks, `text` has not."""
+class ReasoningBlock:
+    """A block of reasoning. `start` and `end` are its indices in the turn, marks included; `text` is without marks."""
 
     start: int
     end: int
     text: str
     at: int
-    """Where `text` begins."""
+    """The index in the turn at which `text` begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """The compiled patterns of `ReasoningMarks`."""
+
+    opening: re.Pattern[str]
+    """An opening mark, with the group `mark`."""
+    repeated_opening: re.Pattern[str]
+    """White space before an opening mark."""
+    closing: re.Pattern[str]
+    """A closing mark of a block that the generation prompt has opened: only the template's own marks if they are known."""
+    opening_or_scaffold: re.Pattern[str]
+    empty_block_at_end: re.Pattern[str]
+    """An opening mark, and perhaps a closing mark, at the end of a text."""
 
 
 @dataclass(frozen=True)
-class ThoughtMarks:
-    """The marks around thoughts that one template's turns are read with.
+class ReasoningMarks:
+    """The marks around reasoning in the turns of one template.
 
-    Example: `ThoughtMarks(own=(("<mm:think>", "</mm:think>"),))` reads those marks, and the ones in `MARKS`.
+    Example: `ReasoningMarks(own=(("<mm:think>", "</mm:think>"),))` reads these marks, and those in `MARKS`.
     """
 
     own: tuple[tuple[str, str], ...] = ()
     """Opening and closing marks that the template itself writes or removes. They take precedence over `MARKS`."""
     headers: tuple[str, ...] = ()
-    """What the template writes before the spoken part of a turn: a header that is removed."""
+    """Texts that the template writes between reasoning and content: headers that are removed."""
+    closing_of: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    """The closing mark of each opening mark, longer opening marks first."""
+    opening: str = field(init=False, repr=False, compare=False)
+    """Regular expression of an opening mark."""
+    scaffold: str = field(init=False, repr=False, compare=False)
+    """Regular expression of the headers of messages that are not reasoning."""
+    _patterns: _Patterns = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def closing_of(self) -> dict[str, str]:
-        """Each opening mark with its closing mark, longer opening marks first."""
+    def __post_init__(self) -> None:
         pairs = {**dict(MARKS), **dict(self.own)}
-        return {opening: pairs[opening] for opening in sorted(pairs, key=len, reverse=True)}
+        closing_of = {opening: pairs[opening] for opening in sorted(pairs, key=len, reverse=True)}
+        opening = _HEAD + "(?:" + "|".join(re.escape(mark) for mark in closing_of) + ")"
+        scaffold = "|".join([*(re.escape(header) for header in self.headers), SCAFFOLD])
+        closings = {closing for _, closing in self.own or MARKS}
+        blocks = (rf"{re.escape(mark)}\s*(?:{re.escape(closing)}\s*)?" for mark, closing in closing_of.items())
+        patterns = _Patterns(
+            opening=re.compile(f"{_HEAD}(?P<mark>{'|'.join(map(re.escape, closing_of))})"),
+            repeated_opening=re.compile(rf"\s*(?={opening})"),
+            closing=re.compile("|".join(map(re.escape, sorted(closings, key=len, reverse=True)))),
+            opening_or_scaffold=re.compile(f"(?P<thought>{opening})|{scaffold}"),
+            empty_block_at_end=re.compile(rf"(?:{'|'.join(blocks)})\Z"),
+        )
+        for name, value in (
+            ("closing_of", closing_of),
+            ("opening", opening),
+            ("scaffold", scaffold),
+            ("_patterns", patterns),
+        ):
+            object.__setattr__(self, name, value)
 
-    @functools.cached_property
-    def opening(self) -> str:
-        """Regular expression of what opens a thought."""
-        return _HEAD + "(?:" + "|".join(re.escape(mark) for mark in self.closing_of) + ")"
-
-    @functools.cached_property
-    def scaffold(self) -> str:
-        """Regular expression of the headers of spoken messages."""
-        return "|".join([*(re.escape(header) for header in self.headers), SCAFFOLD])
-
-    def thought_at(self, text: str, start: int) -> Thought:
-        """The thought whose opening mark is at `start`."""
-        opens = self._opens.match(text, start)
+    def thought_at(self, text: str, start: int) -> ReasoningBlock:
+        """The block whose opening mark is at `start`."""
+        opens = self._patterns.opening.match(text, start)
         if opens is None:
-            raise ValueError(f"no thought begins at character {start}")
+            raise ValueError(f"no reasoning begins at character {start}")
         closing = self.closing_of[opens["mark"]]
         closes = text.find(closing, opens.end())
         inner = closes if closes >= 0 else len(text)
         end = closes + len(closing) if closes >= 0 else len(text)
-        return Thought(start, end, *_trimmed(text, opens.end(), inner))
+        return ReasoningBlock(start, end, *_trimmed(text, opens.end(), inner))
 
-    def opened_thought(self, text: str) -> Thought:
-        """The thought that the text begins in, because the generation prompt has opened it; a model may open it once more."""
-        if again := self._opens_again.match(text):
+    def opened_thought(self, text: str) -> ReasoningBlock:
+        """The block in which the text begins, because the generation prompt has opened it. A model may open it again."""
+        if again := self._patterns.repeated_opening.match(text):
             thought = self.thought_at(text, again.end())
-            return Thought(0, thought.end, thought.text, thought.at)
-        closes = self._closes.search(text)
+            return ReasoningBlock(0, thought.end, thought.text, thought.at)
+        closes = self._patterns.closing.search(text)
         if closes is None:
-            return Thought(0, len(text), *_trimmed(text, 0, len(text)))
-        return Thought(0, closes.end(), *_trimmed(text, 0, closes.start()))
+            return ReasoningBlock(0, len(text), *_trimmed(text, 0, len(text)))
+        return ReasoningBlock(0, closes.end(), *_trimmed(text, 0, closes.start()))
 
-    def thoughts(self, text: str, *, opened: bool = False) -> list[Thought]:
-        """The thoughts in a text, in order. `opened`: the text begins inside one."""
+    def thoughts(self, text: str, *, opened: bool = False) -> list[ReasoningBlock]:
+        """The blocks in a text, in order. `opened`: the text begins inside a block."""
         return self._walk(text, opened=opened)[0]
 
     def split(self, text: str, *, opened: bool = False) -> tuple[str, str]:
-        """What was thought, and what was said. `opened`: the text begins inside a thought.
+        """Reasoning and content. `opened`: the text begins inside a block.
 
-        White space is removed where a thought was taken out; a text without marks is returned unchanged.
+        White space is removed where a block was; a text without marks is returned unchanged.
         """
-        found, said = self._walk(text, opened=opened)
-        return join_pieces(["", *(thought.text for thought in found), ""]), join_pieces(said)
+        blocks, content = self._walk(text, opened=opened)
+        return join_pieces(["", *(block.text for block in blocks), ""]), join_pieces(content)
 
     def open_thought(self, text: str) -> str:
-        """What a generation prompt ends with, if it leaves a thought open: the mark and the white space behind it."""
+        """The opening mark at the end of a generation prompt, with the white space after it; "" if there is none."""
         bare = text.rstrip()
         mark = next((opening for opening in self.closing_of if bare.endswith(opening)), None)
         return "" if mark is None else text[len(bare) - len(mark) :]
 
     def without_open_thought(self, text: str) -> str:
-        """A generation prompt without the thought that it opens, or leaves empty."""
-        return self._empty_thought.sub("", text)
+        """A generation prompt without the block that it opens, or the empty block that it writes, at its end."""
+        return self._patterns.empty_block_at_end.sub("", text)
 
-    def _walk(self, text: str, *, opened: bool) -> tuple[list[Thought], list[str]]:
-        found: list[Thought] = []
-        said: list[str] = []
+    def _walk(self, text: str, *, opened: bool) -> tuple[list[ReasoningBlock], list[str]]:
+        """The blocks, and the pieces of content between them."""
+        blocks: list[ReasoningBlock] = []
+        content: list[str] = []
         at = 0
         if opened:
-            found.append(self.opened_thought(text))
-            said.append("")
-            at = found[0].end
-        while mark := self._thought_or_scaffold.search(text, at):
-            said.append(text[at : mark.start()])
+            blocks.append(self.opened_thought(text))
+            content.append("")
+            at = blocks[0].end
+        while mark := self._patterns.opening_or_scaffold.search(text, at):
+            content.append(text[at : mark.start()])
             at = mark.end()
             if mark["thought"] is not None:
-                found.append(self.thought_at(text, mark.start()))
-                at = found[-1].end
-        said.append(text[at:])
-        return found, said
-
-    @functools.cached_property
-    def _opens(self) -> re.Pattern[str]:
-        return re.compile(f"{_HEAD}(?P<mark>{'|'.join(re.escape(opening) for opening in self.closing_of)})")
-
-    @functools.cached_property
-    def _opens_again(self) -> re.Pattern[str]:
-        return re.compile(rf"\s*(?={self.opening})")
-
-    @functools.cached_property
-    def _closes(self) -> re.Pattern[str]:
-        """What closes a thought that the generation prompt has opened: the template's own mark where it is known."""
-        closing = [pair[1] for pair in self.own or MARKS]
-        return re.compile("|".join(re.escape(mark) for mark in sorted(set(closing), key=len, reverse=True)))
-
-    @functools.cached_property
-    def _thought_or_scaffold(self) -> re.Pattern[str]:
-        return re.compile(f"(?P<thought>{self.opening})|{self.scaffold}")
-
-    @functools.cached_property
-    def _empty_thought(self) -> re.Pattern[str]:
-        pairs = "|".join(
-            rf"{re.escape(opening)}\s*(?:{re.escape(closing)}\s*)?" for opening, closing in self.closing_of.items()
-        )
-        return re.compile(rf"(?:{pairs})\Z")
+                blocks.append(self.thought_at(text, mark.start()))
+                at = blocks[-1].end
+        content.append(text[at:])
+        return blocks, content
 
 
-KNOWN = ThoughtMarks()
-"""The marks of well-known families, where no template says which marks it has."""
+KNOWN = ReasoningMarks()
+"""The marks of well-known families, for texts whose template is not known."""
 
 
-def thoughts(text: str, *, opened: bool = False) -> list[Thought]:
-    """The thoughts in a text between the marks of well-known families."""
+def thoughts(text: str, *, opened: bool = False) -> list[ReasoningBlock]:
+    """The blocks of reasoning in a text, by the marks of well-known families."""
     return KNOWN.thoughts(text, opened=opened)
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """What was thought and what was said, by the marks of well-known families."""
+    """Reasoning and content, by the marks of well-known families."""
     return KNOWN.split(text, opened=opened)
 
 
 def _trimmed(text: str, start: int, end: int) -> tuple[str, int]:
-    """What is between two places without the white space around it, and where that begins."""
-    found = text[start:end].strip()
-    return found, text.index(found, start)
+    """`text[start:end]` without surrounding white space, and the index at which it begins."""
+    trimmed = text[start:end].strip()
+    return trimmed, text.index(trimmed, start)
 
 
 def join_pieces(pieces: Sequence[str]) -> str:
-    """Pieces between which something was taken out: a line each, without the white space at the joints, none empty."""
+    """Join pieces of a text from between which other text was removed: one line each, without white space at the joints and
+    without empty pieces."""
     last = len(pieces) - 1
     trimmed = (
         piece.strip() if 0 < n < last else piece.lstrip() if n else piece.rstrip() if last else piece

@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.chat.tool_calls.json_text import arguments_of, refuse_unwritable
 from turnwise.chat.tool_calls.parsing import MalformedCall, ParsedText, assign_ids, malformed_call, well_formed_call
-from turnwise.chat.tool_calls.reasoning import KNOWN, ThoughtMarks
+from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.types import ToolCall, ToolSchema
 
@@ -47,7 +47,7 @@ class FromResponseTemplate:
         first_id: int = 0,
         thinking: bool = False,
         tools: Sequence[ToolSchema] = (),
-        marks: ThoughtMarks = KNOWN,
+        marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         from transformers.utils.chat_parsing import parse_response
 
