@@ -1,4 +1,4 @@
-"""From what the model says to an action of a gymnasium environment, and back to the model where it is none."""
+"""Converts an answer of the model into an action of a gymnasium environment, or into an error message for the model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 
 from turnwise.errors import ConfigError
 
-__all__ = ["Actions", "NoAction"]
+__all__ = ["ActionParser", "InvalidAction"]
 
 _INTEGER = re.compile(r"[+-]?\d+")
 
 
-class NoAction(Exception):
-    """What the model said is no action. Its text is for the model: it says what is allowed."""
+class InvalidAction(Exception):
+    """An answer is not a valid action. The text is sent to the model, and names the allowed actions."""
 
 
-class Actions:
-    """Reads actions for one action space; None is a space of whatever texts there are.
+class ActionParser:
+    """Parses actions of one action space. None stands for a space of all texts.
 
-    Raises ConfigError if the space's actions have no form in words and no `function` makes them.
+    Raises ConfigError if actions of the space cannot be written as text and no `function` is given.
     """
 
     def __init__(self, space: Any, function: Callable[[str], Any] | None = None) -> None:
         if function is not None and inspect.iscoroutinefunction(function):
-            raise ConfigError(
-                f"the action {function.__name__} is async; reading an answer waits for nothing: write def"
-            )
+            raise ConfigError(f"the action {function.__name__} is async; parsing an answer must be sync: write def")
         self._space = space
         self._read = function if function is not None else _reader(space)
         self._allowed = _allowed(space)
 
     def read(self, text: str) -> Any:
-        """The action in an answer.
+        """Parse the action in an answer.
 
-        Raises NoAction.
+        Raises InvalidAction.
         """
         try:
             action = self._read(text)
         except ValueError as error:
-            raise NoAction(str(error) or f"There is no action in your answer. Allowed is {self._allowed}.") from None
+            raise InvalidAction(
+                str(error) or f"There is no action in your answer. Allowed is {self._allowed}."
+            ) from None
         if self._space is not None and not self._space.contains(action):
-            raise NoAction(f"{str(action)[:80]!r} is not allowed. Allowed is {self._allowed}.")
+            raise InvalidAction(f"{str(action)[:80]!r} is not allowed. Allowed is {self._allowed}.")
         return action
 
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from turnwise.compat.action_parser import Actions, NoAction
-from turnwise.compat.object_factory import InFront, Maker, end, messages_of, number, opened, plain, referred
+from turnwise.compat.action_parser import ActionParser, InvalidAction
+from turnwise.compat.object_factory import InFront, ObjectFactory, end, messages_of, number, opened, plain, referred
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
@@ -78,7 +78,7 @@ class GymEnvironments:
         if isinstance(invalid_reward, bool) or not isinstance(invalid_reward, int | float):
             raise ConfigError(f"environment.arguments.invalid_reward is {invalid_reward!r}; it must be a number")
         self.invalid_reward = invalid_reward
-        self.maker = Maker.of(environment, arguments, wants=("reset", "step"), check=self._check)
+        self.maker = ObjectFactory.of(environment, arguments, wants=("reset", "step"), check=self._check)
 
     def __call__(self) -> Environment:
         return _Game(self)
@@ -109,9 +109,9 @@ class GymEnvironments:
             )
         self.actions(made)
 
-    def actions(self, made: Any) -> Actions:
+    def actions(self, made: Any) -> ActionParser:
         """What reads the actions of an environment."""
-        return Actions(getattr(made, "action_space", None), self._read)
+        return ActionParser(getattr(made, "action_space", None), self._read)
 
     def seed(self, row: Row) -> int:
         """The same for all conversations of a row, so that they can be compared."""
@@ -157,7 +157,7 @@ class _Game:
         try:
             answered = await self._foreign.ask(lambda: self._made.step(self._actions.read(text)))
         except Failed as failed:
-            if not isinstance(failed.__cause__, NoAction):
+            if not isinstance(failed.__cause__, InvalidAction):
                 raise
             self._refused += 1
             return Reply(
@@ -232,7 +232,7 @@ class ToolEnvironments:
             if "tools" in given:
                 raise ConfigError("environment.arguments has tools, and its own arguments have them too: remove one")
             given["tools"] = {name: referred(one, f"tools.{name}") for name, one in tools.items()}
-        self._maker = Maker.of(environment, given, wants=("reset", "step"))
+        self._maker = ObjectFactory.of(environment, given, wants=("reset", "step"))
         self._role = role
 
     def __call__(self) -> Environment:
@@ -253,7 +253,7 @@ class ToolEnvironments:
 class _Steps:
     """One conversation with an object that has `reset` and `step`."""
 
-    def __init__(self, maker: Maker, role: str) -> None:
+    def __init__(self, maker: ObjectFactory, role: str) -> None:
         self._foreign = ThreadedObject(maker.make, end, name=maker.name)
         self._name = maker.name
         self._role = role

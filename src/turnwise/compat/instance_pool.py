@@ -1,8 +1,8 @@
-"""Instances of a class that are made once and used by many conversations, one after the other, as TRL does.
+"""Instances of a class that are reused by many conversations, one after the other, as in TRL.
 
-A class may be able to make only so many: `self.client = Client(next(urls))` raises StopIteration after the last address. From
-then on conversations wait, in the order in which they came, until an instance is given back. An instance is given back when
-its conversation is scored, because reward functions look at it.
+The number of instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then
+conversations wait, in order of arrival, until an instance is given back. An instance is given back after its conversation is
+scored, because reward functions may use it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class InstancePool:
         self._name = name
         self._free = list(instances)
         self._retired: list[Any] = []
-        """Instances with a tool call that was given up and still runs: no conversation gets them, and `drain` gives them."""
+        """Instances with a timed-out tool call that still runs. They are not reused; `drain` returns them."""
         self._leases: list[Lease] = []
         self._waiting: deque[tuple[str, asyncio.Future[Lease]]] = deque()
         self._exhausted = False
 
     async def lease(self) -> Lease:
-        """The lease of one instance, for the calling conversation. Where its `instance` is None, the caller makes one.
+        """A lease of one instance for the calling conversation. If its `instance` is None, the caller must make one.
 
-        Waits where no more instances can be made. Raises Failed where none can become free before this conversation ends.
+        Waits if no more instances can be made. Raises Failed if no instance can become free before this conversation ends.
         """
         group = conversation_name().rpartition("/")[0]
         if not self._exhausted or (self._free and not self._waiting):
@@ -62,7 +62,7 @@ class InstancePool:
                 self._serve()
 
     def drain(self) -> list[Any]:
-        """All instances that no conversation uses. They are the caller's to close."""
+        """Remove and return all instances that no conversation uses. The caller must close them."""
         drained = [*self._free, *self._retired]
         self._free, self._retired = [], []
         return drained
@@ -73,13 +73,13 @@ class InstancePool:
         return lease
 
     def _serve(self) -> None:
-        """Give free instances to those who wait, and tell them where nothing is left to wait for."""
+        """Give free instances to waiting conversations. Raise an error in conversations that would wait forever."""
         while self._waiting and self._free:
             group, future = self._waiting.popleft()
             if not future.done():
                 future.set_result(self._lend(group))
         groups = {group for group, _ in self._waiting}
-        # a group is scored when all its conversations have ended: those that wait and those that have ended block each other
+        # a group is scored after all its conversations have ended; so waiting and ended conversations can block each other
         if all(lease.ended and lease.group in groups for lease in self._leases):
             for _, future in self._waiting:
                 if not future.done():
@@ -103,18 +103,17 @@ class Lease:
         self.ended = False
 
     def played(self) -> None:
-        """The conversation is over, and its group is not scored yet."""
+        """The conversation has ended, and its group is not scored yet."""
         self.ended = True
         self._pool._serve()
 
     def refused(self) -> None:
-        """The instance could not be made, because the class cannot make more."""
+        """The class cannot make more instances."""
         self._pool._exhausted = True
         self.give_back(usable=False, closed=True)
 
     def give_back(self, *, usable: bool, closed: bool = False) -> None:
-        """The conversation does not need the instance any more. A usable one is reused, another one is closed in the end,
-        unless it is `closed` already."""
+        """Return the instance. It is reused if `usable`; otherwise `drain` returns it, unless it is `closed` already."""
         pool = self._pool
         pool._leases.remove(self)
         if self.instance is not None and (usable or not closed):

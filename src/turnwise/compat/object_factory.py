@@ -1,4 +1,4 @@
-"""How a class of somebody else becomes objects, one for each conversation, and what becomes of what they show."""
+"""Makes objects of classes of other systems, one for each conversation, and converts their observations to messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message
 from turnwise.user_code.object_references import resolve
 
-__all__ = ["InFront", "Maker", "end", "messages_of", "number", "opened", "plain", "referred"]
+__all__ = ["InFront", "ObjectFactory", "end", "messages_of", "number", "opened", "plain", "referred"]
 
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
-"""Puts tools in front of an environment: those given, and those of the recipe."""
+"""Wraps an environment in `Tools`: the given tools, and the tools of the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class ObjectFactory:
     """A class, or a function that makes an object, with its arguments."""
 
     make: Callable[[], Any]
@@ -41,11 +41,10 @@ class Maker:
         wants: Sequence[str],
         check: Callable[[Any], None] | None = None,
         keep: Callable[[Any], None] | None = None,
-    ) -> Maker:
-        """Of a class or function, or a reference to one. One object is made to see whether it can be, and closed, or
-        handed to `keep`.
+    ) -> ObjectFactory:
+        """From a class or function, or a reference to one. Makes one object as a test, and closes it or passes it to `keep`.
 
-        `wants` are the methods that it must have; `check` raises where something else is wrong with it. Raises ConfigError.
+        `wants` are the methods that the object must have. `check` raises if something else is wrong. Raises ConfigError.
         """
         found = referred(found, "environment")
         name = getattr(found, "__name__", type(found).__name__)
@@ -80,13 +79,13 @@ class Maker:
 
 
 def end(made: Any) -> Any:
-    """Close an object, if there is a way to."""
+    """Call `close` of an object, if it has one."""
     close = getattr(made, "close", None)
     return close() if callable(close) else None
 
 
 def referred(found: str | Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """What an argument of the environment names, or is. Raises ConfigError if it cannot be called."""
+    """The callable that an argument of the environment is, or names. Raises ConfigError if it is not callable."""
     key = f"environment.arguments.{argument}"
     if isinstance(found, str):
         found = resolve(found, key=key)
@@ -96,7 +95,7 @@ def referred(found: str | Callable[..., Any], argument: str) -> Callable[..., An
 
 
 def messages_of(shown: Any, role: str) -> list[Message]:
-    """What was shown, as messages: a text, parts or whole messages as they are, anything else as JSON; nothing is none."""
+    """An observation as messages. Texts, content parts and messages stay unchanged; other values become JSON; None gives none."""
     if shown is None or (isinstance(shown, str) and not shown):
         return []
     if isinstance(shown, list) and shown and all(isinstance(one, Mapping) for one in shown):
@@ -108,7 +107,7 @@ def messages_of(shown: Any, role: str) -> list[Message]:
 
 
 def opened(messages: Sequence[Message], shown: Any, *, between: str = "\n\n") -> list[Message]:
-    """The row's messages, with what is shown at the start behind the last user's words."""
+    """The messages of the row, with the first observation appended to the last user message."""
     told = messages_of(shown, "user")
     last = messages[-1]
     if len(told) != 1 or last["role"] != "user" or told[0]["role"] != "user" or set(told[0]) != {"role", "content"}:
@@ -122,12 +121,12 @@ def opened(messages: Sequence[Message], shown: Any, *, between: str = "\n\n") ->
 
 
 def plain(value: Any) -> Any:
-    """The same as JSON has it: arrays as lists, tuples as lists, what JSON does not know as text."""
+    """The value converted to JSON types: arrays and tuples become lists, unknown types become text."""
     return json.loads(_json(value))
 
 
 def number(value: Any, what: str) -> float:
-    """A reward as a float. Raises TypeError, with `what` gave it, if it is no finite number."""
+    """A reward as a float. Raises TypeError, which names `what`, if it is not a finite number."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()
     if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
@@ -146,7 +145,7 @@ def _json(value: Any) -> str:
 
 
 def _keyed(value: Any) -> Any:
-    # the keys of an environment's dictionaries may be anything, those of JSON may not
+    # an environment's dictionaries may have keys of any type, JSON only texts
     if isinstance(value, Mapping):
         return {str(key): _keyed(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

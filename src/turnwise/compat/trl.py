@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from turnwise.compat.instance_pool import EXHAUSTED, InstancePool, Lease
-from turnwise.compat.object_factory import InFront, Maker, end, number, opened
+from turnwise.compat.object_factory import InFront, ObjectFactory, end, number, opened
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool, Toolbox
@@ -39,7 +39,7 @@ _NO_TOOLS = ("reset", "get_reward", "close")
 class _Kind:
     """One class of environments."""
 
-    maker: Maker
+    maker: ObjectFactory
     box: Toolbox | None
     """Its tools; None where it has none."""
     scores: bool
@@ -231,7 +231,7 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
         boxes.append((box, "get_reward" in public))
 
     first: list[Any] = []
-    maker = Maker.of(found, arguments, wants=("reset",), check=look, keep=first.append)
+    maker = ObjectFactory.of(found, arguments, wants=("reset",), check=look, keep=first.append)
     ((box, scores),) = boxes
     return _Kind(maker, box, scores, InstancePool(maker.name, first))
 
