@@ -15,8 +15,10 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from turnwise import record
 from turnwise.commands.show import token_texts
-from turnwise.record.reader import Record, read_lines, read_trajectories
+from turnwise.record.reader import read_lines
+from turnwise.types import Trajectory
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 INK, PALE, GRID = "#1f2328", "#6e7781", "#e4e7eb"
@@ -34,17 +36,16 @@ def main() -> int:
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "curve.svg").write_text(curve(options.run), encoding="utf-8")
-    records = read_trajectories(options.run / "trajectories.jsonl")
-    record = next((one for one in records if one["id"] == options.id or (options.id is None and corrected(one))), None)
-    if record is None:
-        raise SystemExit(f"{options.run} has no such conversation")
-    (IMAGES / "conversation.svg").write_text(conversation(record, options.run), encoding="utf-8")
-    return 0
+    for trajectory in record.read(options.run):
+        if trajectory.id == options.id or (options.id is None and corrected(trajectory)):
+            (IMAGES / "conversation.svg").write_text(conversation(trajectory, options.run), encoding="utf-8")
+            return 0
+    raise SystemExit(f"{options.run} has no such conversation")
 
 
-def corrected(record: Record) -> bool:
+def corrected(trajectory: Trajectory) -> bool:
     """Whether the first answer was wrong and the second one right."""
-    return len(record["turns"]) == 4 and len(record["segments"]) == 1 and 0 < (record["reward"] or 0) < 1
+    return len(trajectory.turns) == 4 and len(trajectory.segments) == 1 and 0 < (trajectory.reward or 0) < 1
 
 
 def curve(run: Path) -> str:
@@ -87,14 +88,14 @@ class Block:
     title: str
 
 
-def conversation(record: Record, run: Path) -> str:
+def conversation(trajectory: Trajectory, run: Path) -> str:
     """The tokens of a conversation's only segment; the tokens that the model sampled are coloured."""
     parts: list[str] = []
     y = 66.0
-    for block in _blocks(record, run):
+    for block in _blocks(trajectory, run):
         y = _draw(block, y, parts)
-    advantage = record["turns"][0]["advantage"]
-    total = f"One conversation of the demo: reward {record['reward']:g}, advantage {advantage:+.2f} in its group"
+    (advantage,) = set(trajectory.advantages)
+    total = f"One conversation of the demo: reward {trajectory.reward:g}, advantage {advantage:+.2f} in its group"
     title = [_text(16, 24, total, INK)]
     for place, fill in enumerate(TURNS):
         title.append(f'<rect x="{16 + 16 * place}" y="36" width="14" height="14" rx="3" fill="{fill}"/>')
@@ -106,17 +107,17 @@ def conversation(record: Record, run: Path) -> str:
     return _svg(WIDTH, y + 10, [*title, *parts])
 
 
-def _blocks(record: Record, run: Path) -> Iterator[Block]:
+def _blocks(trajectory: Trajectory, run: Path) -> Iterator[Block]:
     """The blocks of the segment in order, with the roles of the messages that they hold."""
-    segment, decode = record["segments"][0], token_texts(run)
+    (segment,), decode = trajectory.segments, token_texts(run)
     if decode is None:
         raise SystemExit(f"{run} has no tokenizer.json")
-    messages, turn_of_token = list(record["messages"]), enumerate(segment["turn"])
+    messages, turn_of_token = list(trajectory.messages), enumerate(segment.turn)
     for turn, places in groupby(turn_of_token, key=lambda pair: pair[1]):
-        tokens = [decode(segment["token_ids"][place]) for place, _ in places]
+        tokens = [decode(segment.token_ids[place]) for place, _ in places]
         if turn >= 0:
             messages = messages[1:]
-            yield Block(turn, tokens, f"turn {turn}: reward {record['turns'][turn]['reward']:g}")
+            yield Block(turn, tokens, f"turn {turn}: reward {trajectory.turns[turn].reward:g}")
             continue
         roles = [message["role"] for message in messages]
         roles = roles[: roles.index("assistant")] if "assistant" in roles else roles

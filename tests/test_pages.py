@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,16 @@ def test_the_changelog_lists_every_renamed_option_and_names_modules_that_exist()
     for module in modules:
         path = ROOT / "src" / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), module
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_a_run(tmp_path: Path) -> None:
+    draw = runpy.run_path(str(ROOT / "scripts" / "readme_images.py"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n')
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 1.0}\n')
+    picture = draw["curve"](tmp_path)
+    assert 'points="400.0,197.5 740.0,92.5"' in picture  # half of the way at a reward of 0.25, all of it at 0.75
+    assert ">0.50</text>" in picture
+    assert ">1.00</text>" in picture
 
 
 def test_every_link_of_the_pages_leads_to_a_file() -> None:
