@@ -165,7 +165,7 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     run(recipe, f"model.path={model}", "limits.tokens_per_turn=64")
     # a turn that was cut in the middle says nothing of what the template would have put behind it
     assert all(one["template_mismatch"] > 0.9 for one in lines(tmp_path / "run" / "metrics.jsonl"))
-    told = [record.getMessage() for record in caplog.records if "the template says" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "the template writes" in record.getMessage()]
     assert len(told) == 1
     assert told[0].startswith("step 1: ")
     assert "' -- sent" in told[0]

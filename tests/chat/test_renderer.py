@@ -274,7 +274,7 @@ def test_a_drift_says_where_it_begins_and_what_both_sides_say() -> None:
     segment = segment_of((-1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), (0, "Yo!"))
     found = drift(RENDERER, segment, [HI, {"role": "assistant", "content": "Yes"}])
     assert found == (
-        "what the model said, tokens 22 to 24: the tokens say 'o!' [81, 3] where the template says "
+        "completion, tokens 22 to 24: the segment has 'o!' [81, 3] where the template writes "
         "'es<|im_end|>\\n' [71, 85, 2, 201], after 'Y'"
     )
 
@@ -297,8 +297,8 @@ def test_the_tokens_of_a_drift_are_those_that_differ(
 ) -> None:
     segment = segment_of((-1, before), (0, said + "<|im_end|>"))
     found = drift(RENDERER, segment, [HI, {"role": "assistant", "content": "Yo"}])
-    assert f"tokens {tokens}: the tokens say {ids}" in str(found)
-    assert f"where the template says {theirs}" in str(found)
+    assert f"tokens {tokens}: the segment has {ids}" in str(found)
+    assert f"where the template writes {theirs}" in str(found)
     first, last = map(int, tokens.split(" to "))
     assert RENDERER.decode(segment.token_ids[first:last]) == ids.split("'")[1]
 
@@ -315,7 +315,7 @@ def test_a_template_that_writes_into_the_last_turn_is_found_out_and_the_tokens_s
     assert (trajectory.template_mismatch is not None) is drifts
     if drifts:
         sent = "' -- sent" if sanity == "strict" else "'--sent"
-        assert f"the tokens say '' [] where the template says {sent}<|im_end|>" in str(trajectory.template_mismatch)
+        assert f"the segment has '' [] where the template writes {sent}<|im_end|>" in str(trajectory.template_mismatch)
 
 
 def test_an_empty_thought_that_the_template_writes_into_the_last_turn_is_no_drift() -> None:
@@ -373,7 +373,7 @@ def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_o
     drift = hold(
         Says("<think>4?</think>4", "5"), lambda: ScriptedUser(["No."]), renderer=Renderer(byte_tokenizer(mumbles))
     ).template_mismatch
-    assert "where the template says 'four<|im_end|>'" in str(drift)
+    assert "where the template writes 'four<|im_end|>'" in str(drift)
 
 
 @pytest.mark.skipif(not QWEN3.is_file(), reason="the template of Qwen3 is not on this machine")

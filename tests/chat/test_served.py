@@ -148,5 +148,5 @@ def test_the_check_finds_a_prompt_that_serving_would_not_show() -> None:
     )  # the policy keeps thoughts
     found = check.compare(SegmentMessages(segment=segment, messages=messages), as_served=True)
     assert found is not None
-    assert "what the model said, tokens" in found
+    assert "completion, tokens" in found
     assert "<think>Hm.</think>" in found

@@ -22,14 +22,14 @@ FILES = template_files()
 NAMES = [path.stem for path in FILES]
 pytestmark = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
 
-CUE = "opens a thought in the generation prompt"
+GENERATION_PROMPT = "opens a thought in the generation prompt"
 END = "ends a turn that is not the last with"
 ONE_CALL = "only supports single tool-calls"
 FIRST_CALL = "leaves out all calls of a turn but the first 1"
 OTHER_WORDS = "writes other words around the answers"
 EVERY = tuple(scenario.name for scenario in SCENARIOS)
 USERS = ("retry by user", "retry by system")
-DEEPSEEK = {**dict.fromkeys(EVERY, CUE), "three tool rounds": OTHER_WORDS}
+DEEPSEEK = {**dict.fromkeys(EVERY, GENERATION_PROMPT), "three tool rounds": OTHER_WORDS}
 NOT_EXACT: dict[str, dict[str, str]] = {
     "deepseek_r1_distill": DEEPSEEK,
     "deepseek_r1_distill_training": DEEPSEEK,
@@ -41,11 +41,11 @@ NOT_EXACT: dict[str, dict[str, str]] = {
     "gptoss_training": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL},
     "llama3_1": {"parallel calls": ONE_CALL},
     "llama3_2": {"parallel calls": ONE_CALL},
-    "qwen3_5_nothink": dict.fromkeys(USERS, CUE),
-    "qwen3_5_think": dict.fromkeys(USERS, CUE),
-    "qwen3_6": dict.fromkeys(USERS, CUE),
+    "qwen3_5_nothink": dict.fromkeys(USERS, GENERATION_PROMPT),
+    "qwen3_5_think": dict.fromkeys(USERS, GENERATION_PROMPT),
+    "qwen3_6": dict.fromkeys(USERS, GENERATION_PROMPT),
     **{
-        f"nemotron_3_{size}{training}": dict.fromkeys(EVERY, CUE)
+        f"nemotron_3_{size}{training}": dict.fromkeys(EVERY, GENERATION_PROMPT)
         for size in ("5_lightning", "nano", "super", "ultra")
         for training in ("", "_training")
     },

@@ -239,7 +239,7 @@ def test_thoughts_that_were_resumed_or_begun_by_somebody_else_are_left_out_by_th
     # what was said is compared all the same, and with it what was put in
     mumbles = Renderer(byte_tokenizer(FORGETS.replace("</think>')[-1]", "</think>')[-1] | replace('our e', 'ive')")))
     drift = hold(scripted(said, renderer=mumbles), meddles, renderer=mumbles).template_mismatch
-    assert "what the model said, tokens 21 to " in str(drift)
+    assert "completion, tokens 21 to " in str(drift)
     assert "Five<|im_end|>" in str(drift)
 
 

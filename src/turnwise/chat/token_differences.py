@@ -243,10 +243,10 @@ def describe_difference(difference: Difference, reader: TextReader) -> str:
         first = _tokens_before(run, place, reader)
         last = _tokens_before(run, place + len(ours_only), reader, round_up=True) if ours_only else first
     ids = list(run.token_ids[first:last])
-    side = "what the model said" if isinstance(run, TurnRun) else "what was said to the model"
+    side = "completion" if isinstance(run, TurnRun) else "context"
     return (
-        f"{side}, tokens {run.start + first} to {run.start + last}: the tokens say {_shortened(ours_only)} {_ids(ids)} where "
-        f"the template says {_shortened(theirs_only)} {_ids(reader.encode(theirs_only))}, after "
+        f"{side}, tokens {run.start + first} to {run.start + last}: the segment has {_shortened(ours_only)} {_ids(ids)} where "
+        f"the template writes {_shortened(theirs_only)} {_ids(reader.encode(theirs_only))}, after "
         f"{ours[max(0, head - _SHOWN) : head]!r}"
     )
 

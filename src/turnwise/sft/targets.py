@@ -39,7 +39,7 @@ def lines(
     for message, answers in rounds:
         plain = _with_thoughts(renderer, _read(renderer, message))
         asked = _asked(before)
-        line = _Line(renderer, asked, tools, cue=template.render(asked, add_generation_prompt=True, tools=tools))
+        line = _Line(renderer, asked, tools, prompt=template.render(asked, add_generation_prompt=True, tools=tools))
         stands = PriorConversation.from_messages([*before, plain], has_tools=bool(tools))
         found.append(line.of(message, answers, stands))
         handed = template.plan(answers, stands).apply(answers) if answers else []
@@ -93,12 +93,12 @@ class _Line:
     renderer: Renderer
     before: Sequence[Message]
     tools: Sequence[ToolSchema]
-    cue: str
+    prompt: str
     """`before` as the template writes it, when the model is to speak."""
 
     def of(self, message: Message, answers: Sequence[Message], stands: PriorConversation) -> str:
         read = _read(self.renderer, message)
-        opened = self.renderer.profile.reasoning.marks.open_thought(self.cue)
+        opened = self.renderer.profile.reasoning.marks.open_thought(self.prompt)
         words = ""
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
@@ -138,7 +138,7 @@ class _Line:
         """What the template writes for the message."""
         template = self.renderer.template
         whole = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
-        for begun in (self.cue, self.renderer.profile.reasoning.marks.without_open_thought(self.cue)):
+        for begun in (self.prompt, self.renderer.profile.reasoning.marks.without_open_thought(self.prompt)):
             if whole.startswith(begun):
                 return whole[len(begun) :]
         # what stands before it is changed by what follows: it is asked behind a plain question
@@ -191,7 +191,7 @@ class _Line:
 
 
 def _inside(words: str, opened: str, marks: ReasoningMarks) -> str:
-    """The words of a turn whose cue has opened a thought already."""
+    """The words of a turn whose generation prompt has opened a thought already."""
     if not opened:
         return words
     mark = opened.strip()
