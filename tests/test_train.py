@@ -24,7 +24,7 @@ from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import Run, assemble, train
+from turnwise.train import TrainingRun, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "places.py"
 
@@ -49,7 +49,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     return path
 
 
-def run(recipe: Path, *overrides: str) -> Run:
+def run(recipe: Path, *overrides: str) -> TrainingRun:
     """Train in this process."""
     from rich.console import Console
 
@@ -230,7 +230,7 @@ def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_pat
     for name in ("false", "true"):
         made = run(recipe, f"train.overlap={name}", "train.steps=5", f"output={tmp_path / name}")
         sampled = sum(one["tokens/sampled"] for one in lines(tmp_path / name / "metrics.jsonl"))
-        assert made.table.engine.stats.sampled_tokens == sampled  # none is held that no step learns from
+        assert made.context.engine.stats.sampled_tokens == sampled  # none is held that no step learns from
         rows.append([(one["step"], one["row"]["id"]) for one in lines(tmp_path / name / "trajectories.jsonl")])
     assert rows[0] == rows[1]
     assert [step for step, _ in rows[0]] == [step for step in (1, 2, 3, 4, 5) for _ in range(12)]

@@ -19,7 +19,7 @@ from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import Run, _hold, _pack, assemble, train
+from turnwise.train import TrainingRun, assemble, pack_groups, roll_out, train
 from turnwise.training.background import Halt
 from turnwise.types import Completion, Group, LogprobKind, Request
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def assembled(model: Path, path: Path, environment: str, **options: Any) -> Run:
+def assembled(model: Path, path: Path, environment: str, **options: Any) -> TrainingRun:
     recipe = {
         "model": {"path": str(model)},
         "data": {"train": str(save_rows(path / "train.jsonl"))},
@@ -43,16 +43,16 @@ def assembled(model: Path, path: Path, environment: str, **options: Any) -> Run:
     return assemble(Config.model_validate(recipe))
 
 
-def learnt(run: Run) -> None:
+def learnt(run: TrainingRun) -> None:
     with open(os.devnull, "w") as nowhere:
         asyncio.run(train(run, TrainReport(Console(file=nowhere))))
 
 
-def held(run: Run) -> list[Group]:
+def held(run: TrainingRun) -> list[Group]:
     """The groups of the first step, scored and with advantages."""
 
     async def hold() -> list[Group]:
-        rollouts = await _hold(run, 0)
+        rollouts = await roll_out(run, 0)
         await run.scorer.score(rollouts.groups)
         run.credit(rollouts.groups)
         return list(rollouts.groups)
@@ -60,7 +60,7 @@ def held(run: Run) -> list[Group]:
     return asyncio.run(hold())
 
 
-def moved(run: Run) -> None:
+def moved(run: TrainingRun) -> None:
     """Change the policy, so that it is no longer its reference."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def moved(run: Run) -> None:
 
 
 def reference_gradient(
-    reference: Any, run: Run, groups: list[Group], *, kl_coef: float, entropy_coef: float
+    reference: Any, run: TrainingRun, groups: list[Group], *, kl_coef: float, entropy_coef: float
 ) -> torch.Tensor:
     """The gradient in float64 of divergence and entropy over all sampled tokens, one sequence after the other."""
     model = copy.deepcopy(run.learner.model).double()
@@ -101,7 +101,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     reference.set_attn_implementation("eager")
     moved(run)
     groups = held(run)
-    batches = _pack(run, groups)
+    batches = pack_groups(run, groups)
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
@@ -118,7 +118,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
 
 def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, tmp_path: Path) -> None:
     run = assembled(model, tmp_path, "indifferent")
-    (batch,) = _pack(run, held(run))
+    (batch,) = pack_groups(run, held(run))
     assert batch.trajectories == 4
     update = asyncio.run(run.learner.update([batch], lr=0.01))
     assert update.tokens > 0  # trainer and engine are compared all the same
@@ -155,7 +155,7 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
         (tmp_path / name).mkdir()
         run = assembled(model, tmp_path / name, "low_bytes", ppo_epochs=2)
         if name == "unknown":
-            run.table = replace(run.table, engine=Unknown(run.table.engine))
+            run.context = replace(run.context, engine=Unknown(run.context.engine))
         learnt(run)
         weights.append(torch.cat([parameter.detach().flatten() for parameter in run.learner.model.parameters()]))
     start = torch.cat([parameter.detach().flatten() for parameter in assembled_model(model).parameters()])
@@ -172,7 +172,7 @@ def assembled_model(path: Path) -> Any:
 
 def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:
     run = assembled(model, tmp_path, "low_bytes", overlap=True)
-    run.table = replace(run.table, engine=Unknown(run.table.engine))
+    run.context = replace(run.context, engine=Unknown(run.context.engine))
     with pytest.raises(RolloutError, match=r"of step 2 broke.*\n.*engine.*was sampled by weights of version 0.*'none'"):
         learnt(run)
     assert run.step == 1

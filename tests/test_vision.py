@@ -17,7 +17,7 @@ from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import Run, assemble, train
+from turnwise.train import TrainingRun, assemble, train
 
 PLACES = Path(__file__).parent / "support" / "vision.py"
 
@@ -47,7 +47,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     return path
 
 
-def run(recipe: Path, *overrides: str) -> Run:
+def run(recipe: Path, *overrides: str) -> TrainingRun:
     one = assemble(load(recipe, overrides)[0])
     with open(os.devnull, "w") as nowhere:
         asyncio.run(train(one, TrainReport(Console(file=nowhere))))

@@ -1,6 +1,7 @@
-"""The algorithm: take rows, hold conversations, score, assign credit, pack, learn, publish, write down.
+"""Reinforcement learning over multi-turn conversations: the training loop.
 
-`Run` is everything that it needs, assembled from a recipe; `train` is the loop.
+Each step takes rows, samples a group of trajectories for each row, scores them, computes advantages, packs batches, updates the
+weights, publishes them to the engine, and writes everything down. `assemble` (runs/training_run.py) builds the run from a recipe.
 """
 
 from __future__ import annotations
@@ -14,97 +15,49 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise import build
-from turnwise.chat.renderer import Renderer
-from turnwise.chat.row_media import process_row_media
-from turnwise.config.schema import Config
-from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
-from turnwise.data.rows import Order
-from turnwise.doctor.preflight import preflight
-from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.errors import RolloutError
 from turnwise.record.metrics import conversation_metrics, failures
-from turnwise.rewards.credit import Credit
-from turnwise.rewards.reward import Scorer
-from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
-from turnwise.runs.learning_watch import LearningWatch
-from turnwise.runs.resuming import open_run
-from turnwise.runs.run_state import RunState
+from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
-from turnwise.training.batch import Batch, pack, stale_without_logprobs
+from turnwise.training.batch import Batch, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
-from turnwise.types import Group, Row, Trajectory
+from turnwise.types import Group, Trajectory
 
-__all__ = ["Run", "assemble", "train"]
+__all__ = ["TrainingRun", "assemble", "train"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class Run(RunState):
-    """A training run, ready to go on after `step` steps."""
-
-    config: Config
-    rows: Sequence[Row]
-    held_out: Sequence[Row]
-    order: Order
-    table: RolloutContext
-    environments: build.Environments
-    scorer: Scorer
-    mask: TurnWeighting
-    credit: Credit
-    publisher: WeightPublisher
-    watch: LearningWatch
-    position: int = 0
-    """Rows that those steps have used."""
-
-    def data_position(self) -> dict[str, int]:
-        return {**RunState.data_position(self), "position": self.position}
-
-    def advance_data(self) -> None:
-        self.position += self.config.train.batch_size
-
-
-async def train(run: Run, show: TrainReport) -> None:
+async def train(run: TrainingRun, report: TrainReport) -> None:
     """Train until `train.steps` steps are finished.
 
-    Raises RolloutError if all conversations of a step broke, RunError if the run directory cannot be written.
+    Raises RolloutError if all conversations of a step failed, RunError if the run directory cannot be written.
     """
     config, options = run.config, run.config.train
-    show.begin(run.config, done=run.step, notes=run.notes)
+    report.begin(config, done=run.step, notes=run.notes)
     async with contextlib.aclosing(run.environments), run.checkpoint_on_exit():
-        waiting: asyncio.Task[_Rollouts] | None = None
-        while run.step < options.steps:
-            if run.step == 0 or (config.eval.every and run.step % config.eval.every == 0):
-                await _evaluate(run, show)
-            began = time.perf_counter()
-            run.activity.step(run.step + 1)
-            rollouts = await (waiting or _hold(run, run.step))
-            if options.overlap and run.step + 1 < options.steps:
-                waiting = asyncio.create_task(_hold(run, run.step + 1))
-            for group in rollouts.groups:
-                for one in group.trajectories:  # before credit: what breaks in it is in no statistics
-                    run.mask(one)
-                    _refuse_stale(run, one)
-            run.credit(rollouts.groups)
+        next_rollouts: asyncio.Task[_Rollouts] | None = None
+        while run.step < run.steps:
+            if run.evaluation_due(config.eval.every):
+                await _evaluate(run, report)
             started = time.perf_counter()
-            batches = _pack(run, rollouts.groups)
-            pieces = options.ppo_epochs * sum(len(batch.micro_batches) for batch in batches)
-            advance = run.activity.part(run.step + 1, "training, micro-batches", pieces)
-            update = await run.learner.update(
-                batches,
-                lr=_learning_rate(run),
-                epochs=options.ppo_epochs,
-                on_micro_batch=advance,
-                on_first_step=run.begin_update,
-            )
-            # at once: what is sampled from here on is the new policy's
+            run.activity.step(run.step + 1)
+            rollouts = await (next_rollouts or roll_out(run, run.step))
+            if options.overlap and run.step + 1 < run.steps:
+                next_rollouts = asyncio.create_task(roll_out(run, run.step + 1))
+            groups, update_started = rollouts.groups, time.perf_counter()
+            _weigh(run, groups)
+            run.credit(groups)
+            update = await _update(run, pack_groups(run, groups))
+            # at once, so that no further token is sampled from the old weights
             await run.publisher.publish(run.step + 1)
-            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - started}
-            _finish_step(run, show, rollouts.groups, update, seconds, began=began)
-        await _evaluate(run, show)
-    show.end(run.directory, run.checkpoints.newest)
+            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - update_started}
+            _finish_step(run, report, groups, update, seconds=seconds, started=started)
+        if run.evaluation_due(config.eval.every):
+            await _evaluate(run, report)
+    report.end(run.directory, run.checkpoints.newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +66,8 @@ class _Rollouts:
     seconds: float
 
 
-async def _hold(run: Run, step: int) -> _Rollouts:
-    """The conversations of one step, scored."""
+async def roll_out(run: TrainingRun, step: int) -> _Rollouts:
+    """Sample and score the trajectories of a step, counted from 0."""
     started = time.perf_counter()
     options = run.config.train
     places = run.order.take(run.position + (step - run.step) * options.batch_size, options.batch_size)
@@ -123,69 +76,76 @@ async def _hold(run: Run, step: int) -> _Rollouts:
         for place, (_, index) in enumerate(places)
     ]
     advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
-
     score = run.scorer.scoring_callback(groups)
 
-    async def done(trajectory: Trajectory) -> None:
+    async def on_finished(trajectory: Trajectory) -> None:
         advance()
         await score(trajectory)
 
-    await rollout_groups(groups, run.table, on_finished=done)
+    await rollout_groups(groups, run.context, on_finished=on_finished)
     return _Rollouts(groups, time.perf_counter() - started)
 
 
-def _refuse_stale(run: Run, trajectory: Trajectory) -> None:
-    """Break a trajectory whose importance correction would be made up."""
-    problem = stale_without_logprobs(trajectory, kinds=run.learner.requirements.logprob_kinds, version=run.step)
-    if problem is not None and not trajectory.failed:
-        trajectory.fail(problem)
+def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
+    """Set the weights of turns. Before credit: a trajectory that fails here must be in no statistics of its group."""
+    kinds = run.learner.requirements.logprob_kinds
+    for group in groups:
+        for trajectory in group.trajectories:
+            run.weigh_turns(trajectory)
+            # without log-probabilities of the weights that sampled them, old tokens have no importance ratio
+            problem = stale_without_logprobs(trajectory, kinds=kinds, version=run.step)
+            if problem is not None and not trajectory.failed:
+                trajectory.fail(problem)
 
 
-def _pack(run: Run, groups: Sequence[Group]) -> list[Batch]:
-    """One batch for each optimizer step. All trajectories of a group stay together as far as the numbers allow."""
+def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
+    """Pack one batch for each optimizer step. The trajectories of a group stay together as far as the numbers allow.
+
+    Raises RolloutError if all trajectories failed.
+    """
     options = run.config.train
-    trajectories = [one for group in groups for one in group.trajectories if one.advantages]
+    trajectories = [t for group in groups for t in group.trajectories if t.advantages]
     if not trajectories:
         problems = "\n  ".join(failures(groups)[:5])
         raise RolloutError(
             f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
         )
-    weighed = [one for one in trajectories if any(turn.weight for turn in one.turns)]
-    trajectories = weighed or trajectories
-    idle = not any(turn.weight and one.has_advantage(turn.index) for one in trajectories for turn in one.turns)
-    required = run.learner.requirements
-    if idle and not required.keep_zero:
-        # some are computed all the same, with a gradient of zero, so that engine and trainer are still compared; with a
-        # divergence or an entropy in the loss, all of them have a gradient
+    trajectories = [t for t in trajectories if any(turn.weight for turn in t.turns)] or trajectories
+    no_gradient = not any(turn.weight and t.has_advantage(turn.index) for t in trajectories for turn in t.turns)
+    if no_gradient and not run.learner.requirements.keep_zero:
+        # all advantages are 0: one group is computed all the same, with a gradient of 0, to compare engine and trainer. Losses
+        # with a divergence or an entropy term have a gradient from all trajectories
         trajectories = trajectories[: options.group_size]
     size = -(-len(trajectories) // options.minibatches)
     return [
-        pack(
-            trajectories[start : start + size],
-            average=options.loss_average,
-            micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
-            share_prompts=required.share_prompts,
-            keep_zero=required.keep_zero or idle,
-            kinds=required.logprob_kinds,
-        )
+        run.pack(trajectories[start : start + size], keep_zero=no_gradient)
         for start in range(0, len(trajectories), size)
     ]
 
 
+async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
+    epochs = run.config.train.ppo_epochs
+    micro_batches = epochs * sum(len(batch.micro_batches) for batch in batches)
+    return await run.learner.update(
+        batches,
+        lr=run.learning_rate,
+        epochs=epochs,
+        on_micro_batch=run.activity.part(run.step + 1, "training, micro-batches", micro_batches),
+        on_first_step=run.begin_update,
+    )
+
+
 def _finish_step(
-    run: Run,
-    show: TrainReport,
+    run: TrainingRun,
+    report: TrainReport,
     groups: Sequence[Group],
     update: UpdateStats,
-    seconds: dict[str, float],
     *,
-    began: float,
+    seconds: dict[str, float],
+    started: float,
 ) -> None:
-    """Write down what the step did."""
-    lr = _learning_rate(run)
-    step = run.step + 1
+    """Write down the step, and warn of what keeps the run from learning."""
     metrics: dict[str, Any] = {
-        "step": step,
         **conversation_metrics(groups),
         "loss": update.loss,
         "kl": update.kl,
@@ -193,102 +153,34 @@ def _finish_step(
         "ratio/max_deviation": update.max_deviation,
         "ratio/clip_fraction": update.clip_fraction,
         "tokens/trained": update.tokens,
-        "lr": lr,
-        **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
     }
     tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
     if not run.config.train.overlap and update.max_deviation > tolerance:
         _log.warning(
-            "step %d: trainer and engine disagree: a probability ratio is off by %.3g before the first optimizer step "
-            "(ratio/max_deviation; at most %g is rounding). What is learnt is not what was sampled: please report it",
-            step,
+            "step %d: trainer and engine disagree: before the first optimizer step a probability ratio differs from 1 by %.3g "
+            "(ratio/max_deviation; up to %g is rounding). The tokens that are trained on are not those that were sampled: please "
+            "report it",
+            run.step + 1,
             update.max_deviation,
             tolerance,
         )
-    every = [one for group in groups for one in group.trajectories]
-    run.warn_template_mismatch(every)
-    for problem in run.watch.problems(metrics, groups):
-        _log.warning("step %d: %s", step, problem)
-    run.finish_step(metrics, every, began=began, last=step == run.config.train.steps)
-    show.step(metrics, failures(groups))
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
+    for problem in run.watch.problems(line, groups):
+        _log.warning("step %d: %s", run.step, problem)
+    report.step(line, failures(groups))
 
 
-def _learning_rate(run: Run) -> float:
-    options = run.config.train
-    return build.learning_rate(options, run.step, steps=options.steps)
-
-
-async def _evaluate(run: Run, show: TrainReport) -> None:
-    if not run.held_out or run.evaluated == run.step:
-        return
-    options = run.config.eval
+async def _evaluate(run: TrainingRun, report: TrainReport) -> None:
+    """Run conversations on the held-out rows, and write down their metrics."""
     run.activity.part(run.step, "evaluation")
-    table = replace(run.table, sampling=build.evaluation_sampling(run.config))
     summary, groups = await evaluate(
-        run.held_out, table, run.scorer, samples=options.samples_per_row, seed=run.config.seed, step=run.step
+        run.held_out,
+        replace(run.context, sampling=build.evaluation_sampling(run.config)),
+        run.scorer,
+        samples=run.config.eval.samples_per_row,
+        seed=run.config.seed,
+        step=run.step,
     )
-    run.directory.write_evaluation(summary, (one for group in groups for one in group.trajectories))
-    run.evaluated = run.step
-    show.evaluated(summary, groups)
-
-
-def assemble(config: Config) -> Run:
-    """Everything that a recipe names, checked and loaded; a former run is gone on with where the recipe says so.
-
-    Raises TurnwiseError with what is wrong before anything is computed.
-    """
-    refuse_without_effect(config)
-    refuse_without_reward(config)
-    opened = open_run(config, "train")
-    rows = build.rows(config)
-    held_out = build.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
-    opened.compare_rows(rows)
-    scorer, credit = build.scorer(config), build.credit(config)
-    mask = build.turn_weighting(config)
-    renderer = Renderer.from_pretrained(
-        opened.source, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
-    )
-    opened.compare_tokenizer(renderer)
-    findings = preflight(config, renderer)
-    rows, left_out = build.drop_long_prompts(config, rows, renderer)
-    held_out, held_out_left_out = build.drop_long_prompts(config, held_out, renderer)
-    findings += [*left_out, *(f"held-out rows: {note}" for note in held_out_left_out)]
-    environments = build.environment_factory(config, encode=renderer.encode)
-    every = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
-    rows, held_out = every[: len(rows)], every[len(rows) :]
-    learner = build.learner(config, opened.source, reference=opened.reference)
-    opened.compare_model(learner)
-    limits = build.limits(config, longest=learner.context_length)
-    engine = build.engine(config, renderer, learner.model, version=opened.step)
-    table = RolloutContext(
-        engine=engine,
-        renderer=renderer,
-        make_environment=environments,
-        sampling=build.sampling(config),
-        limits=limits,
-        thinking=config.thinking,
-        max_concurrent=config.max_concurrent,
-        lockstep=config.deterministic,
-    )
-    opened.begin(learner)
-    return Run(
-        config=config,
-        opened=opened,
-        renderer=renderer,
-        rows=rows,
-        held_out=held_out,
-        order=Order(len(rows), seed=config.seed, shuffle=config.data.shuffle),
-        table=table,
-        environments=environments,
-        scorer=scorer,
-        mask=mask,
-        credit=credit,
-        watch=LearningWatch(config),
-        learner=learner,
-        publisher=SharedWeights(engine),
-        step=opened.step,
-        position=opened.number("position"),
-        evaluated=opened.number("evaluated", -1),
-        saved=opened.step,
-        notes=[*findings, *opened.notes],
-    )
+    run.write_evaluation(summary, (trajectory for group in groups for trajectory in group.trajectories))
+    report.evaluated(summary, groups)

@@ -93,7 +93,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
     log = recipe.with_name("log.txt").read_text()
     done = len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines())
     assert f"stopped after step {done}; the newest checkpoint is that of step {done}: " in log
-    assert f"go on with: turnwise train {recipe} seed=3 resume=auto output=" in log
+    assert f"resume with: turnwise train {recipe} seed=3 resume=auto output=" in log
     assert "Traceback" not in log
     about = json.loads((recipe.with_name("run") / "checkpoints" / f"step-{done:06d}" / "checkpoint.json").read_text())
     assert about["step"] == done
@@ -186,7 +186,7 @@ def test_a_second_ctrl_c_stops_at_once_and_says_which_checkpoint_there_is(recipe
     done = len((run / "metrics.jsonl").read_text().splitlines())
     there = f"the newest checkpoint is that of step {done}: {run}/checkpoint"
     assert f"turnwise: stopped after step {done}; {there}\n" in text
-    assert f"go on with: turnwise train {recipe} " in text
+    assert f"resume with: turnwise train {recipe} " in text
     assert f" checkpoint.every={every} resume=auto output={run}\n" in text
     assert (run / "checkpoint").resolve().parent.name == f"step-{done:06d}"
     for word in ("Traceback", "Exception", "never retrieved", "never awaited"):

@@ -27,7 +27,7 @@ from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.sft import fine_tune as sft
 from turnwise.terminal.sft_report import SftReport
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import Run, assemble, train
+from turnwise.train import TrainingRun, assemble, train
 from turnwise.types import Request, Sampling
 
 TESTS = Path(__file__).parent.parent
@@ -63,7 +63,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run(recipe: Path, overrides: Sequence[str], out: Path) -> Run:
+def run(recipe: Path, overrides: Sequence[str], out: Path) -> TrainingRun:
     """Train in this process; what differs from a run without the overrides is theirs, because runs are deterministic."""
     made = assemble(load(recipe, [*overrides, f"output={out}"])[0])
     asyncio.run(train(made, TrainReport(Console(quiet=True))))
@@ -420,16 +420,16 @@ def test_fine_tuning_is_measured_and_written_down_as_the_recipe_says(
 @pytest.mark.parametrize(
     ("override", "read_off"),
     [
-        ("tokenization_sanity_check=disable", lambda run: run.table.renderer.sanity == "disable"),
-        ("tool_format=llama3", lambda run: run.table.renderer.turn_parser.tool_format.name == "llama3"),
-        ("max_concurrent=3", lambda run: run.table.max_concurrent == 3),
+        ("tokenization_sanity_check=disable", lambda run: run.context.renderer.sanity == "disable"),
+        ("tool_format=llama3", lambda run: run.context.renderer.turn_parser.tool_format.name == "llama3"),
+        ("max_concurrent=3", lambda run: run.context.max_concurrent == 3),
         ("train.share_prompts=never", lambda run: not run.learner.requirements.share_prompts),
-        ("limits.context=99", lambda run: run.table.limits.context == 99),
+        ("limits.context=99", lambda run: run.context.limits.context == 99),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_option_reaches_the_part_of_the_run_that_reads_it(
-    override: str, read_off: Callable[[Run], bool], recipe: Path
+    override: str, read_off: Callable[[TrainingRun], bool], recipe: Path
 ) -> None:
     assert read_off(assemble(load(recipe, [override, "replace=true"])[0]))
     assert not read_off(assemble(load(recipe, ["replace=true"])[0]))
@@ -439,7 +439,7 @@ def test_the_option_reaches_the_part_of_the_run_that_reads_it(
 def test_the_thinking_policy_reaches_the_loop(name: str, tmp_path: Path, recipe: Path) -> None:
     path = save_model(tmp_path / "thinker")
     byte_tokenizer(THINKS).save_pretrained(path)
-    assert assemble(load(recipe, [f"thinking={name}", f"model.path={path}"])[0]).table.thinking == name
+    assert assemble(load(recipe, [f"thinking={name}", f"model.path={path}"])[0]).context.thinking == name
 
 
 def engine(recipe: Path, *overrides: str) -> LocalEngine:

@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused_before_anything_is_computed(
 
 def test_a_format_that_is_named_is_taken(models: dict[str, Path], tmp_path: Path) -> None:
     config = recipe(tmp_path, models["strange"], CALCULATOR, "tool_format=hermes")
-    assert assemble(config).table.renderer.turn_parser.tool_format.name == "hermes"
+    assert assemble(config).context.renderer.turn_parser.tool_format.name == "hermes"
 
 
 def test_what_one_should_know_is_among_the_notes_once(models: dict[str, Path], tmp_path: Path) -> None:

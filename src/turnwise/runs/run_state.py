@@ -1,166 +1,244 @@
-"""A run on its way, whatever is learned in it: how far it is, what it leaves behind, and how it ends where somebody stops it."""
+"""The state of a run, whether it trains or fine-tunes: the finished steps, what they leave behind, and how a run ends."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.chat.renderer import Renderer
+from turnwise import build
+from turnwise.config.optimization import Optimization
+from turnwise.config.schema import Config
+from turnwise.data.rows import Order
 from turnwise.errors import RunError
 from turnwise.record.metrics import template_mismatches
 from turnwise.record.run_directory import RunDirectory
-from turnwise.runs.resuming import OpenedRun
+from turnwise.rewards.turn_weights import TurnWeighting
+from turnwise.runs.assembly import RunInputs
 from turnwise.terminal.activity import Activity
+from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.learner import Learner
-from turnwise.types import Trajectory
+from turnwise.types import Row, Trajectory
 
 __all__ = ["RunState", "checkpoint_due"]
 
-_SHARE = 0.03
-"""Of a run's time that checkpoints may take where the recipe does not say how often they are written."""
+_CHECKPOINT_SHARE = 0.03
+"""The share of a run's time that checkpoints may take if the recipe does not say how often they are written."""
 
 _log = logging.getLogger(__name__)
 
 
 def checkpoint_due(step: int, *, every: int | None, since: float, cost: float | None) -> bool:
-    """Whether a checkpoint of a finished step is written.
+    """Whether a checkpoint is written after a finished step.
 
-    `every` are the steps between checkpoints. None: one is written after the first step (`cost` None), and then when `since`,
-    the seconds since the last, is so long that its `cost`, also in seconds, is at most 3 % of the time.
+    `every` is the number of steps between checkpoints. None: the first step has one (`cost` is None then), and later steps when
+    `since`, the seconds since the last checkpoint, is so long that its `cost`, also in seconds, is at most 3 % of the time.
     """
     if every is not None:
         return step % every == 0
-    return cost is None or cost <= _SHARE * (since + cost)
+    return cost is None or cost <= _CHECKPOINT_SHARE * (since + cost)
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
     """What training and fine-tuning have in common."""
 
-    opened: OpenedRun
-    renderer: Renderer
+    inputs: RunInputs
     learner: Learner
-    step: int = 0
-    """Steps that are finished."""
-    saved: int = 0
-    """Steps that the newest checkpoint holds."""
-    evaluated: int = -1
-    """Steps after which the last evaluation was; it is not repeated when the run is resumed there."""
-    consistent: bool = True
-    """Whether the weights and the record are those after `step` steps, and not on the way to the next."""
-    mismatch_reported: bool = False
-    """Whether the sanity check has been reported: once is enough, the metrics go on counting."""
-    notes: list[str] = field(default_factory=list)
-    activity: Activity = field(default_factory=Activity)
-    _cost: float | None = field(default=None, init=False)
-    """Seconds that the last checkpoint took."""
-    _saved_at: float = field(default_factory=time.monotonic, init=False)
+    options: Optimization
+    """The options of the optimizer: `train` or `sft` of the recipe."""
+    steps: int
+    """The number of steps of the whole run."""
+    weigh_turns: TurnWeighting
+    """Sets the weight of each turn in the loss (`loss_mask`)."""
+    notes: list[str] = field(init=False)
+    """Notes that are printed when the run starts."""
+    order: Order = field(init=False)
+    step: int = field(init=False)
+    """The number of finished steps."""
+    saved: int = field(init=False)
+    """The number of steps that the newest checkpoint holds."""
+    evaluated: int = field(init=False)
+    """The number of steps before the last evaluation, -1 before the first: a resumed run does not repeat it."""
+    updating: bool = field(default=False, init=False)
+    """Whether weights and record are between two steps, so that a checkpoint would be inconsistent."""
+    mismatch_reported: bool = field(default=False, init=False)
+    """Whether the warning about template mismatches was logged: once is enough, the metrics keep counting."""
+    activity: Activity = field(default_factory=Activity, init=False)
+    checkpoint_seconds: float | None = field(default=None, init=False)
+    """The seconds that the last checkpoint took; None before the first."""
+    saved_at: float = field(default_factory=time.monotonic, init=False)
+    """When the last checkpoint was written, by `time.monotonic`."""
 
     def __post_init__(self) -> None:
-        if self.opened.saved is not None:
-            self._cost = self.opened.saved.about["seconds"]
+        inputs, opened = self.inputs, self.inputs.opened
+        self.notes = [*inputs.notes, *opened.notes]
+        self.order = Order(len(inputs.rows), seed=inputs.config.seed, shuffle=inputs.config.data.shuffle)
+        self.step = self.saved = opened.step
+        self.evaluated = opened.number("evaluated", -1)
+        if opened.saved is not None:
+            self.checkpoint_seconds = opened.saved.about["seconds"]
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self.inputs.rows
+
+    @property
+    def held_out(self) -> Sequence[Row]:
+        return self.inputs.held_out
 
     @property
     def directory(self) -> RunDirectory:
-        """Where the run is written down."""
-        return self.opened.directory
+        return self.inputs.opened.directory
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Those of the run."""
-        return self.opened.checkpoints
+        return self.inputs.opened.checkpoints
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the step that comes next."""
+        return build.learning_rate(self.options, self.step, steps=self.steps)
+
+    def pack(self, trajectories: Sequence[Trajectory], *, keep_zero: bool = False) -> Batch:
+        """Pack trajectories into a batch, as the recipe and the learner require. `keep_zero` keeps advantages of 0 in."""
+        options, required = self.options, self.learner.requirements
+        return pack(
+            trajectories,
+            average=options.loss_average,
+            micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
+            share_prompts=required.share_prompts,
+            keep_zero=required.keep_zero or keep_zero,
+            kinds=required.logprob_kinds,
+        )
+
+    def evaluation_due(self, every: int) -> bool:
+        """Whether an evaluation comes next: before the first step, after the last, and `every` so many steps (0: no others)."""
+        if not self.held_out or self.evaluated == self.step:
+            return False
+        return self.step == 0 or self.step >= self.steps or (every > 0 and self.step % every == 0)
+
+    def write_evaluation(self, summary: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
+        """Write down an evaluation of the present weights. Raises RunError."""
+        self.directory.write_evaluation(dict(summary), trajectories)
+        self.evaluated = self.step
 
     def data_position(self) -> dict[str, int]:
-        """How far in the data it is: what a checkpoint remembers beside the step."""
+        """The position in the data: what a checkpoint remembers beside the number of steps."""
         return {"evaluated": self.evaluated}
 
+    def advance_data(self) -> None:
+        """Count the rows that the finished step has used."""
+
     def begin_update(self) -> None:
-        """The first optimizer step of a step follows: from here on until the step's end, nothing can be saved."""
-        self.consistent = False
+        """Called before the first optimizer step of a step: until the step is finished, no checkpoint can be written."""
+        self.updating = True
 
     def finish_step(
-        self, metrics: dict[str, Any], trajectories: Sequence[Trajectory], *, began: float, last: bool
-    ) -> None:
-        """Write down a step that `began` at that `time.perf_counter`, with a checkpoint if it is time for one.
+        self,
+        metrics: Mapping[str, Any],
+        trajectories: Sequence[Trajectory],
+        *,
+        recorded: Sequence[Trajectory] | None = None,
+        seconds: Mapping[str, float],
+        started: float,
+    ) -> dict[str, Any]:
+        """Write down a step, with a checkpoint if one is due. Returns the step's line of metrics.jsonl.
 
-        The step's line is written between the checkpoint's large files and its last one: so it tells what they took, and the
-        checkpoint covers it. Raises RunError if something cannot be written; then the step is in no checkpoint.
+        `trajectories` are those of the step, and `recorded` those that are written (all unless given). `seconds` are the times
+        of the parts of the step; `started` is when it started, by `time.perf_counter`.
+
+        The step's line is written after the large files of the checkpoint and before its last file: it holds the time that the
+        checkpoint took, and the checkpoint includes the line. Raises RunError if something cannot be written; then no checkpoint
+        holds the step.
         """
-        self.consistent = False
-        started = time.perf_counter()
-        since = time.monotonic() - self._saved_at
-        every = self.opened.config.checkpoint.every
-        due = last or checkpoint_due(self.step + 1, every=every, since=since, cost=self._cost)
-        unfinished = self._write(self.step + 1) if due else None
+        self._warn_template_mismatch(trajectories)
+        self.updating = True
+        line = {
+            "step": self.step + 1,
+            **metrics,
+            "lr": self.learning_rate,
+            **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
+        }
+        before = time.perf_counter()
+        due = self.step + 1 == self.steps or checkpoint_due(
+            self.step + 1,
+            every=self.config.checkpoint.every,
+            since=time.monotonic() - self.saved_at,
+            cost=self.checkpoint_seconds,
+        )
+        pending = self._write_checkpoint(self.step + 1) if due else None
         now = time.perf_counter()
-        metrics["seconds/checkpoint"] = round(now - started, 4) if due else 0.0
-        metrics["seconds/step"] = round(now - began, 4)
-        self.directory.write_step(metrics, trajectories)
+        line["seconds/checkpoint"] = round(now - before, 4) if due else 0.0
+        line["seconds/step"] = round(now - started, 4)
+        self.directory.write_step(line, trajectories if recorded is None else recorded)
         self.step += 1
         self.advance_data()
-        self.consistent = True
-        if unfinished is not None:
-            self._finish(unfinished, now - started)
-
-    def advance_data(self) -> None:
-        """Count what the step that is finished has used of the data."""
+        self.updating = False
+        if pending is not None:
+            self._finish_checkpoint(pending, now - before)
+        return line
 
     def save(self) -> None:
-        """Leave a checkpoint behind. Raises RunError if it cannot be written."""
+        """Write a checkpoint of the finished steps. Raises RunError if it cannot be written."""
         started = time.perf_counter()
-        unfinished = self._write(self.step)
-        self._finish(unfinished, time.perf_counter() - started)
+        pending = self._write_checkpoint(self.step)
+        self._finish_checkpoint(pending, time.perf_counter() - started)
 
-    def _write(self, step: int) -> PendingCheckpoint:
+    def _write_checkpoint(self, step: int) -> PendingCheckpoint:
         self.activity.part(step, "writing a checkpoint")
+        renderer = self.inputs.renderer
         return self.checkpoints.write(
             step,
             save_model=self.learner.save,
-            tokenizer=self.renderer.tokenizer,
+            tokenizer=renderer.tokenizer,
             state={"policy": self.learner.state()},
-            processor=self.renderer.vision,
+            processor=renderer.vision,
         )
 
-    def _finish(self, unfinished: PendingCheckpoint, seconds: float) -> None:
-        self.checkpoints.finish(unfinished, self.opened.about(self.data_position(), seconds))
-        self.directory.note_checkpoint(unfinished.step)
-        self.saved, self._cost, self._saved_at = unfinished.step, seconds, time.monotonic()
+    def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:
+        self.checkpoints.finish(pending, self.inputs.opened.about(self.data_position(), seconds))
+        self.directory.note_checkpoint(pending.step)
+        self.saved, self.checkpoint_seconds, self.saved_at = pending.step, seconds, time.monotonic()
 
-    def stopped_text(self, again: str) -> str:
-        """How far a stopped run is, its newest checkpoint, and the command that resumes it (`again`). Two lines.
+    def _warn_template_mismatch(self, trajectories: Sequence[Trajectory]) -> None:
+        """Log once in a run that tokens differ from the chat template's."""
+        if not self.mismatch_reported and (warning := template_mismatches(trajectories)) is not None:
+            self.mismatch_reported = True
+            _log.warning("step %d: %s", self.step + 1, warning)
 
-        Reads attributes only, so it may be called from a signal handler.
+    def stopped_text(self, resume: str) -> str:
+        """How far a stopped run is, its newest checkpoint, and the command that resumes it. Two lines.
+
+        Reads attributes only, so that it may be called from a signal handler.
         """
         if self.saved:
-            lost = f", which steps {self.saved + 1} to {self.step} are not in" if self.saved < self.step else ""
-            there = f"the newest checkpoint is that of step {self.saved}{lost}: {self.checkpoints.newest}"
+            lost = f", which does not hold steps {self.saved + 1} to {self.step}" if self.saved < self.step else ""
+            checkpoint = f"the newest checkpoint is that of step {self.saved}{lost}: {self.checkpoints.newest}"
         else:
-            there = "there is no checkpoint yet"
-        return f"stopped after step {self.step}; {there}\ngo on with: {again}"
-
-    def warn_template_mismatch(self, trajectories: Sequence[Trajectory]) -> None:
-        """Say once in a run that the tokens are not what the template writes."""
-        if not self.mismatch_reported and (told := template_mismatches(trajectories)) is not None:
-            self.mismatch_reported = True
-            _log.warning("step %d: %s", self.step + 1, told)
+            checkpoint = "there is no checkpoint yet"
+        return f"stopped after step {self.step}; {checkpoint}\nresume with: {resume}"
 
     @contextlib.asynccontextmanager
     async def checkpoint_on_exit(self) -> AsyncIterator[None]:
-        """However the run ends, leave a checkpoint of the last finished step behind, and the directory to others.
+        """However the run ends, write a checkpoint of the last finished step and unlock the run directory.
 
-        Only KeyboardInterrupt, which is to end it at once, leaves none.
+        A KeyboardInterrupt, which ends the process at once, writes no checkpoint.
         """
         try:
             yield
         except KeyboardInterrupt:
             raise
-        except BaseException:  # somebody stops it, or something is wrong that a person can put right
-            if self.consistent and self.step > self.saved:
+        except BaseException:  # a signal stopped the run, or there is an error that a person can put right
+            if not self.updating and self.step > self.saved:
                 try:
                     self.save()
                 except RunError as error:

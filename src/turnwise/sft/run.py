@@ -1,0 +1,104 @@
+"""A fine-tuning run: everything that the loop of `fine_tune` needs, assembled from a recipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config, EnvironmentUse
+from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.data.conversations import read_conversations
+from turnwise.errors import ConfigError, Failed, RolloutError, boundary
+from turnwise.runs.assembly import read_inputs
+from turnwise.runs.run_state import RunState
+from turnwise.training.batch import Batch
+from turnwise.types import Row, ToolSchema, Trajectory
+
+__all__ = ["SftRun", "assemble"]
+
+
+@dataclass(slots=True, kw_only=True)
+class SftRun(RunState):
+    """A fine-tuning run, ready to continue after `step` steps."""
+
+    tools: Sequence[ToolSchema]
+    """The recipe's tools, for rows without a column of tools."""
+    max_tokens: int | None
+    """The most tokens of a conversation; None: no limit."""
+    recorded: int
+    """The number of conversations in trajectories.jsonl."""
+    without_targets: int = 0
+    """The number of rows since the last one that could be trained on."""
+    evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
+    """The held-out conversations, packed once: they are the same in each evaluation."""
+
+    def data_position(self) -> dict[str, int]:
+        return {**RunState.data_position(self), "recorded": self.recorded}
+
+
+def assemble(config: Config) -> SftRun:
+    """Check a recipe, and load and build what it names. A run in `output` is resumed if the recipe says so.
+
+    Raises TurnwiseError before anything is computed.
+    """
+    refuse_sft_without_effect(config)
+    weigh_turns = build.turn_weighting(config)
+    inputs = read_inputs(config, "sft", _read_conversations)
+    opened, options = inputs.opened, config.sft
+    learner = build.sft_learner(config, opened.source)
+    opened.compare_model(learner)
+    limits = build.limits(config, longest=learner.context_length)
+    tools = asyncio.run(_recipe_tools(config, inputs.renderer))
+    if tools and all("tools" in row.fields for row in [*inputs.rows, *inputs.held_out]):
+        raise ConfigError(
+            "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
+            "the column from the data"
+        )
+    opened.begin(learner)
+    return SftRun(
+        inputs=inputs,
+        learner=learner,
+        options=options,
+        steps=options.steps or math.ceil(options.epochs * len(inputs.rows) / options.batch_size),
+        weigh_turns=weigh_turns,
+        tools=tools,
+        max_tokens=limits.context,
+        recorded=opened.number("recorded"),
+    )
+
+
+def _read_conversations(config: Config, held_out: bool) -> list[Row]:
+    data = config.data
+    bounds = [bound for bound in (config.sft.max_eval_rows if held_out else None, data.max_rows) if bound is not None]
+    return read_conversations(
+        data.eval if held_out and data.eval is not None else data.train,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system_prompt,
+        limit=min(bounds, default=None),
+    )
+
+
+async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchema]:
+    """The schemas of the recipe's tools, as in training on the same recipe, for rows without a column of tools."""
+    if not config.tools and config.mcp.servers is None:
+        return ()
+    with_tools_only = config.model_copy(
+        update={"environment": EnvironmentUse(use="turnwise.environments.environment:SingleTurn")}
+    )
+    async with contextlib.aclosing(build.environment_factory(with_tools_only, encode=renderer.encode)) as environments:
+        environment = environments()
+        try:
+            with boundary("environment"):
+                question = Row(id="tools", messages=[{"role": "user", "content": "What can you do?"}])
+                return tuple((await environment.begin(question)).tools)
+        except Failed as failed:
+            raise RolloutError(f"the recipe's tools could not be made: {failed.failure.message}") from failed
+        finally:
+            await environment.close()
