@@ -24,7 +24,7 @@ def refuse_without_effect(config: Config) -> None:
     """
     train, data = config.train, config.data
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
-    of_train, of_sft = changed_options(train), changed_options(config.sft)
+    of_train, of_sft = changed_options(train), sorted(changed_options(config.sft))
     problems: list[tuple[bool, str]] = [
         (
             on_policy and bool({"clip_low", "clip_high"} & set(of_train)),
