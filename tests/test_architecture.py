@@ -355,7 +355,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         and node.attr == "model"
         and _name(node.value) in ("learner", "run", "policy")
     }
-    assert readers == {"train.py"}  # the argument of build.engine
+    assert readers == {"runs/training_run.py"}  # the argument of build.engine
     # the loops, the run's state and checkpoints know the protocol, which has no model
     protocol = next(
         node
