@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "environments.environment",
     },
     "rewards": {"types", "errors", "user_code"},
-    "training": {"types", "errors", "models"},
+    "training": {"types", "errors", "models", "json_yaml"},
     "config": {"errors", "data.rows", "json_yaml"},
     "record": {"types", "errors", "config", "data.images", "json_yaml"},
     "terminal": {"types", "errors", "config", "record", "json_yaml"},

@@ -1,8 +1,8 @@
-"""Whole conversations, to be learnt from: rows whose messages hold the model's part too.
+"""Reads complete conversations for fine-tuning: rows whose messages include those of the assistant.
 
-A row has a column `messages` in the OpenAI format, or the pair `prompt` and `completion` that TRL has; beside them it may
-have `tools`, `images` and `videos`. What of it cannot be learnt from is refused at start-up with the row's number. This
-module knows no template: how a model says a message is not its affair.
+A row has a column `messages` in the OpenAI format, or the columns `prompt` and `completion` as in TRL. It may also have
+`tools`, `images` and `videos`. A conversation that cannot be trained on is an error at start-up, with the row's number.
+This module does not know chat templates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.data.media import with_media
 from turnwise.data.messages import clean_message
-from turnwise.data.rows import Found, made_rows
+from turnwise.data.rows import SourceRecord, build_rows
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row, ToolSchema
@@ -24,14 +24,14 @@ __all__ = ["read_conversations"]
 _OURS = ("messages", "prompt", "completion")
 _FLAGS = ("train", "loss")
 _LABELS = ("weight", *_FLAGS)
-"""What a message says about learning it; no template is to see it."""
+"""Keys of a message that set its weight in the loss. They are removed before a template sees the message."""
 _ELSEWHERE = {
     "function_call": 'write {"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]}',
     "train_detail": "parts of a message cannot be left out: use `weight`, or two messages",
     "loss_scale": "use `weight`",
     "audio": "the model says texts",
 }
-"""What messages of other systems hold and is not read here, and what there is instead."""
+"""Keys of messages that other systems read and turnwise does not, and what to write instead."""
 
 
 def read_conversations(
@@ -46,19 +46,19 @@ def read_conversations(
     """Read a data set of conversations; `source` and the options are those of `read_rows`.
 
     A row's `messages` are the whole conversation. Its fields hold the other columns, `tools` as schemas, and `weights`, one for
-    each assistant message, where the messages say what is learnt (`"weight": 0`, `"train": false`, `"loss": false`) or the
-    row has a column of that name.
+    each assistant message, where messages have a weight (`"weight": 0`, `"train": false`, `"loss": false`) or the row has a
+    column of that name.
 
     Raises DataError, with the row's number, where a conversation has no assistant message, an unknown role, a tool's message
     without a call before it, or content of no known kind.
     """
     mapping = columns or {}
-    return made_rows(
+    return build_rows(
         source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
     )
 
 
-def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
     record, place = found.record, found.place
     messages = [_clean(message, f"{place}: message {n}") for n, message in enumerate(_messages(found, mapping), 1)]
     taken = {mapping.get(name, name) for name in _OURS} | set(mapping.values())
@@ -96,8 +96,8 @@ def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: P
     return Row(id=name, messages=_with_tool_names(plain), fields=fields)
 
 
-def _messages(found: Found, mapping: Mapping[str, str]) -> Sequence[Any]:
-    """The conversation as it stands in the row, from whichever columns hold it."""
+def _messages(found: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:
+    """The messages of the row, from the columns that hold them."""
     record, place = found.record, found.place
     whole, prompt, completion = (mapping.get(name, name) for name in _OURS)
     pair = "messages" not in mapping and prompt in record and completion in record
@@ -105,7 +105,7 @@ def _messages(found: Found, mapping: Mapping[str, str]) -> Sequence[Any]:
         return _many(record[whole], f"{place}: {whole}")
     if pair:
         before = _many(record[prompt], f"{place}: {prompt}", role="user")
-        # what the prompt quotes of the model is context
+        # assistant messages in the prompt are context and not trained on
         before = [
             {**one, "weight": 0} if isinstance(one, Mapping) and one.get("role") == "assistant" else one
             for one in before
@@ -129,7 +129,7 @@ def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
 
 
 def _clean(message: Any, where: str) -> Message:
-    """A message in the form of `clean_message`, with a label of what is learnt only where the model speaks."""
+    """A message in the form of `clean_message`. Only assistant messages may set a weight."""
     for key, instead in _ELSEWHERE.items():
         if isinstance(message, Mapping) and message.get(key) is not None:
             raise DataError(f"{where} has `{key}`, which is not read: {instead}")
@@ -162,13 +162,13 @@ def _check_order(messages: Sequence[Message], place: str) -> None:
 
 
 def _called(before: Sequence[Message]) -> bool:
-    """Whether the messages end in a turn of the model, tools' answers to it apart. What its text calls, a template knows."""
+    """Whether the last message that is not a tool's is the assistant's. Its calls may be in its text, so they are not checked."""
     last = next((message for message in reversed(before) if message["role"] != "tool"), None)
     return last is not None and last["role"] == "assistant"
 
 
 def _weights(messages: Sequence[Message], column: Any, place: str) -> list[float]:
-    """One for each assistant message: what the messages themselves say, or the row's column `weights`."""
+    """The weight of each assistant message: from the messages, or from the row's column `weights`."""
     said = [message for message in messages if message["role"] == "assistant"]
     if column is None:
         return [_weight(message, place) for message in said]
@@ -185,7 +185,7 @@ def _weights(messages: Sequence[Message], column: Any, place: str) -> list[float
 
 
 def _weight(message: Message, place: str) -> float:
-    """What the message says about learning it: `weight` (OpenAI has 0 and 1), `train` (axolotl) or `loss` (ms-swift)."""
+    """The weight of a message: its key `weight` (OpenAI has 0 and 1), `train` (axolotl) or `loss` (ms-swift)."""
     weight = message.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         raise DataError(f"{place}: an assistant message has the weight {weight!r}; it must be a number, 0 or more")
@@ -215,7 +215,7 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
 
 
 def _without_empty(value: Any) -> Any:
-    """The same without what parquet has put in because other rows have it."""
+    """The value without keys that are null: parquet gives every row the keys of all rows."""
     if isinstance(value, Mapping):
         return {
             key: _without_empty(item) for key, item in value.items() if item is not None or key in ("default", "const")
@@ -224,7 +224,7 @@ def _without_empty(value: Any) -> Any:
 
 
 def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, those of tools with the name of the tool: some templates ask for it, few data sets have it."""
+    """The messages, with the name of the tool in tool messages: some templates need it, few data sets have it."""
     names: dict[str, str] = {}
     found: list[Message] = []
     for message in messages:

@@ -1,9 +1,9 @@
-"""GSM8K as it is published, made into rows: `python -m turnwise.data.gsm8k --source train.jsonl --out data/gsm8k`.
+"""Converts GSM8K as published into rows: `python -m turnwise.data.gsm8k --source train.jsonl --out data/gsm8k`.
 
-The rows have the columns that verl's preprocessing gives them, so that its users' files, rewards and environments fit:
+The rows have the columns of verl's preprocessing, so that files, rewards and environments written for verl work:
 `--kind interaction` as for `gsm8k_multiturn_w_interaction`, `--kind tool` as for `gsm8k_tool_agent_loop`. The source is a file
-of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` a line. Or it is a
-hub id, `openai/gsm8k`, or a directory saved by `datasets`.
+of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` per line. It may
+also be a hub id, `openai/gsm8k`, or a directory saved by `datasets`.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def preprocess(
     split: str = "train",
     subset: str = "main",
 ) -> tuple[Path, int]:
-    """Write the rows of a source to `out/<the file's name, or the split's>.<format>`. Returns that path and how many they are.
+    """Write the rows of a source to `out/<the file's name, or the split's>.<format>`. Returns that path and the number of rows.
 
-    `split` and `subset` are of a hub data set or a saved directory. Raises DataError if the source is missing or a row is not
-    as it should be, with its number.
+    `split` and `subset` select from a hub data set or a saved directory. Raises DataError if the source is missing or a row is
+    malformed, with the row's number.
     """
     single = source.suffix in FILES or source.is_file()
-    rows = _made(
+    rows = _convert(
         _lines(source) if single else _table(source, split, subset), source, source.stem if single else split, kind
     )
     path = out / f"{source.stem if single else split}.{format}"
@@ -116,7 +116,7 @@ def _table(source: Path, split: str, subset: str) -> Iterator[tuple[str, Any]]:
         yield found.place, dict(found.record)
 
 
-def _made(found: Iterator[tuple[str, Any]], source: Path, split: str, kind: Kind) -> list[dict[str, Any]]:
+def _convert(found: Iterator[tuple[str, Any]], source: Path, split: str, kind: Kind) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for place, record in found:
         question, answer = (record.get(name) if isinstance(record, dict) else None for name in ("question", "answer"))
@@ -142,7 +142,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m turnwise.data.gsm8k`."""
-    parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Make rows of GSM8K as it is published.")
+    parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Convert GSM8K as published into rows.")
     parser.add_argument(
         "--source",
         type=Path,

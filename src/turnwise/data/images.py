@@ -1,7 +1,7 @@
-"""Images as they are given, made into images: paths, bytes, data URIs, the forms of `datasets` and of the OpenAI format.
+"""Opens images: paths, bytes, data URIs, and the formats of `datasets` and OpenAI.
 
-It knows where an image may come from, which part of a message is one, and how an image is named (by its content). It
-refuses to know processors, models and tokens. PIL is an extra and is loaded where an image is opened.
+This module knows the sources of images, which parts of a message are images, and the hash that names an image. It does not
+know processors, models and tokens. PIL is an extra and is imported where an image is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turnwise.errors import DataError
 __all__ = ["MOST_PIXELS", "digest", "is_image", "load_image", "media_kind", "media_value", "probe_image"]
 
 MOST_PIXELS = 64_000_000
-"""Pixels of the largest image that is opened: more is a mistake, or a file made to fill the memory."""
+"""Most pixels of an image that is opened: a larger one is a mistake, or a file made to fill the memory."""
 
 _KEYS = {
     "image": ("image", "image_url", "url", "path", "base64", "bytes"),
@@ -31,7 +31,7 @@ _KEYS = {
 
 
 def media_kind(part: Mapping[str, Any]) -> str | None:
-    """`image` or `video` for a part of a message's content that is one, else None."""
+    """`image` or `video` for a part of a message that shows an image or a video, else None."""
     kind = part.get("type")
     if kind in ("image", "image_url"):
         return "image"
@@ -39,7 +39,7 @@ def media_kind(part: Mapping[str, Any]) -> str | None:
 
 
 def media_value(part: Mapping[str, Any]) -> Any:
-    """What a part shows: an image in any form that `load_image` takes, or a video; None where it holds nothing yet.
+    """The image or video of a part: an image in any form that `load_image` takes, or a video. None for an empty placeholder.
 
     Example: `{"type": "image_url", "image_url": {"url": "data:..."}}` gives `"data:..."`.
     """
@@ -52,7 +52,7 @@ def media_value(part: Mapping[str, Any]) -> Any:
 
 
 def is_image(value: Any) -> bool:
-    """Whether it is a PIL image: nobody who has no PIL has one."""
+    """Whether the value is a PIL image. Does not import PIL."""
     return any(kind.__module__ == "PIL.Image" and kind.__name__ == "Image" for kind in type(value).__mro__)
 
 
@@ -61,7 +61,7 @@ def load_image(value: Any, *, where: str, folder: Path | None = None) -> Any:
 
     `value` is a PIL image, a path (relative ones are relative to `folder`), a `file://` or `data:image/...;base64,` URI,
     the bytes of an image file, `{"bytes": ..., "path": ...}` as `datasets` has it, or a part in the OpenAI format. `where`
-    says in messages whose image it is.
+    names the image in error messages.
 
     Raises DataError if there is none, it cannot be read, or it is too large.
     """
@@ -77,7 +77,7 @@ def load_image(value: Any, *, where: str, folder: Path | None = None) -> Any:
 
 
 def probe_image(value: Any, *, where: str, folder: Path | None = None) -> None:
-    """See that an image is there and begins like one, without reading it all.
+    """Check that an image exists and has the header of an image, without decoding it.
 
     Raises DataError as `load_image` does.
     """
@@ -88,14 +88,14 @@ def probe_image(value: Any, *, where: str, folder: Path | None = None) -> None:
 
 
 def digest(image: Any) -> str:
-    """The sha256 of a PIL image's mode, size and pixels: equal for equal images, wherever they came from."""
+    """The sha256 of a PIL image's mode, size and pixels: equal images have equal digests, whatever their source."""
     found = hashlib.sha256(f"{image.mode}:{image.width}x{image.height}:".encode())
     found.update(image.tobytes())
     return found.hexdigest()
 
 
 def base64_bytes(text: Any) -> bytes:
-    """What base64 stands for; text that is none gives what is no image."""
+    """The decoded bytes; empty for a text that is not base64, which no image is."""
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError, TypeError):
@@ -103,7 +103,7 @@ def base64_bytes(text: Any) -> bytes:
 
 
 def _opened(value: Any, *, where: str, folder: Path | None) -> Any:
-    """The image, its header read."""
+    """The opened image, its header read and its pixels not decoded."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -181,7 +181,7 @@ def _refuse_large(image: Any, value: Any, where: str) -> None:
 
 
 def _upright(image: Any) -> Any:
-    """As it is meant to be seen: turned as its EXIF data say, transparency laid on white, in RGB."""
+    """The image in RGB, rotated as its EXIF data say, with transparent pixels on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

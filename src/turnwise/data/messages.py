@@ -1,7 +1,7 @@
-"""Checks one message of a data set and brings it into the one form that is used from here on.
+"""Checks a message of a data set and converts it to the form that the rest of turnwise uses.
 
-The form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. Knows nothing of
-rows, templates or what is learnt.
+That form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. This module
+does not know rows, templates or loss weights.
 """
 
 from __future__ import annotations

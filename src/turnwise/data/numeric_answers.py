@@ -1,8 +1,8 @@
-"""Numbers in what a model says: finding the final answer and comparing it.
+"""Finds the final number in a model's text and compares it with the right answer.
 
-Used by environments that check answers and by reward functions; knows texts only. There are two families. `final_answer` and
-`same_number` read numbers as people write them. `parsed` and `grade` do what verl's GSM8K scorer does (`strict`, `flexible`),
-to the letter, so that results can be compared with those of others, or read as people do (`robust`).
+Used by environments and reward functions. There are two families. `final_answer` and `same_number` read numbers as people
+write them. `parsed` and `grade` follow verl's GSM8K scorer exactly (`strict`, `flexible`), so that results can be compared with
+published ones; with `robust` they read numbers as `final_answer` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Grader", "Method", "final_answer", "grade", "parsed", "same_number",
 Method = Literal["strict", "flexible"]
 
 Grader = Literal["strict", "flexible", "robust"]
-"""How an answer is read and compared.
+"""How an answer is parsed and compared.
 
 `strict`: the last `#### number` among the last 300 characters; the same text as the truth. verl's default.
 `flexible`: the last number among the last 300 characters, commas and all; the same text as the truth. As verl does it, so
@@ -27,7 +27,7 @@ Grader = Literal["strict", "flexible", "robust"]
 _SPACED = r"\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d,])(?:\.\d+)?"  # 1 234: only where it is marked as one number
 _MARKED = re.compile(rf"####[\s*_`(\\$€£]*((?:[-−][ \\$€£]*)?(?:{_SPACED}|[\d.,]*\d))")
 _NUMBER = re.compile(r"[-−]?\$?\d[\d,]*(?:\.\d+)?|[-−]?\.\d+")
-_NO_PART_OF_IT = re.compile(r"[,$€£\\\s]")
+_IGNORED = re.compile(r"[,$€£\\\s]")
 
 _VERL_END = 300
 _VERL_MARKED = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -53,7 +53,7 @@ def final_answer(text: str, method: Method = "strict") -> str | None:
 def truth(answer: object) -> str:
     """The number that a data set's answer column holds: `72`, `"72"`, or GSM8K's whole solution with `#### 72` at its end.
 
-    Raises ValueError if it holds no number and no text: with such a truth no answer would ever be right.
+    Raises ValueError if it is neither a number nor a text: no answer could equal it.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise ValueError(
@@ -74,9 +74,9 @@ def same_number(one: str | None, other: str | None) -> bool:
 
 
 def parsed(text: str, grader: Grader = "strict") -> str | None:
-    """The answer that a grader reads out of a text, or None.
+    """The answer that a grader parses from a text, or None.
 
-    Example: `parsed("It is #### 1,234.", "strict")` is `"1234."`: the full stop is taken for a part of the number.
+    Example: `parsed("It is #### 1,234.", "strict")` is `"1234."`: the full stop counts as part of the number.
     """
     if grader == "robust":
         return final_answer(text, "flexible")
@@ -104,4 +104,4 @@ def solution_number(solution: str) -> str | None:
 
 
 def _plain(number: str) -> str:
-    return _NO_PART_OF_IT.sub("", number).replace("−", "-")
+    return _IGNORED.sub("", number).replace("−", "-")

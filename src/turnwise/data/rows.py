@@ -1,7 +1,7 @@
-"""Rows: reading them, mapping their columns, and the order in which they are used.
+"""Reads data sets into rows, maps their columns, and defines the order in which rows are used.
 
-Knows jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). A bad row is refused at start-up with its
-number, not met in the middle of a run.
+Reads jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). All rows are checked at start-up: a defective
+row is an error with its number, and not an error in the middle of a run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row
 
-__all__ = ["FILES", "Found", "Order", "made_rows", "read_rows", "records"]
+__all__ = ["FILES", "Order", "SourceRecord", "build_rows", "read_rows", "records"]
 
 FILES = (".jsonl", ".json", ".ndjson", ".parquet")
-"""Endings of single files; `.json` and `.ndjson` hold one object a line, as `.jsonl` does."""
+"""Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does."""
 
 
 def read_rows(
@@ -38,30 +38,30 @@ def read_rows(
     """Read a data set.
 
     `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id; or a list of these,
-    whose rows follow each other and are numbered through. `columns` maps
-    our names to the data's: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
-    messages; `id` is optional. The columns `images` and `videos` are put into the messages where they say `<image>` and
-    `<video>`. `system` is put before prompts that have no system message of their own.
+    whose rows are concatenated and numbered from 1. `columns` maps names of turnwise to names in the data:
+    `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of messages; `id` is optional. The
+    columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the messages. `system` is added to
+    prompts without a system message.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
     mapping = {"prompt": "prompt", **(columns or {})}
-    return made_rows(
+    return build_rows(
         source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
     )
 
 
-def made_rows(
+def build_rows(
     source: str | Sequence[str],
-    make: Callable[[Found, Path | None], Row],
+    make: Callable[[SourceRecord, Path | None], Row],
     *,
     split: str,
     subset: str | None,
     limit: int | None,
 ) -> list[Row]:
-    """What `make` makes of each record and the folder that its files are relative to.
+    """The rows that `make` builds from each record; its second argument is the folder that relative paths start from.
 
-    Raises DataError if two rows have one id, or there is none at all.
+    Raises DataError if two rows have the same id, or there are no rows.
     """
     where: dict[str, str] = {}
     rows: list[Row] = []
@@ -79,24 +79,26 @@ def made_rows(
     return rows
 
 
-def _all_records(source: str | Sequence[str], split: str, subset: str | None) -> Iterator[tuple[Found, Path | None]]:
-    """The records of one or several data sets, each with the folder that its files are relative to."""
-    several = [source] if isinstance(source, str) else source
-    before = 0
-    for one in several:
-        path = Path(os.path.expanduser(one))
+def _all_records(
+    source: str | Sequence[str], split: str, subset: str | None
+) -> Iterator[tuple[SourceRecord, Path | None]]:
+    """The records of one or several data sets, each with the folder that its relative paths start from."""
+    sources = [source] if isinstance(source, str) else source
+    before = 0  # records of the sources that are read already
+    for name in sources:
+        path = Path(os.path.expanduser(name))
         folder = path.absolute().parent if path.suffix in FILES else path.absolute() if os.path.isdir(path) else None
         last = 0
-        for found in records(one, split=split, subset=subset):
+        for found in records(name, split=split, subset=subset):
             last = found.number
             yield (replace(found, number=before + found.number) if before else found), folder
         before += last
 
 
 class Order:
-    """In which order rows are used: shuffled anew for each epoch, and found again after a restart by one number.
+    """The order in which rows are used. Each epoch has its own shuffle.
 
-    `take(position, count)` depends on nothing but the seed, so a checkpoint needs only the number of rows used so far.
+    `take(position, count)` depends on the seed only, so a checkpoint stores just the number of rows used so far.
     """
 
     def __init__(self, length: int, *, seed: int, shuffle: bool = True) -> None:
@@ -106,7 +108,7 @@ class Order:
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
 
     def take(self, position: int, count: int) -> list[tuple[int, int]]:
-        """`(epoch, index)` of the `count` rows that come after `position` rows."""
+        """`(epoch, index)` of `count` rows, after the first `position` rows were used."""
         return [self._at(place) for place in range(position, position + count)]
 
     def _at(self, place: int) -> tuple[int, int]:
@@ -120,16 +122,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A record as it was read, its number and a name for messages: `data.jsonl:3`."""
+class SourceRecord:
+    """A record of a data set, its number from 1, and its place for error messages: `data.jsonl:3`."""
 
     record: Mapping[str, Any]
     number: int
     place: str
 
 
-def records(source: str, *, split: str, subset: str | None) -> Iterator[Found]:
-    """The records of a data set, whatever is in them.
+def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRecord]:
+    """The records of a data set, with any contents.
 
     Raises DataError if the source is missing or cannot be read.
     """
@@ -157,13 +159,14 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[Found]:
             f"directory saved by `datasets`, or a hub id that can be reached"
         ) from error
     return (
-        Found(record, number, f"{source}, row {number}") for number, record in enumerate(_packed(datasets, table), 1)
+        SourceRecord(record, number, f"{source}, row {number}")
+        for number, record in enumerate(_packed(datasets, table), 1)
     )
 
 
 def _packed(datasets: Any, table: Any) -> Any:
-    """The same with images left as the bytes they are: unpacked, a data set of them would fill the memory."""
-    many = getattr(datasets, "List", datasets.Sequence)  # its name before and since datasets 4
+    """The data set with images as encoded bytes: a decoded data set of images would fill the memory."""
+    many = getattr(datasets, "List", datasets.Sequence)  # `Sequence` was renamed in datasets 4
     for name, feature in (table.features or {}).items():
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
@@ -185,7 +188,7 @@ def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None
     return loaded[split]
 
 
-def _lines(path: Path) -> Iterator[Found]:
+def _lines(path: Path) -> Iterator[SourceRecord]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -200,10 +203,10 @@ def _lines(path: Path) -> Iterator[Found]:
             record = parse_json(text, where=f"{place}: this line", error=DataError)
             if not isinstance(record, dict):
                 raise DataError(f"{place}: a row must be a JSON object; this is a {type(record).__name__}")
-            yield Found(record, number, place)
+            yield SourceRecord(record, number, place)
 
 
-def _row(found: Found, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
     record, place = found.record, found.place
     for ours, theirs in mapping.items():
         if theirs not in record:

@@ -1,7 +1,7 @@
-"""Which turns are learnt from, and how much: rules that set `Turn.weight`.
+"""Turn weightings: functions that set `Turn.weight`, the weight of a turn's tokens in the loss.
 
-A rule is handed a finished trajectory. It knows turns and messages and nothing of tokens: how a weight reaches the loss is
-`training.batch`'s affair. Rewards and advantages are not changed by it; a turn of weight 0 earns what it earned.
+A weighting gets a finished trajectory. It uses turns and messages, not tokens: `training.batch` applies the weights to the loss.
+Rewards and advantages do not change; a turn of weight 0 keeps its reward.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from turnwise.types import Failure, Trajectory, Turn
 __all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory"]
 
 TurnWeighting = Callable[[Trajectory], None]
-"""Sets the weight of each turn of a trajectory. What breaks in it breaks that trajectory; it raises nothing."""
+"""Sets the weight of each turn of a trajectory. A failure inside fails that trajectory; it raises nothing."""
 
 
 def all_turns(trajectory: Trajectory) -> None:
-    """Weight 1 everywhere."""
+    """Weight 1 for all turns."""
     _keep_last(trajectory, len(trajectory.turns))
 
 
 def last_turn(trajectory: Trajectory) -> None:
-    """Weight 1 for the model's last answer, 0 for the rest. An answer that was cut and continued is one."""
+    """Weight 1 for the model's last answer, 0 for the others. An answer that was cut and continued is one answer."""
     _keep_last(trajectory, 1)
 
 
 def after_last_user(trajectory: Trajectory) -> None:
-    """Weight 1 for what the model said after the last user message that it answered, 0 for the rest.
+    """Weight 1 for the turns after the last user message that the model answered, 0 for the others.
 
     Tool messages do not count: all tool rounds of the last question are learnt from. So are turns that the environment
     declares to be (`Reply.train_on`).
@@ -40,10 +40,10 @@ def after_last_user(trajectory: Trajectory) -> None:
 
 
 def last_round(trajectory: Trajectory) -> None:
-    """Weight 1 for what the model said after the last message of a user or a tool that it answered, 0 for the rest.
+    """Weight 1 for the turns after the last user or tool message that the model answered, 0 for the others.
 
     This is `loss_scale last_round` of ms-swift as it is since its pull request 9923 (August 2026). Before that, only a
-    user began a round: `after_last_user`. As there, turns that the environment declares to be learnt from keep their weight.
+    user began a round: `after_last_user`. As there, turns that the environment marked (`Reply.learn_from`) have weight 1.
     """
     _keep_round(trajectory, ("user", "tool"))
 
@@ -54,18 +54,18 @@ TURN_WEIGHTINGS: Mapping[str, TurnWeighting] = {
     "after_last_user": after_last_user,
     "last_round": last_round,
 }
-"""The rules that a recipe can name."""
+"""The weightings that a recipe can name."""
 
 
 def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:
-    """A rule from a user's function, called for each turn as `function(turn)`, or as `function(turn, trajectory)`.
+    """A weighting from a user's function, called for each turn as `function(turn)`, or as `function(turn, trajectory)`.
 
-    It gives the turn's weight, a finite number of 0 or more. If it raises or gives anything else, the trajectory breaks
-    with an error of kind `loss_mask`, and no other does.
+    It returns the turn's weight, a finite number of 0 or more. If it raises or returns anything else, this trajectory fails
+    with an error of kind `loss_mask`.
     """
     both = takes_trajectory(function)
 
-    def rule(trajectory: Trajectory) -> None:
+    def weigh(trajectory: Trajectory) -> None:
         if trajectory.failed:
             return
         try:
@@ -78,11 +78,11 @@ def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:
         for turn, weight in zip(trajectory.turns, weights, strict=True):
             turn.weight = weight
 
-    return rule
+    return weigh
 
 
 def takes_trajectory(function: Callable[..., Any]) -> bool:
-    """Whether a function of a turn wants the trajectory too: its second parameter is called `trajectory`."""
+    """Whether a function of a turn takes the trajectory too: its second parameter is called `trajectory`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -92,7 +92,7 @@ def takes_trajectory(function: Callable[..., Any]) -> bool:
 
 
 def _weight(name: str, turn: Turn, function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    """What the function gives as a number; tensors and numpy numbers of one element are numbers too."""
+    """The function's result as a number; tensors and numpy arrays of one element are numbers too."""
     with boundary("loss_mask"):
         value = function(*arguments)
         wrong = f"the loss mask {name!r} gave {value!r:.80} for turn {turn.index}; a weight must be a finite number, 0 or more"
@@ -112,7 +112,7 @@ def _keep_last(trajectory: Trajectory, answers: int) -> None:
 
 
 def _keep_round(trajectory: Trajectory, roles: tuple[str, ...]) -> None:
-    """Weight 1 for the answers after the last message of one of these roles, and for what the environment has declared."""
+    """Weight 1 for the answers after the last message of one of these roles, and for turns that the environment marked."""
     _keep_last(trajectory, _answers_since(trajectory, roles))
     for turn in trajectory.turns:
         if turn.train_on:
@@ -120,23 +120,23 @@ def _keep_round(trajectory: Trajectory, roles: tuple[str, ...]) -> None:
 
 
 def _answers(trajectory: Trajectory) -> list[list[Turn]]:
-    """The turns, together where an environment cut an answer and the model went on with it: they are one message."""
+    """The turns of each answer: several where an environment cut the answer and the model continued it."""
     answers: list[list[Turn]] = []
-    going_on = False
+    continues = False
     for turn in trajectory.turns:
-        if going_on:
+        if continues:
             answers[-1].append(turn)
         else:
             answers.append([turn])
-        going_on = turn.kept_tokens is not None
+        continues = turn.kept_tokens is not None
     return answers
 
 
 def _answers_since(trajectory: Trajectory, roles: tuple[str, ...]) -> int:
-    """How many answers stand behind the last message of one of these roles, counted from the end.
+    """Number of answers after the last message of one of these roles.
 
-    What nobody answered any more, because the conversation was over, began no round. An opening may hold answers that the
-    model never gave, and a rewritten history may have lost some that it did: the last ones are there in any case.
+    A message after the last answer does not begin a round. The count is from the end, because an opening may have assistant
+    messages that the model did not sample, and a rewritten history may lack answers that it did.
     """
     count = 0
     for message in reversed(trajectory.messages):

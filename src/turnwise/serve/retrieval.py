@@ -2,7 +2,7 @@
 
 Speaks Search-R1's protocol: `POST /retrieve` with `{"queries": ["capital of France"], "topk": 3, "return_scores": true}` gives
 `{"result": [[{"document": {"id": "7", "contents": "Paris\\nParis is ..."}, "score": 2.5}, ...]]}`, the best first, and only
-documents that share a word with the query. It listens on this machine only; with a token, it answers nobody who has not got it.
+documents that share a word with the query. It listens on 127.0.0.1 only. With a token, requests without it are refused.
 
     turnwise retrieval corpus.jsonl --port 8000
 """
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["TOKEN", "Document", "Index", "RetrievalServer", "read_corpus", "serve"]
 
 TOKEN = "TURNWISE_RETRIEVAL_TOKEN"
-"""The environment variable with the token; arguments of a command are seen by everybody on the machine."""
+"""The environment variable with the token. It is not an argument, because other users can see the arguments of a process."""
 
 _LONGEST_BODY = 1 << 20  # bytes
-_BACKLOG = 2048  # connections that wait to be accepted
-_IDLE_SECONDS = 60  # for a client's next question on the same connection
+_BACKLOG = 2048  # connections waiting to be accepted
+_IDLE_SECONDS = 60  # until an idle connection is closed
 _MOST_QUERIES, _MOST_DOCUMENTS = 1000, 100
 
 
@@ -47,11 +47,11 @@ class Document:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """Read a corpus: a JSON object a line, `{"id", "title", "text"}` or `{"id", "contents"}`.
+    """Read a corpus: one JSON object per line, `{"id", "title", "text"}` or `{"id", "contents"}`.
 
     A document without an `id` has its line's number.
 
-    Raises DataError, with the line's number, if there is no such file or a line is something else.
+    Raises DataError, with the line's number, if the file is missing or a line is not a document.
     """
     try:
         documents = list(_documents(path))
@@ -100,18 +100,18 @@ class Index:
             import bm25s
         except ImportError:
             raise _missing("bm25s") from None
-        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it tells every step, at a level of its own
+        logging.getLogger("bm25s").setLevel(logging.WARNING)  # it logs every step
         self._bm25s = bm25s
         self._documents = documents
         self._model: Any = None
         tokens = self._tokens([document.contents for document in documents])
-        if any(tokens):  # a corpus without a single word finds nothing
+        if any(tokens):  # a corpus without words has no index
             self._model = bm25s.BM25()
             self._model.index(tokens, show_progress=False)
             self._known = set(self._model.vocab_dict)
 
     def search(self, query: str, topk: int) -> list[tuple[Document, float]]:
-        """The documents that share a word with the query, at most `topk`, the best first, equals in the corpus's order."""
+        """At most `topk` documents that share a word with the query, best first; equal scores keep the order of the corpus."""
         (words,) = self._tokens([query])
         if self._model is None or not (known := [word for word in words if word in self._known]):
             return []
@@ -125,9 +125,10 @@ class Index:
 
 
 class RetrievalServer:
-    """The service, on this machine's own address; `port` 0 takes a free one, `server_port` tells which.
+    """The service on 127.0.0.1. `port` 0 takes a free port; `server_port` is its number.
 
-    `serve_forever` answers until `shutdown` is called from elsewhere, or Ctrl-C. Leaving the `with` block frees the port.
+    `serve_forever` answers requests until `shutdown` is called from another thread, or Ctrl-C. Leaving the `with` block frees
+    the port.
 
     Raises ConfigError if the port is taken, or the libraries are missing.
     """
@@ -165,7 +166,7 @@ class RetrievalServer:
         self.server_port = self.server_address[1]
 
     def serve_forever(self) -> None:
-        """Answer questions until `shutdown`."""
+        """Answer requests until `shutdown`."""
         self._idle.clear()
         try:
             self._server.run(sockets=[self._socket])
@@ -173,7 +174,7 @@ class RetrievalServer:
             self._idle.set()
 
     def shutdown(self) -> None:
-        """Let `serve_forever` return, and wait until it has. To be called from another thread."""
+        """End `serve_forever` and wait for it. To be called from another thread."""
         self._server.should_exit = True
         self._idle.wait()
 
@@ -202,10 +203,10 @@ def _application(index: Index, token: str | None) -> Starlette:
     async def retrieve(request: Request) -> Response:
         try:
             queries, topk, scores = _read(await _question(request, token))
-        except _Refused as refused:  # its body may not have been read
+        except _Refused as refused:  # the body may be unread
             return JSONResponse({"error": str(refused)}, refused.status, headers={"Connection": "close"})
         found = await run_in_threadpool(lambda: [index.search(query, topk) for query in queries])
-        result = [[_told(one, score, scores) for one, score in documents] for documents in found]
+        result = [[_result(one, score, scores) for one, score in documents] for documents in found]
         return JSONResponse({"result": result})
 
     async def health(request: Request) -> Response:
@@ -230,7 +231,7 @@ async def _question(request: Request, token: str | None) -> Any:
     ):
         raise _Refused(401, "the header `Authorization: Bearer <token>` is missing or wrong")
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # no web page in a browser here may ask by itself
+    if kind != "application/json":  # a web page in a local browser cannot send this type without permission
         raise _Refused(415, "Content-Type must be application/json")
     body = bytearray()
     length = request.headers.get("Content-Length", "0")
@@ -265,13 +266,13 @@ def _read(question: Any) -> tuple[list[str], int, bool]:
     return queries, topk, scores
 
 
-def _told(document: Document, score: float, scores: bool) -> dict[str, Any]:
+def _result(document: Document, score: float, scores: bool) -> dict[str, Any]:
     body = {"id": document.id, "contents": document.contents}
     return {"document": body, "score": score} if scores else body
 
 
 def serve(corpus: Path, *, port: int, token: str | None) -> None:
-    """Read the corpus and answer until interrupted."""
+    """Read the corpus and answer requests until interrupted."""
     documents = read_corpus(corpus)
     with RetrievalServer(Index(documents), port=port, token=token) as server:
         address = f"http://127.0.0.1:{server.server_port}/retrieve"

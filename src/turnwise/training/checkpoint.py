@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from turnwise.errors import RunError
+from turnwise.json_yaml import parse_json, read_text
 from turnwise.training.fingerprint import of_file
 
 __all__ = ["Checkpoints", "PendingCheckpoint", "SavedCheckpoint"]
@@ -245,8 +246,8 @@ class Checkpoints:
 def _about(folder: Path) -> dict[str, Any] | None:
     """What a checkpoint says of itself; None if turnwise has not written it, or has for another step than its name says."""
     try:
-        about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        about = parse_json(read_text(folder / _ABOUT, error=RunError), where=str(folder / _ABOUT), error=RunError)
+    except RunError:
         return None
     named = _NAME.fullmatch(folder.name)
     known = isinstance(about, dict) and isinstance(about.get("step"), int)
