@@ -1,6 +1,7 @@
-"""Reinforcement learning over conversations of many turns.
+"""Reinforcement learning of language models over multi-turn conversations.
 
-What most users need to write an environment, a tool or a reward is here; it imports neither torch nor transformers.
+This module exports what most users need to write an environment, a tool or a reward function. It imports neither torch nor
+transformers.
 """
 
 from turnwise.environments.environment import Environment, SingleTurn, environment, user_message

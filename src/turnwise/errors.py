@@ -1,17 +1,17 @@
-"""What goes wrong, and the one place where an exception of somebody else's code becomes data.
+"""The errors of turnwise, and `boundary`, where exceptions of other code become data.
 
-`TurnwiseError` is for people: a message that holds the value, the rule and the fix. Everything that user code, a tool, an
-engine or a reward may raise is caught in `boundary`, named after the side that broke, and carried on as a `Failure`.
+A `TurnwiseError` is addressed to the user: its message has the value, the rule and the fix. `boundary` catches whatever user
+code, a tool, an engine or a reward function raises, and raises it as `Failed` with a `Failure` that names what failed.
 
     Exception
-    ├── TurnwiseError           a person can put it right; the command line prints its text and nothing else
+    ├── TurnwiseError           the user can fix it; the command line prints the message without a traceback
     │   ├── ConfigError         a recipe, an override, a reference to a class or function
     │   ├── DataError           a data file, a row, a column
     │   ├── TemplateError       a tokenizer or its chat template
-    │   ├── EngineError         an engine that cannot start or go on
-    │   ├── RolloutError        a step whose conversations all broke
+    │   ├── EngineError         an engine that cannot start or continue
+    │   ├── RolloutError        a step whose conversations all failed
     │   └── RunError            a run directory that cannot be written, read or resumed
-    └── Failed                  one conversation broke: data, never a reason to stop
+    └── Failed                  one conversation failed: recorded as data, the run continues
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ __all__ = [
 
 
 class TurnwiseError(Exception):
-    """Something that a person can put right."""
+    """An error that the user can fix."""
 
 
 class ConfigError(TurnwiseError):
-    """A recipe, an override, or what one of them refers to."""
+    """An error in a recipe, in an override, or in what they refer to."""
 
 
 class DataError(TurnwiseError):
-    """A data file, a row or a column."""
+    """An error in a data file, a row or a column."""
 
 
 class TemplateError(TurnwiseError):
-    """A tokenizer or its chat template."""
+    """An error in a tokenizer or its chat template."""
 
 
 class EngineError(TurnwiseError):
-    """An engine that cannot start or cannot go on."""
+    """An engine cannot start or cannot continue."""
 
 
 class RolloutError(TurnwiseError):
-    """A step whose conversations all broke."""
+    """All conversations of a step failed."""
 
 
 class RunError(TurnwiseError):
-    """A run directory that cannot be written, read or resumed."""
+    """A run directory cannot be written, read or resumed."""
 
 
 class Failed(Exception):
-    """One conversation broke. Carries the failure as data."""
+    """One conversation failed. `failure` is the reason as data."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -83,7 +83,7 @@ class Failed(Exception):
 
 
 OWN_CODE = os.path.dirname(os.path.realpath(__file__)) + os.sep
-"""Where our own code is: its lines are left out of tracebacks."""
+"""The directory of turnwise. Its frames are left out of tracebacks."""
 
 _MACHINERY = (
     os.path.dirname(os.path.realpath(asyncio.__file__)) + os.sep,
@@ -112,12 +112,12 @@ def boundary(kind: str, *, where: str = "") -> Iterator[None]:
         raise
     except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # whatever the other side raises is data here
+    except BaseException as error:  # whatever the other code raises becomes data here
         raise failed_by(error, kind, where=where) from error
 
 
 def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:
-    """An exception as the failure of one conversation, with its traceback."""
+    """An exception as the failure of one conversation, with the traceback."""
     if isinstance(error, SystemExit):  # it ends its own conversation, not the run
         message = f"it tried to exit the process (status {text_of(error.code)})"
     else:
@@ -131,7 +131,7 @@ def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:
 
 
 def text_of(value: object) -> str:
-    """`str(value)`, also of an object whose `__str__` raises; of a KeyError the key's own text."""
+    """`str(value)`, also for an object whose `__str__` raises. For a KeyError, the key without quotes."""
     try:
         if isinstance(value, KeyError) and value.args:
             value = value.args[0]  # str() would quote it
@@ -143,18 +143,18 @@ def text_of(value: object) -> str:
 
 
 def traceback_of(error: BaseException, *, depth: int = 3) -> str:
-    """The frames of an exception and of `depth` exceptions that caused it, innermost last, as Python prints them.
+    """The frames of an exception and of up to `depth` causes, innermost last, as Python prints them.
 
-    Frames of our own code are left out, unless there are no others; an error of ours without others has none.
+    Frames of turnwise are left out unless there are no others. A TurnwiseError without other frames has an empty traceback.
     """
     frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if not os.path.realpath(one.filename).startswith(_MACHINERY)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not os.path.realpath(frame.filename).startswith(_MACHINERY)
     ]
-    others = [one for one in frames if not os.path.realpath(one.filename).startswith(OWN_CODE)]
+    others = [frame for frame in frames if not os.path.realpath(frame.filename).startswith(OWN_CODE)]
     if not others and isinstance(error, TurnwiseError):
-        return ""  # its message says what to do, and no line of the user's led to it
+        return ""  # the message says what to do, and no line of the user's code is involved
     frames = others or frames
     missing = len(frames) - _FIRST_FRAMES - _LAST_FRAMES
     lines = traceback.format_list(frames if missing <= 0 else frames[:_FIRST_FRAMES])
@@ -168,6 +168,6 @@ def traceback_of(error: BaseException, *, depth: int = 3) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint for a message: `; did you mean 'lr'?`, or the empty text where nothing is near."""
+    """A hint for a message: `; did you mean 'lr'?`, or an empty text if no name is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,9 +1,9 @@
-"""Parses JSON and YAML that a user wrote, and reports every defect as an error with its place.
+"""Parses JSON and YAML files of users, and reports each defect as an error with its position.
 
-The parsers of the standard library and of PyYAML raise many kinds of exception on bad input (RecursionError on deep nesting,
-ValueError on an integer of thousands of digits or an impossible date), and accept input that is certainly a mistake: a
-key that stands twice, half of a surrogate pair, a cycle of YAML aliases. Here all of these are one `TurnwiseError` of the
-caller's choice. This module does not know what the values mean.
+The standard library and PyYAML raise many kinds of exception on bad input: RecursionError on deep nesting, ValueError on an
+integer with thousands of digits or on an impossible date. They also accept input that is certainly a mistake: a duplicate key,
+half of a surrogate pair, a cycle of YAML aliases. Here all of these raise one `TurnwiseError` class, which the caller chooses.
+This module does not know what the values mean.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from turnwise.errors import TurnwiseError
 __all__ = ["MAX_DEPTH", "PlainLoader", "check_text", "parse_json", "parse_yaml", "read_text"]
 
 MAX_DEPTH = 64
-"""Nesting of lists and mappings that is accepted. Conversations, schemas and recipes need about ten."""
+"""Maximum nesting of lists and mappings. Conversations, schemas and recipes need about ten levels."""
 
 _MAX_VALUES = 1_000_000
-"""Values in one YAML document. Aliases can make a few lines of YAML expand to billions of values."""
+"""Maximum number of values in one YAML document. Aliases can expand a few lines of YAML to billions of values."""
 
 _MAX_INTEGER = 2**63
 
@@ -43,17 +43,17 @@ def read_text(path: Path, *, error: type[TurnwiseError]) -> str:
 
 
 def parse_json(text: str, *, where: str, error: type[TurnwiseError], own: bool = False) -> Any:
-    """The value of a JSON text. `where` begins the message: `rows.jsonl:3: this line`.
+    """The value of a JSON text. Messages begin with `where`, such as `rows.jsonl:3: this line`.
 
     `own` is for files that turnwise has written: half of a surrogate pair is accepted there (a model can write it), and the
     nesting is bounded by Python's parser only.
 
-    Raises `error` if the text is not JSON, a key stands twice in one object, a text holds half of a surrogate pair, an
-    integer has more than 4,300 digits, or the nesting is deeper than `MAX_DEPTH`.
+    Raises `error` if the text is not JSON, an object has a duplicate key, a text holds half of a surrogate pair, an integer
+    has more than 4,300 digits, or the nesting is deeper than `MAX_DEPTH`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
-        # UTF-8 holds no lone surrogate and Python's parser bounds no depth: look only where there may be one
+        # the check visits all values, so it runs only on texts that may be too deep or may hold a lone surrogate
         if not own and (text.count("[") + text.count("{") > MAX_DEPTH or "\\ud" in text.lower()):
             _check(value, integers=False)
     except json.JSONDecodeError as problem:
@@ -68,10 +68,10 @@ def parse_json(text: str, *, where: str, error: type[TurnwiseError], own: bool =
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML whose values are those of JSON: dates stay texts, and a key that stands twice is a defect."""
+    """YAML with the values of JSON: dates stay texts, and a duplicate key is a defect."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """The mapping of a node. Raises ConstructorError if a key stands twice (a key that `<<` merges in may)."""
+        """The mapping of a node. Raises ConstructorError on a duplicate key, except for keys that `<<` merges in."""
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -94,8 +94,8 @@ def parse_yaml(
 ) -> Any:
     """The value of a YAML text: None, bool, int, float, str, or lists and mappings of them.
 
-    Raises `error` if the text is not YAML, or holds what JSON has no value for (sets, bytes, dates), a key that is not a
-    text, a NUL character, half of a surrogate pair, an integer beyond 64 bits, a cycle, or too deep a nesting.
+    Raises `error` if the text is not YAML, if it holds a value that JSON does not have (sets, bytes, dates), a key that is not a
+    text, a NUL character, half of a surrogate pair, an integer beyond 64 bits or a cycle, or if it is nested too deeply.
     """
     try:
         # the loader's constructor reads the beginning of the text, so it belongs inside
@@ -113,7 +113,7 @@ def parse_yaml(
 
 
 def check_text(text: str) -> str | None:
-    """What makes a text unusable as text (a clause for a message), or None."""
+    """Why a text cannot be used (a clause for a message), or None."""
     if "\0" in text:
         return f"the text {text[:60]!r} holds a NUL character; remove it"
     try:
@@ -124,16 +124,16 @@ def check_text(text: str) -> str | None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise _Defect(f"the key {twice!r} stands twice; remove one of them")
-    return found
+    return mapping
 
 
 def _check(value: Any, *, integers: bool = True) -> None:
-    """Raise _Defect where a value is not one of JSON's; `integers`: whether integers beyond 64 bits are a defect too."""
+    """Raise _Defect on a value that JSON does not have. `integers`: whether integers beyond 64 bits are a defect too."""
     values = 0
 
     def visit(value: Any, depth: int) -> None:

@@ -1,7 +1,4 @@
-"""How tokens are sampled, and of which distribution a log-probability is.
-
-Data only: the loop, engines and trainer share it.
-"""
+"""Sampling options, and which distribution a log-probability belongs to. The loop, the engines and the trainer share them."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ __all__ = ["LogprobKind", "Sampling", "SamplingChange"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=0`, `top_p=1` and `min_p=0` switch that filter off.
+    """How tokens are drawn. `temperature=0` is greedy decoding; `top_k=0`, `top_p=1` and `min_p=0` disable a filter.
 
-    The filters apply in this order, each on what the one before has left: temperature, top-k, top-p, min-p.
+    The order is temperature, top-k, top-p, min-p. Each filter applies to the tokens that the previous filter has kept.
     """
 
     temperature: float = 1.0
@@ -25,18 +22,18 @@ class Sampling:
     min_p: float = 0.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
-    """Texts that end the turn; the token that completes one is kept, whole."""
+    """Texts that end the turn. The token that completes a stop text is kept, with all of its text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the turn; the token is kept."""
+    """Token ids that end the turn. The stop token is kept."""
 
     @property
     def filtered(self) -> bool:
-        """Whether the distribution sampled from leaves tokens out."""
+        """Whether a filter excludes tokens from the sampled distribution."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def exact_kinds(self) -> frozenset[LogprobKind]:
-        """The kinds of log-probability that are, under these options, of the distribution sampled from."""
+        """The kinds of log-probability that equal those of the sampled distribution under these options."""
         kinds = {LogprobKind.SAMPLED}
         if not self.filtered:
             kinds.add(LogprobKind.TEMPERED)
@@ -47,26 +44,26 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingChange:
-    """What an environment changes about the sampling of the following turns, until its next change.
+    """A change of the sampling by an environment. It applies from the next turn until the next change.
 
-    None is the recipe's value, so `SamplingChange()` ends all changes. There is no change of the temperature or the filters: the
-    trainer computes log-probabilities with the temperature of the recipe, for all tokens of a run.
+    None stands for the recipe's value, so `SamplingChange()` ends all changes. Temperature and filters cannot change within a
+    run: the trainer computes the log-probabilities of all tokens with the recipe's values.
     """
 
     max_tokens: int | None = None
-    """Sampled tokens of one turn, at least 1; `limits.tokens_per_turn` still holds. A turn that is cut ends the conversation."""
+    """Sampled tokens of one turn, at least 1. `limits.tokens_per_turn` still applies. A cut turn ends the conversation."""
     stop: Sequence[str] | None = None
-    """Texts that end a turn, in place of `sampling.stop`."""
+    """Texts that end a turn, instead of `sampling.stop`."""
 
 
 class LogprobKind(StrEnum):
-    """Of which distribution a reported log-probability is: engines differ (research: vLLM `raw`, SGLang `tempered`)."""
+    """The distribution of a reported log-probability. Engines differ: vLLM reports `raw` by default, SGLang `tempered`."""
 
     SAMPLED = "sampled"
-    """The distribution that was sampled from: after temperature and filters, renormalised."""
+    """The sampled distribution: after temperature and filters, renormalized."""
     TEMPERED = "tempered"
     """After temperature, before the filters."""
     RAW = "raw"
-    """`log_softmax(logits)`: neither temperature nor filters."""
+    """`log_softmax(logits)`: before temperature and filters."""
     NONE = "none"
-    """Nothing was sampled (a scripted line): the numbers are zeros and mean nothing."""
+    """Nothing was sampled (scripted texts), or kinds are mixed. The numbers must not be used."""

@@ -1,7 +1,8 @@
-"""An engine that answers all live conversations together: an adapter, so that lock-step is not a second loop.
+"""An adapter that sends the requests of all running conversations to an engine as one batch.
 
-For engines that can only answer whole batches, and for deterministic runs: a batch is formed when every conversation that
-is still going on has asked, and is ordered by conversation, so it depends on no timing. Everybody waits for the slowest.
+Used for deterministic runs, and for engines that accept complete batches only. A batch starts when every running conversation
+has sent a request. Its order is the order of the conversations, so no result depends on timing. All conversations wait for the
+slowest one. The loop is the same as without the adapter.
 """
 
 from __future__ import annotations
@@ -18,37 +19,40 @@ __all__ = ["Batched"]
 
 
 class Batched:
-    """Hands the requests of `conversations` on to `engine` in batches. A released conversation is no longer waited for."""
+    """Sends the requests of `conversations` to `engine` in batches. A batch does not wait for released conversations."""
 
     def __init__(self, engine: Engine, conversations: Iterable[str]) -> None:
         self._engine = engine
-        self._order = {name: place for place, name in enumerate(conversations)}
-        self._live = set(self._order)
-        self._waiting: dict[str, _Asked] = {}
+        self._order = {conversation: index for index, conversation in enumerate(conversations)}
+        self._running = set(self._order)
+        """Conversations that are not released."""
+        self._waiting: dict[str, _Pending] = {}
+        """Requests of the next batch, by conversation."""
         self._batch: asyncio.Task[None] | None = None
+        """The last batch. The event loop keeps only weak references to tasks."""
 
     @property
     def version(self) -> int:
         return self._engine.version
 
     async def generate(self, request: Request) -> Completion:
-        asked = _Asked(request)
-        self._waiting[request.conversation] = asked
+        pending = _Pending(request)
+        self._waiting[request.conversation] = pending
         self._start_if_complete()
         try:
-            # a deadline of this conversation counts neither until all have asked, nor until all are answered
+            # time until the batch starts, and from this answer until the last one, does not count for deadlines
             with waiting_for_others():
-                await asked.started.wait()
-            await asked.finished.wait()
+                await pending.started.wait()
+            await pending.finished.wait()
             with waiting_for_others():
-                return await asked.answer
+                return await pending.completion
         finally:
             self._waiting.pop(request.conversation, None)
-            asked.answer.cancel()  # where nobody waits for it any more
+            pending.completion.cancel()  # has no effect on a completion that was returned
 
     def release(self, conversation: str) -> None:
         self._engine.release(conversation)
-        self._live.discard(conversation)
+        self._running.discard(conversation)
         self._start_if_complete()
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
@@ -58,33 +62,35 @@ class Batched:
         await self._engine.close()
 
     def _start_if_complete(self) -> None:
-        if self._waiting and self._live <= self._waiting.keys():
-            batch = [self._waiting[name] for name in sorted(self._waiting, key=lambda name: self._order.get(name, -1))]
+        if self._waiting and self._running <= self._waiting.keys():
+            conversations = sorted(self._waiting, key=lambda conversation: self._order.get(conversation, -1))
+            batch = [self._waiting[conversation] for conversation in conversations]
             self._waiting = {}
-            self._batch = asyncio.get_running_loop().create_task(self._answer(batch))
+            self._batch = asyncio.get_running_loop().create_task(self._generate_batch(batch))
 
-    async def _answer(self, batch: list[_Asked]) -> None:
-        answers = await asyncio.gather(*(self._ask(asked) for asked in batch), return_exceptions=True)
-        for asked, answer in zip(batch, answers, strict=True):
-            if asked.answer.done():  # cancelled meanwhile
+    async def _generate_batch(self, batch: list[_Pending]) -> None:
+        results = await asyncio.gather(*(self._generate(pending) for pending in batch), return_exceptions=True)
+        for pending, result in zip(batch, results, strict=True):
+            if pending.completion.done():  # cancelled meanwhile
                 continue
-            if isinstance(answer, BaseException):
-                asked.answer.set_exception(answer)
+            if isinstance(result, BaseException):
+                pending.completion.set_exception(result)
             else:
-                asked.answer.set_result(answer)
+                pending.completion.set_result(result)
 
-    async def _ask(self, asked: _Asked) -> Completion:
-        asked.started.set()
+    async def _generate(self, pending: _Pending) -> Completion:
+        pending.started.set()
         try:
-            return await self._engine.generate(asked.request)
+            return await self._engine.generate(pending.request)
         finally:
-            asked.finished.set()
+            pending.finished.set()
 
 
-class _Asked:
-    """A request, and how far it is."""
+class _Pending:
+    """A request and its progress."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.started, self.finished = asyncio.Event(), asyncio.Event()
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        """Set when the engine receives the request, and when it has answered it."""
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -1,7 +1,6 @@
-"""What an engine is: token ids in, token ids and log-probabilities out.
+"""The engine protocol: token ids in, sampled token ids and log-probabilities out.
 
-An engine knows nothing of messages, tools, rewards or groups. Batching, caching, routing and retries are its own affair
-and hide behind one method.
+An engine knows nothing of messages, tools, rewards or groups. Batching, caching, routing and retries are behind one method.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ __all__ = ["Engine"]
 
 
 class Engine(Protocol):
-    """Continues token sequences. Many `generate` calls are awaited at once, from one event loop."""
+    """Continues token sequences. Many `generate` calls run at the same time, all in one event loop."""
 
     @property
     def version(self) -> int:
-        """The version of the weights that it samples with now."""
+        """The version of the weights that the engine samples with now."""
         ...
 
     async def generate(self, request: Request) -> Completion:
-        """Continue `request.token_ids`. Cancelling the call frees whatever it holds.
+        """Continue `request.token_ids`. A cancelled call frees its resources.
 
-        Raises EngineError if the engine is dead, or the request cannot be served.
+        Raises EngineError if the engine has stopped, or if it cannot serve the request.
         """
         ...
 
     def release(self, conversation: str) -> None:
-        """The conversation is over: what is kept for it may go. An unknown one is no error."""
+        """Free the KV cache of a conversation that has ended. An unknown conversation is not an error."""
         ...
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        """Sample with these weights from now on, and forget what was computed with the former ones.
+        """Sample with these weights from now on, and drop the KV cache of the previous weights.
 
-        `weights` maps the names of the model's state dict to tensors; None says that the engine shares the trainer's
-        own parameters, which have changed in place.
+        `weights` maps the names of the model's state dict to tensors; None means that the engine shares
+        the trainer's parameters, which were updated in place.
         """
         ...
 
     async def close(self) -> None:
-        """Give back everything. A closed engine refuses to generate."""
+        """Free all resources. A closed engine refuses to generate."""
         ...

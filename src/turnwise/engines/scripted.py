@@ -1,4 +1,4 @@
-"""An engine that says its lines. Public, for everybody's tests, and to replay a conversation without a model's weights."""
+"""An engine that returns given texts. For tests of environments, and to replay a conversation without model weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["ScriptedEngine"]
 class ScriptedEngine:
     """Answers each turn of a conversation with the next text of its script.
 
-    `scripts` maps conversation ids to texts; a plain list of scripts is handed out in the order in which conversations ask
-    for the first time. Each text is encoded and ended with `stop_token_id`, unless it ends with a token that ends a turn by
-    itself; it is cut where the request allows fewer tokens. `encode_behind` encodes a text behind the prompt's last token,
-    for tokenizers that cut a text differently where it stands alone.
+    `scripts` maps conversation ids to lists of texts. A plain list of scripts is assigned in the order in which conversations
+    send their first request. Each text is encoded, and `stop_token_id` is appended unless the text ends with a stop token. The
+    completion is cut at `Sampling.max_tokens`. `encode_behind(last_token, text)` encodes a text behind the prompt's last token,
+    for tokenizers that split a text differently when it stands alone.
     """
 
     def __init__(
@@ -29,28 +29,32 @@ class ScriptedEngine:
         encode_behind: Callable[[int, str], Sequence[int]] | None = None,
     ) -> None:
         self._named = dict(scripts) if isinstance(scripts, Mapping) else None
-        self._waiting = iter([] if isinstance(scripts, Mapping) else scripts)
-        self._running: dict[str, Sequence[str]] = {}
-        self._said: dict[str, int] = {}
+        """Scripts by conversation id; None if they are assigned in order."""
+        self._unassigned = iter([] if isinstance(scripts, Mapping) else scripts)
+        self._assigned: dict[str, Sequence[str]] = {}
+        self._turns: dict[str, int] = {}
+        """Number of texts that each conversation has received."""
         self._encode = encode
-        self._behind = encode_behind
-        self._stop = stop_token_id
+        self._encode_behind = encode_behind
+        self._stop_token_id = stop_token_id
         self.version = 0
 
     async def generate(self, request: Request) -> Completion:
         name = request.conversation
-        turn = self._said.get(name, 0)
+        turn = self._turns.get(name, 0)
         script = self._script(name)
         if turn >= len(script):
             raise EngineError(
                 f"the script of {name!r} has {len(script)} texts and the conversation asks for number {turn + 1}; "
                 f"add a text, or lower limits.turns"
             )
-        self._said[name] = turn + 1
+        self._turns[name] = turn + 1
         text = script[turn]
-        ids = list(self._encode(text) if self._behind is None else self._behind(request.token_ids[-1], text))
-        if not ids or ids[-1] not in (self._stop, *request.sampling.stop_token_ids):
-            ids.append(self._stop)
+        ids = list(
+            self._encode(text) if self._encode_behind is None else self._encode_behind(request.token_ids[-1], text)
+        )
+        if not ids or ids[-1] not in (self._stop_token_id, *request.sampling.stop_token_ids):
+            ids.append(self._stop_token_id)
         cut = len(ids) > request.sampling.max_tokens
         ids = ids[: request.sampling.max_tokens]
         return Completion(
@@ -66,16 +70,16 @@ class ScriptedEngine:
             if name not in self._named:
                 raise EngineError(f"there is no script for the conversation {name!r}")
             return self._named[name]
-        if name not in self._running:
-            script = next(self._waiting, None)
+        if name not in self._assigned:
+            script = next(self._unassigned, None)
             if script is None:
                 raise EngineError(f"all scripts are handed out, and {name!r} asks for one more")
-            self._running[name] = script
-        return self._running[name]
+            self._assigned[name] = script
+        return self._assigned[name]
 
     def release(self, conversation: str) -> None:
-        self._running.pop(conversation, None)
-        self._said.pop(conversation, None)
+        self._assigned.pop(conversation, None)
+        self._turns.pop(conversation, None)
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         self.version = version

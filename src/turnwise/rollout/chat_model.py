@@ -1,4 +1,4 @@
-"""An engine as somebody who answers messages: the voice of a modelled user."""
+"""An engine that answers chat messages, such as the model behind a simulated user."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["EngineChatModel"]
 
 
 class EngineChatModel:
-    """Answers messages with what an engine samples, its thoughts left out.
+    """Answers a list of messages with one sampled turn, without its reasoning.
 
-    Each answer is a request of its own, rendered whole: nothing of it is learnt from. `seed` makes the draws repeatable as long
-    as answers are asked for in the same order.
+    Each answer is a separate request with the complete conversation, and is not trained on. With the same `seed` the answers are
+    the same, as long as they are requested in the same order.
     """
 
     def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling | None = None, *, seed: int = 0) -> None:
@@ -27,13 +27,13 @@ class EngineChatModel:
         self._numbers = itertools.count(seed)
 
     async def __call__(self, messages: list[Message]) -> str:
-        """What the engine answers. Raises EngineError, or TemplateError where the template refuses the messages."""
+        """The answer's text. Raises EngineError, or TemplateError if the template refuses the messages."""
         number = next(self._numbers)
-        piece = self._renderer.encode_opening(messages, ())
+        prompt = self._renderer.encode_opening(messages, ())
         request = Request(
             conversation=f"user/{number}",
-            token_ids=piece.token_ids,
-            media=piece.media,
+            token_ids=prompt.token_ids,
+            media=prompt.media,
             sampling=self._sampling,
             seed=number,
         )
@@ -41,7 +41,7 @@ class EngineChatModel:
             completion = await self._engine.generate(request)
         finally:
             self._engine.release(request.conversation)
-        said = self._renderer.turn_parser.parse(
-            completion.token_ids, tools=(), first_call=0, thought_opening=piece.open_thought
+        parsed = self._renderer.turn_parser.parse(
+            completion.token_ids, tools=(), first_call=0, thought_opening=prompt.open_thought
         )
-        return str(said.message.get("content") or "").strip()
+        return str(parsed.message.get("content") or "").strip()

@@ -1,4 +1,4 @@
-"""How long a conversation may be. Bounds are the loop's business; an environment never counts turns or tokens."""
+"""Bounds of a conversation: turns, tokens and seconds. The loop applies them, so an environment never counts turns or tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one conversation. `None` is no bound."""
+    """Bounds of one conversation. None means no bound."""
 
     turns: int = 8
-    """Turns of the model."""
+    """Turns of the model, at most."""
     tokens_per_turn: int = 256
-    """Sampled tokens of one turn; a turn that is cut by it ends the conversation (`Stop.LENGTH`)."""
+    """Sampled tokens of one turn. A turn that is cut by this limit ends the conversation (`Stop.LENGTH`)."""
     tokens: int | None = None
     """Sampled tokens of all turns together."""
     response_tokens: int | None = None
-    """Tokens of a segment after the conversation's first prompt: answers, and what tools and users said between them."""
+    """Tokens of a segment after the conversation's first prompt: turns of the model and messages of tools and users."""
     context: int | None = None
-    """All tokens of a segment: prompt, answers and what the environment said."""
+    """All tokens of a segment: the prompt, turns of the model and messages of the environment."""
     seconds_per_turn: float | None = 120.0
-    """For the model's turn and the answer to it together; also for the environment to begin."""
+    """Seconds for one turn of the model and the reply to it together; also for `Environment.begin`."""
     seconds: float | None = 600.0
-    """For the whole conversation."""
+    """Seconds for the conversation."""
 
     def stop_reason(self, trajectory: Trajectory, length: int, response: int = 0) -> Stop | None:
-        """Why there is no further turn, or None.
+        """The limit that prevents a further turn, or None.
 
-        `length` is that of the prompt of the next turn, `response` how much of it follows the first prompt; both in tokens.
+        `length` is the number of tokens in the next prompt, and `response` the number of those that follow the first prompt.
         """
         if len(trajectory.turns) >= self.turns:
             return Stop.MAX_TURNS
@@ -46,9 +46,9 @@ class Limits:
     def completion_budget(
         self, trajectory: Trajectory, length: int, response: int = 0, *, most: int | None = None
     ) -> tuple[int, Stop]:
-        """How many tokens the next turn may have, and why it ends if it takes them all; the arguments are those of `reached`.
+        """The number of tokens that the next turn may have, and the stop reason if it reaches that number.
 
-        `most` is a lower bound than `tokens_per_turn`, of this turn alone.
+        `length` and `response` are those of `stop_reason`. `most` bounds this turn in addition to `tokens_per_turn`.
         """
         bounds = [(self.tokens_per_turn if most is None else min(most, self.tokens_per_turn), Stop.LENGTH)]
         if self.tokens is not None:

@@ -39,7 +39,7 @@ GRACE = 1.0
 
 
 class _Driven:
-    """An awaitable that runs a coroutine, measures each stretch between two awaits, and can be abandoned."""
+    """Awaits a coroutine, measures each stretch between two awaits, and can abandon the coroutine."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], name: str) -> None:
         self._coroutine = coroutine
@@ -64,7 +64,7 @@ class _Driven:
                 yield waits_for
             except BaseException as thrown:
                 if self.abandoned or isinstance(thrown, GeneratorExit):
-                    with contextlib.suppress(RuntimeError):  # it does not end even now; nobody runs it any more
+                    with contextlib.suppress(RuntimeError):  # it ignores even this; it is not run any more
                         coroutine.close()
                     raise
                 error = thrown
@@ -73,21 +73,24 @@ class _Driven:
 def spawn(
     coroutine: Coroutine[Any, Any, T], *, context: Context | None = None, name: str | None = None
 ) -> asyncio.Task[T]:
-    """A task in the context of the conversation, or in another one that `own_context` has made. asyncio does not complain of
-    its exception where the conversation is over before it is."""
+    """Start a task in the conversation's context, or in one that `own_context` has made.
+
+    If the conversation ends first, asyncio does not log the task's exception.
+    """
     task = asyncio.get_running_loop().create_task(coroutine, context=context or shared_context(), name=name)
     task.add_done_callback(forget)
     return task
 
 
 def own_context() -> Context:
-    """A copy of the conversation's context, for calls that run beside others: what they set in it stays there."""
+    """A copy of the conversation's context, so that calls that run at the same time do not see each other's variables."""
     return shareable((shared_context() or contextvars.copy_context()).copy())
 
 
 async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) -> T:
-    """Await what a user's function returns, in a task of its own. A cancellation is passed on to it; if it has not ended
-    `GRACE` seconds later, it is abandoned.
+    """Await what a user's function returns, in a task of its own.
+
+    If the caller is cancelled, so is the task. If the task has not ended `GRACE` seconds later, it is abandoned.
 
     Raises Failed, of the kind `kind`, whatever the function raises.
     """
@@ -107,7 +110,7 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
     finally:
         if not task.done():
             await _abandon(task, driven)
-    if task.cancelled():  # by itself: nobody else has cancelled it
+    if task.cancelled():  # by itself: the caller has not cancelled it
         raise Failed(Failure(kind, "CancelledError: it cancelled itself, or awaited a task that was cancelled"))
     try:
         return task.result()
@@ -116,12 +119,14 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
 
 
 _patient: weakref.WeakKeyDictionary[asyncio.Task[Any], _Driven | None] = weakref.WeakKeyDictionary()
-"""Calls that are left running where they outlast `GRACE`, and what drives them once they do."""
+"""Calls that are not abandoned after `GRACE`. The value is set when such a call has outlasted it."""
 
 
 def leave_running() -> asyncio.Task[Any] | None:
-    """To be called inside a `call`: where that is cancelled and takes longer than `GRACE`, it is left running instead of being
-    abandoned. Returns its task, for `wait_for_left`."""
+    """Keep the current `call` from being abandoned: if it is cancelled and takes longer than `GRACE`, it continues to run.
+
+    Called inside the call. Returns its task, for `wait_for_left`.
+    """
     task = asyncio.current_task()
     if task is not None:
         _patient[task] = None
@@ -129,7 +134,7 @@ def leave_running() -> asyncio.Task[Any] | None:
 
 
 async def wait_for_left(task: asyncio.Task[Any], seconds: float) -> None:
-    """Wait for a call that was left running, and abandon it if it has not ended after so many seconds."""
+    """Wait for a call that was left running, and abandon it if it has not ended after `seconds`."""
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
@@ -151,8 +156,9 @@ async def _abandon(task: asyncio.Task[Any], driven: _Driven) -> None:
 
 
 def call_blocking(function: Callable[[], T], *, kind: str, name: str, shared: bool = False) -> T:
-    """Call a sync function in the event loop's own thread; it is measured like the stretch of an async one. `shared` runs it
-    in the conversation's context, for callers that are outside of it.
+    """Call a sync function in the event loop's thread. Its time is measured like that of an async call.
+
+    `shared` runs the function in the conversation's context, for callers outside of it.
 
     Raises Failed, of the kind `kind`, whatever the function raises.
     """
@@ -161,7 +167,7 @@ def call_blocking(function: Callable[[], T], *, kind: str, name: str, shared: bo
     try:
         with boundary(kind):
             return context.run(function) if shared and context is not None else function()
-    except (asyncio.CancelledError, GeneratorExit) as error:  # its own: a sync function cannot be cancelled
+    except (asyncio.CancelledError, GeneratorExit) as error:  # raised by the function: a sync call cannot be cancelled
         raise failed_by(error, kind) from error
     finally:
         blocked = watch.end(stretch)
@@ -170,6 +176,6 @@ def call_blocking(function: Callable[[], T], *, kind: str, name: str, shared: bo
 
 
 def forget(task: asyncio.Future[Any]) -> None:
-    """To be called when a task is done that nobody waits for: asyncio does not complain of its exception."""
+    """Mark the exception of a finished task as seen, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

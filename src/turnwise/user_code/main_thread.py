@@ -1,8 +1,8 @@
-"""Sync functions that only work in the main thread: those that set signal handlers, as `signal.alarm` needs them.
+"""Runs sync functions that set signal handlers (`signal.alarm` needs one) in the main thread.
 
-Whether a function is of that kind shows when it calls `signal.signal` in a thread of ours: Python refuses that with a
-ValueError, which libraries catch (math-verify then gives 0). Here the call is stopped with an exception that is no
-`Exception`, and the function is run again in the main thread.
+A function is recognized when it calls `signal.signal` in one of our threads. Python raises a ValueError there, which libraries
+may catch (math-verify then returns 0). Instead, the call is stopped with a BaseException, and the function is run again in the
+main thread.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _here = threading.local()
 _needed: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
-"""Kind and name of the functions that have needed the main thread, for each event loop: another run has other functions."""
+"""Kind and name of the functions that need the main thread, by event loop: each run has its own."""
 _installing = threading.Lock()
 
 
 class MainThreadNeeded(BaseException):
-    """A function has set a signal handler outside of the main thread."""
+    """A function has set a signal handler in another thread than the main thread."""
 
 
 def is_needed(kind: str, name: str) -> bool:
-    """Whether a function of this name has needed the main thread before."""
+    """Whether a function of this name has set a signal handler before."""
     return (kind, name) in _needed.get(asyncio.get_running_loop(), ())
 
 
 @contextlib.contextmanager
 def required() -> Iterator[None]:
-    """Notice whether what runs inside, in a thread of ours, sets a signal handler.
+    """Detect whether the code inside, which runs in one of our threads, sets a signal handler.
 
-    Raises MainThreadNeeded if it did, also where the code inside has caught that.
+    Raises MainThreadNeeded if it does, even if the code inside has caught that exception.
     """
     _install()
     _here.noticed = False
@@ -57,7 +57,7 @@ def required() -> Iterator[None]:
 
 
 def run(function: Callable[[], T], *, name: str, kind: str) -> T:
-    """Run it in the event loop's thread, which is to be the main thread.
+    """Run a function in the event loop's thread, which must be the main thread.
 
     Raises Failed, of the kind `kind`.
     """
@@ -70,12 +70,12 @@ def run(function: Callable[[], T], *, name: str, kind: str) -> T:
     if (kind, name) not in known:
         known.add((kind, name))
         _log.info(
-            "%s sets a signal handler: from now on it runs in the main thread, where everybody waits for it", name
+            "%s sets a signal handler: from now on it runs in the main thread, where it blocks all conversations", name
         )
     handler = signal.getsignal(signal.SIGALRM)
     try:
         return call_blocking(function, kind=kind, name=name)
-    finally:  # an alarm that is left over must not ring in our own code
+    finally:  # an alarm that is still set must not go off in our own code
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
 

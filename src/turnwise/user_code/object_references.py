@@ -1,4 +1,4 @@
-"""References: `package.module:name` and `path/to/file.py:name`, as recipes and other systems' files write them."""
+"""Imports the objects that recipes refer to: `package.module:name` and `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["resolve"]
 
 
 def resolve(reference: str, *, key: str) -> Any:
-    """The object that `package.module:name` or `path/to/file.py:name` names; `key` says where the recipe does so.
+    """The object that a reference names. `key` is the option of the recipe that holds the reference.
 
     Raises ConfigError.
     """
@@ -29,12 +29,12 @@ def resolve(reference: str, *, key: str) -> Any:
         if isinstance(failed.__cause__, ConfigError):
             raise failed.__cause__ from None
         raise ConfigError(f"{key}: {place} could not be imported: {failed.failure.message}") from failed
-    found = module
-    for part in name.split("."):
-        if not hasattr(found, part):
+    value = module
+    for attribute in name.split("."):
+        if not hasattr(value, attribute):
             raise ConfigError(f"{key}: {place} has no {name!r}{nearest(name, vars(module))}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, attribute)
+    return value
 
 
 def _from_file(path: Path, key: str) -> Any:
@@ -48,7 +48,7 @@ def _from_file(path: Path, key: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up the module by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

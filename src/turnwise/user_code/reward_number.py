@@ -1,7 +1,7 @@
-"""Reads what the code of users gives as a reward.
+"""Converts the reward that user code returns to a float.
 
-Python's own numbers, booleans, numpy's numbers and arrays or tensors of one element are numbers. A text is none, although
-`float` would read it: a function that returns "1.0" has a defect, and a judge's answer has to be parsed by who asked for it.
+Python numbers, booleans, numpy numbers, and arrays or tensors with one element are accepted. A text is refused although `float`
+could parse it: a function that returns "1.0" has a defect, and the answer of a judge model must be parsed by its caller.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["reward_number"]
 
 
 def reward_number(value: Any, who: str) -> float:
-    """The reward as a float, which may be NaN or infinite.
+    """The reward as a float, which may be NaN or infinite. `who` names the code that returned it.
 
-    Raises TypeError, with `who` gave the value, if it is no number.
+    Raises TypeError if the value is not a number.
     """
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()  # float() of one with axes is deprecated

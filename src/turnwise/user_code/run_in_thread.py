@@ -1,4 +1,4 @@
-"""Sync functions of users, run beside the event loop."""
+"""Runs sync functions of users in threads, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
-    """Run a sync function in a daemon thread of its own, so that it may block, hang or raise whatever it likes.
+    """Run a sync function in a daemon thread of its own, so that it may block, hang or raise.
 
-    Not an executor: a call that hangs would take one of its workers for good, and hold up the interpreter's exit. The function
-    sees the context variables of whoever awaits this, who sees what the function has set.
+    No executor is used: a call that hangs would occupy a worker forever and delay the interpreter's exit. The function has the
+    context variables of the caller, and the caller receives the variables that the function sets.
 
-    A function that sets a signal handler (`signal.alarm` needs one) is stopped there, and runs in the event loop's own thread:
-    this time and ever after, since Python allows it in the main thread only.
+    Python allows signal handlers in the main thread only. A function that sets one (`signal.alarm` needs it) is stopped and run
+    again in the event loop's thread, now and in all later calls.
 
     Raises Failed, of the kind `kind`.
     """
@@ -40,15 +40,17 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
             with main_thread.required(), boundary(kind):
                 result = context.run(function)
         except Failed as failed:
-            tell(future.set_exception, failed)
-        except BaseException as error:  # on the loop it would end the run, and in a thread nobody would hear of it
-            tell(future.set_exception, error if isinstance(error, MainThreadNeeded) else failed_by(error, kind))
+            resolve(future.set_exception, failed)
+        except (
+            BaseException
+        ) as error:  # raised in the event loop it would end the run, and in a thread it would be lost
+            resolve(future.set_exception, error if isinstance(error, MainThreadNeeded) else failed_by(error, kind))
         else:
-            tell(future.set_result, result)
+            resolve(future.set_result, result)
 
-    def tell(settle: Callable[[Any], None], value: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be over by now, and nobody waits
-            loop.call_soon_threadsafe(lambda: None if future.done() else settle(value))
+    def resolve(set_outcome: Callable[[Any], None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(lambda: None if future.done() else set_outcome(value))
 
     threading.Thread(target=work, name=f"{kind}-{name}", daemon=True).start()
     try:
@@ -57,11 +59,11 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
         return main_thread.run(function, name=name, kind=kind)
     finally:
         if future.done():
-            _take_over(context)
+            _copy_variables(context)
 
 
-def _take_over(context: contextvars.Context) -> None:
-    """What was set in the thread is set here too."""
+def _copy_variables(context: contextvars.Context) -> None:
+    """Set the variables that were set in the thread in the caller's context too."""
     for variable, value in context.items():
         if variable.get(None) is not value:
             variable.set(value)

@@ -1,7 +1,7 @@
-"""An object of somebody else's class, for one conversation: made, asked and closed beside the event loop.
+"""An object of a user's class that belongs to one conversation: created, called and closed without blocking the event loop.
 
-Knows nothing of what is asked. Whatever is sync runs in a thread of its own, so it may block, hang or raise; whatever is
-async is awaited. It is asked one thing at a time, and closed once, on every path out.
+Sync code runs in a thread of its own, so it may block, hang or raise. Async code is awaited. There is one call at a time, and the
+object is closed exactly once, however the conversation ends.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["ThreadedObject", "columns_for"]
 
 T = TypeVar("T")
 
-_GRACE = 1.0  # seconds for what is still going on when the conversation is over
+_GRACE = 1.0  # seconds for a call that is still running when the conversation has ended
 _log = logging.getLogger(__name__)
 
 
 class ThreadedObject(Generic[T]):
-    """Holds the object that `make` gives. `end` closes it; the object itself may have no way to be closed.
+    """Holds the object that `make` returns. `end` closes it; None if the object needs no closing.
 
-    A conversation may end while its object is still being made: it is then closed by the thread that has made it. One that is
-    still busy has a second to come to an end, and is closed all the same: that is what frees one that hangs.
+    If the conversation ends while the object is being created, the thread that creates it also closes it. If a call is still
+    running, it has a second to end. Then the object is closed anyway, which also frees a call that hangs.
     """
 
     def __init__(self, make: Callable[[], T], end: Callable[[T], Any] | None, *, name: str) -> None:
@@ -43,43 +43,43 @@ class ThreadedObject(Generic[T]):
         self._busy: asyncio.Future[Any] | None = None
 
     async def make(self) -> T:
-        """Make it. Raises Failed if it cannot be."""
+        """Create the object. Raises Failed if that fails."""
         return await self._aside(self._make_or_end)
 
     def adopt(self, made: T) -> T:
-        """Hold an object that was made before."""
+        """Hold an object that was created elsewhere."""
         self._made.append(made)
         return made
 
     @property
     def busy(self) -> bool:
-        """Whether a call is still running, also where its conversation has given it up."""
+        """Whether a call is still running, even if the conversation no longer waits for it."""
         return self._busy is not None and not self._busy.done()
 
     async def ask(self, function: Callable[[], Any]) -> Any:
-        """What a function answers, sync or async. Raises whatever that raises; from a thread, as Failed."""
+        """The result of a function, sync or async. Raises what an async function raises; errors of a sync function as Failed."""
         if inspect.iscoroutinefunction(function):
             return await function()
         result = await self._aside(function)
         return await result if inspect.isawaitable(result) else result
 
     async def close(self) -> None:
-        """Close it, if it was made and was not closed before."""
+        """Close the object, if it was created and is not closed."""
         if self._busy is not None and self.busy:
             await asyncio.wait({self._busy}, timeout=_GRACE)
         with self._lock:
-            made, self._made, self._over = self._made, [], True
-        for one in made:
+            objects, self._made, self._over = self._made, [], True
+        for made in objects:
             if self._end is not None:
                 result = await run_in_thread(
-                    lambda one=one, end=self._end: end(one), name=self._name, kind="environment"
+                    lambda made=made, end=self._end: end(made), name=self._name, kind="environment"
                 )
                 if inspect.isawaitable(result):
                     await result
 
     async def _aside(self, function: Callable[[], Any]) -> Any:
         self._busy = spawn(run_in_thread(function, name=self._name, kind="environment"))
-        return await asyncio.shield(self._busy)  # the conversation may be over before it is
+        return await asyncio.shield(self._busy)  # the conversation may end before the call does
 
     def _make_or_end(self) -> T:
         made = self._make()
@@ -103,23 +103,22 @@ class ThreadedObject(Generic[T]):
 def columns_for(
     function: Callable[..., Any], row: Row, *, name: str, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The columns of a row that a function names as its parameters; all of them where it takes whatever comes (`**row`).
+    """The columns of a row that a function has as parameters; all columns if it has `**row`.
 
-    `extra` are columns beside those of `row.fields`. Raises KeyError, with the row's columns, if it needs one that is not
-    there.
+    `extra` are columns in addition to `row.fields`. Raises KeyError if a required column is missing.
     """
     columns = {**row.fields, **(extra or {})}
     parameters = inspect.signature(function).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         given = dict(columns)
     else:
-        given = {one.name: columns[one.name] for one in parameters if one.name in columns}
-    for one in parameters:
-        by_name = one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        if by_name and one.default is one.empty and one.name not in given:
+        given = {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+    for parameter in parameters:
+        by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if by_name and parameter.default is parameter.empty and parameter.name not in given:
             have = ", ".join(sorted(columns)) or "none"
             raise KeyError(
-                f"{name} wants the column {one.name!r}, and row {row.id!r} has none of that name; its columns are: {have}. Add "
-                f"it to the data, or map one to it: data.columns.{one.name}=<column>"
+                f"{name} wants the column {parameter.name!r}, and row {row.id!r} has none of that name; its columns are: {have}. "
+                f"Add it to the data, or map one to it: data.columns.{parameter.name}=<column>"
             )
     return given
