@@ -149,7 +149,7 @@ _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
 
-_THREADS = Proven("environments/test_in_thread.py::test_a_recipe_asks_for_threads")
+_THREADS = Proven("environments/test_threaded_environment.py::test_a_recipe_asks_for_threads")
 EVIDENCE: Mapping[str, Evidence] = {
     "model.path": Named("the model"),
     "model.dtype": _LEARNT,
