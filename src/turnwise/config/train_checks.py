@@ -22,10 +22,19 @@ def refuse_without_effect(config: Config) -> None:
 
     Raises ConfigError.
     """
-    train, data = config.train, config.data
+    problems = _optimization_problems(config) + _recipe_problems(config)
+    problems += _deterministic_problems(config) + file_problems(config.data)
+    for holds, message in problems:
+        if holds:
+            raise ConfigError(message)
+
+
+def _optimization_problems(config: Config) -> list[tuple[bool, str]]:
+    """Options of `train` that have no effect or contradict each other: whether they do, and the message."""
+    train = config.train
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
-    of_train, of_sft = changed_options(train), sorted(changed_options(config.sft))
-    problems: list[tuple[bool, str]] = [
+    of_train = changed_options(train)
+    return [
         (
             on_policy and bool({"clip_low", "clip_high"} & set(of_train)),
             "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
@@ -56,6 +65,13 @@ def refuse_without_effect(config: Config) -> None:
             train.warmup_steps == 1 and train.lr_schedule == "constant",
             "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
         ),
+    ]
+
+
+def _recipe_problems(config: Config) -> list[tuple[bool, str]]:
+    """The same for all other options."""
+    data, of_sft = config.data, sorted(changed_options(config.sft))
+    return [
         (
             config.limits.turns == 1 and config.loss_mask.use in LOSS_MASKS and config.loss_mask.use != "all",
             f"loss_mask={config.loss_mask.use} has no effect with limits.turns=1, whose one turn is the last: remove it, or "
@@ -89,10 +105,6 @@ def refuse_without_effect(config: Config) -> None:
             "resume=auto goes on with the former run and replace=true moves it away: choose one",
         ),
     ]
-    problems += _deterministic_problems(config) + file_problems(data)
-    for holds, message in problems:
-        if holds:
-            raise ConfigError(message)
 
 
 def refuse_without_reward(config: Config) -> None:
