@@ -20,7 +20,7 @@ from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import TrainingRun, assemble, pack_groups, roll_out, train
-from turnwise.training.background import Halt
+from turnwise.training.background import StopFlag
 from turnwise.types import Completion, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
@@ -105,7 +105,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
-        run.learner._accumulate(batch, lambda: None, Halt())
+        run.learner._accumulate(batch, lambda: None, StopFlag())
         gradients = [parameter.grad for parameter in run.learner._optimizer.parameters]
         found = torch.cat([one.flatten() for one in gradients if one is not None])
         every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]

@@ -14,7 +14,7 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
-from turnwise.training.background import Halt
+from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
@@ -153,8 +153,8 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
     assert one_by_one._workers is None
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
-    found = beside._accumulate(batch, lambda: None, Halt())
-    expected = one_by_one._accumulate(batch, lambda: None, Halt())
+    found = beside._accumulate(batch, lambda: None, StopFlag())
+    expected = one_by_one._accumulate(batch, lambda: None, StopFlag())
     assert (found.loss, found.kl) == pytest.approx((expected.loss, expected.kl))
     for own, theirs in zip(beside._optimizer.parameters, one_by_one._optimizer.parameters, strict=True):
         assert own.grad is not None

@@ -10,7 +10,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.training.background import Halt
+from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
@@ -84,7 +84,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
     ]
     assert micro.targets.behaviour_logprob_N[micro.targets.known_N].tolist() == [-0.5, -0.5]
     one = policy(Sampling())
-    (completed,) = one._with_logprobs(pack(of_kind(NONE, turns=1)), Halt()).micro_batches
+    (completed,) = one._with_logprobs(pack(of_kind(NONE, turns=1)), StopFlag()).micro_batches
     own_N = one._forward.logprobs(micro)[0].detach()
     assert torch.equal(
         completed.targets.behaviour_logprob_N,
@@ -98,7 +98,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
     one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(LossConfig(name="nll")), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
-    assert one._with_logprobs(batch, Halt()) is batch
+    assert one._with_logprobs(batch, StopFlag()) is batch
 
 
 def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> None:

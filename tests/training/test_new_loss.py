@@ -9,7 +9,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import completion, group, trajectory
-from turnwise.training.background import Halt
+from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import Loss, LossTerms, Targets
@@ -59,7 +59,7 @@ def test_a_loss_over_sequences_is_exact_however_it_is_packed(share_prompts: bool
         share_prompts="auto" if share_prompts else "never",
     )
     batch = pack(group(), share_prompts=share_prompts, micro_batch_tokens=micro_batch_tokens)
-    learner._accumulate(batch, lambda: None, Halt())
+    learner._accumulate(batch, lambda: None, StopFlag())
     gradients = [parameter.grad for parameter in learner._optimizer.parameters]
     found = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
     expected = reference_gradient()

@@ -1,7 +1,8 @@
-"""Loading a model: all of its weights from the checkpoint, with the attention that it was trained with, or an error.
+"""Loads models: all weights from the checkpoint, with an attention that computes all that the model needs, or an error.
 
-transformers fills weights that a checkpoint lacks with random numbers and drops those that it has no place for. Both would
-train another model than the one that was meant, so both are refused here, as are weights that are no numbers.
+This is the only place where a model is loaded; `ModelOptions` says how. transformers fills missing weights with random numbers
+and drops weights that the model has no place for. Both would train a different model, so both are refused here, and so are
+weights that are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["ModelOptions", "load_model"]
 _log = logging.getLogger(__name__)
 
 _SHOWN = 3
-"""Names of weights in an error."""
+"""Most names of weights in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def load_model(options: ModelOptions) -> Any:
     path, device = str(options.path), options.device
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
-        with boundary("model"):  # weights that are cut short raise what no other library does
+        with boundary("model"):  # truncated weight files raise exceptions of many kinds
             model, found = _family(path).from_pretrained(
                 path, dtype=getattr(torch, options.dtype), output_loading_info=True
             )
@@ -63,13 +64,13 @@ def load_model(options: ModelOptions) -> Any:
         model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={device} cannot be used: {error}") from error
-    model.eval()  # dropout would make the trainer another distribution than the one that was sampled from
+    model.eval()  # with dropout, the learner would compute another distribution than the engine samples from
     _use_complete_attention(model)
     return model
 
 
 def _family(path: str) -> Any:
-    """The auto class that loads the model at `path` whole: with its vision part where it has one."""
+    """The auto class that loads the complete model at `path`, with its vision part if it has one."""
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
@@ -83,7 +84,7 @@ def _family(path: str) -> Any:
 
 
 def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:
-    """Raise ConfigError unless the weights in memory are those of the checkpoint, and numbers."""
+    """Raise ConfigError unless the weights in memory are those of the checkpoint, and finite."""
     if missing:
         raise ConfigError(
             f"{path}: the checkpoint lacks {_named(missing)}, which {type(model).__name__} has; "
@@ -134,7 +135,7 @@ def _pronoun(names: Collection[str]) -> str:
 
 
 def _use_complete_attention(model: Any) -> None:
-    """Use transformers' eager attention where the faster one ignores what the model asks for."""
+    """Use transformers' eager attention if sdpa ignores something that the model's attention needs."""
     if model.config.get_text_config()._attn_implementation != "sdpa" or not (ignored := ignored_by_sdpa(model)):
         return
     set_text_attention(model, "eager")

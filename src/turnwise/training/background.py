@@ -1,6 +1,6 @@
-"""Long computations in a thread, which end early where their task is cancelled.
+"""Long computations in a thread, which stop early if the asyncio task that waits for them is cancelled.
 
-It knows nothing of what is computed.
+Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -10,47 +10,50 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["Halt", "halted_if_cancelled", "to_the_end"]
+__all__ = ["StopFlag", "run_cancellable", "run_to_completion"]
 
 T = TypeVar("T")
 
 
-class Halt:
-    """Whether a computation is to end early. Set by the event loop, read by the thread."""
+class StopFlag:
+    """Whether a computation is to stop early. Set by the event loop, read by the thread."""
 
     def __init__(self) -> None:
-        self._set = threading.Event()
+        self._event = threading.Event()
 
     def set(self) -> None:
-        """End after the current piece."""
-        self._set.set()
+        """Stop after the current item."""
+        self._event.set()
 
-    def until(self, pieces: Iterable[T]) -> Iterator[T]:
-        """The pieces, until it is set: the next piece is not asked for then."""
-        if self._set.is_set():
+    def until_set(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, until the flag is set. After that, the iterable is not asked for a next item."""
+        if self._event.is_set():
             return
-        for piece in pieces:
-            yield piece
-            if self._set.is_set():
+        for item in items:
+            yield item
+            if self._event.is_set():
                 return
 
 
-async def halted_if_cancelled(work: Callable[[Halt], T]) -> T:
-    """Run `work` in a thread. A cancellation is raised at once, and `work` ends after its current piece.
+async def run_cancellable(work: Callable[[StopFlag], T]) -> T:
+    """Run `work` in a thread. If the caller is cancelled, CancelledError is raised at once and the flag is set.
 
-    Nobody sees the result of work that ended early.
+    The result of work that was stopped early is dropped.
     """
-    halt = Halt()
+    stop = StopFlag()
     try:
-        return await asyncio.to_thread(work, halt)
+        return await asyncio.to_thread(work, stop)
     except asyncio.CancelledError:
-        halt.set()
+        stop.set()
         raise
 
 
-async def to_the_end(work: Callable[[Halt], T]) -> T:
-    """Run `work` in a thread, and wait for its end. A cancellation meanwhile is raised at the task's next wait."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, Halt()))
+async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
+    """Run `work` in a thread and wait for its end, even if the caller is cancelled.
+
+    A cancellation that arrives meanwhile is raised at the next `await` of the task.
+    """
+    running = asyncio.ensure_future(asyncio.to_thread(work, StopFlag()))
     cancelled = False
     while not running.done():
         try:

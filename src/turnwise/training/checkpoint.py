@@ -1,14 +1,15 @@
-"""Checkpoints: a model directory that anybody can load, and beside it what is needed to resume exactly.
+"""Checkpoints: a model directory that other programs can load, and the state that is needed to resume exactly.
 
-    runs/x/checkpoint -> checkpoints/step-000004/model     the link to the newest
+    runs/x/checkpoint -> checkpoints/step-000004/model     link to the newest one
     runs/x/checkpoints/step-000004/
-        model/             weights, tokenizer and processor, as `save_pretrained` writes them
+        model/             weights, tokenizer and processor, written by `save_pretrained`
         trainer.pt         the optimizer's state
-        checkpoint.json    how far the run was, with which options, and on which data
+        checkpoint.json    position of the run, its options, and fingerprints of its data
         SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
 
-A checkpoint is written under a temporary name and then renamed, and the link is replaced after that: at any moment, whatever is
-killed, the link names a whole checkpoint. A directory that turnwise has not written is neither counted nor deleted.
+A checkpoint is written under a temporary name and then renamed; the link is replaced after that. The link therefore names a
+complete checkpoint at any moment, whenever the process is killed. Directories that turnwise has not written are ignored and
+never deleted.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TEMPORARY = re.compile(r"writing-\d{6,}")
 
 
 class Processor(Protocol):
-    """What prepares a model's input beside its tokenizer: `chat.media.MediaProcessor`."""
+    """The processor of images and videos, which prepares a model's input beside its tokenizer: `chat.media.Vision`."""
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write its files into a model directory."""
@@ -47,14 +48,14 @@ class Processor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     folder: Path
     step: int
     about: Mapping[str, Any]
     """What `finish` was given."""
     note: str | None = None
-    """Why it is not the one that the link names."""
+    """Why this is not the checkpoint that the link names; None if it is."""
 
     @property
     def model(self) -> Path:
@@ -74,7 +75,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PendingCheckpoint:
-    """A checkpoint whose large files are written, and that nothing points at yet."""
+    """A checkpoint whose large files are written. The link does not name it yet."""
 
     step: int
     folder: Path
@@ -112,9 +113,9 @@ class Checkpoints:
         state: Mapping[str, Any],
         processor: Processor | None = None,
     ) -> PendingCheckpoint:
-        """Write the large files of a step's checkpoint; `processor` is that of images, where the model sees.
+        """Write the large files of a step's checkpoint. `processor` is that of a vision model.
 
-        Raises RunError if they cannot be written; the checkpoint before stays what it is.
+        Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """
         temporary = self._folder / f"writing-{step:06d}"
         try:
@@ -127,15 +128,15 @@ class Checkpoints:
                 processor.save_pretrained(folder)
             torch.save(dict(state), temporary / _STATE)
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
-            with ThreadPoolExecutor(4) as workers:  # neither hashing nor waiting for the disk holds Python's lock
+            with ThreadPoolExecutor(4) as workers:  # hashing and waiting for the disk release the GIL
                 sums = list(workers.map(_sync, files))
-        except (OSError, RuntimeError) as error:  # torch and safetensors tell of a full disk as a RuntimeError
+        except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError if the disk is full
             raise self._failed(step, temporary, error) from error
         names = [path.relative_to(temporary).as_posix() for path in files]
         return PendingCheckpoint(step, temporary, dict(zip(names, sums, strict=True)))
 
     def finish(self, unfinished: PendingCheckpoint, about: Mapping[str, Any]) -> None:
-        """Make it the newest, with what is to be known `about` it, and remove those beyond `keep`.
+        """Make it the newest checkpoint, write `about` into it, and remove old ones beyond `keep`.
 
         Raises RunError if it cannot be written.
         """
@@ -153,29 +154,29 @@ class Checkpoints:
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
             for path in (temporary / _SUMS, temporary / _MODEL, temporary):
                 _flush(path)
-            shutil.rmtree(target, ignore_errors=True)  # of a run that was killed between here and the link
+            shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced
             os.replace(temporary, target)
             _flush(self._folder)
-            self._point_at(target / _MODEL)
+            self._replace_link(target / _MODEL)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 
     def find(self) -> SavedCheckpoint | None:
-        """The newest whole checkpoint, or None if there is none and nothing says that there ever was.
+        """The newest complete checkpoint, or None if there is none and no sign that there was one.
 
-        That is the one which the link names. Where the link is gone, or names what is gone, it is the newest that is whole.
-        Raises RunError if files of it are damaged, or none is left.
+        This is the checkpoint that the link names. If the link is missing or broken, it is the newest complete one.
+        Raises RunError if its files are damaged, or if a link exists and no checkpoint is left.
         """
         if self.newest.is_symlink() or self.newest.exists():
             folder = self.newest.resolve().parent
             if folder.parent == self._folder.resolve() and folder.is_dir():
-                return self._whole(folder)
+                return self._complete(folder)
         gone = f"the link {self.newest} names no checkpoint" if self.newest.is_symlink() else f"{self.newest} is gone"
         problem: RunError | None = None
         for folder in reversed(self._numbered()):
             try:
-                found = self._whole(folder)
+                found = self._complete(folder)
             except RunError as error:
                 problem = problem or error
                 continue
@@ -190,8 +191,8 @@ class Checkpoints:
             )
         return None
 
-    def _whole(self, folder: Path) -> SavedCheckpoint:
-        """The checkpoint in `folder`, every file of it compared with its checksum.
+    def _complete(self, folder: Path) -> SavedCheckpoint:
+        """The checkpoint in `folder`, after comparing each file with its checksum.
 
         Raises RunError.
         """
@@ -212,13 +213,13 @@ class Checkpoints:
         return SavedCheckpoint(folder, about["step"], about)
 
     def _numbered(self) -> list[Path]:
-        """Directories that are named like checkpoints, by their steps."""
+        """Directories that are named like checkpoints, in the order of their steps."""
         if not self._folder.is_dir():
             return []
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
         return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
-    def _point_at(self, target: Path) -> None:
+    def _replace_link(self, target: Path) -> None:
         link = self.newest.with_name("checkpoint.writing")
         link.unlink(missing_ok=True)
         link.symlink_to(target.relative_to(self.newest.parent))
@@ -226,7 +227,7 @@ class Checkpoints:
         _flush(self.newest.parent)
 
     def _prune(self, newest: int) -> None:
-        """Remove what is beyond `keep`, and what a run that was resumed from an earlier step has left behind."""
+        """Remove checkpoints beyond `keep`, and later ones that are left from before a resume at an earlier step."""
         own = [(about["step"], path) for path in self._numbered() if (about := _about(path)) is not None]
         earlier = [path for step, path in own if step < newest]
         later = [path for step, path in own if step > newest]
@@ -244,7 +245,7 @@ class Checkpoints:
 
 
 def _about(folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None if turnwise has not written it, or has for another step than its name says."""
+    """The contents of checkpoint.json; None if turnwise has not written it, or its step is not that of the folder's name."""
     try:
         about = parse_json(read_text(folder / _ABOUT, error=RunError), where=str(folder / _ABOUT), error=RunError)
     except RunError:
@@ -255,7 +256,7 @@ def _about(folder: Path) -> dict[str, Any] | None:
 
 
 def _damage(folder: Path) -> str | None:
-    """The first file that is not what its checksum says, or None."""
+    """A description of the first file whose checksum differs, or None."""
     try:
         lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -271,12 +272,12 @@ def _damage(folder: Path) -> str | None:
 def _differs(path: Path, digest: str, name: str) -> str | None:
     try:
         return None if of_file(path) == digest else f"{name} is not what was written (its checksum differs)"
-    except (OSError, ValueError) as error:  # the latter for a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
 def _sync(path: Path) -> str:
-    """Have the file on the disk before anything points at it. Returns its checksum."""
+    """Flush the file to disk, so that it is there before the link names it. Returns its checksum."""
     digest = of_file(path)
     _flush(path)
     return digest

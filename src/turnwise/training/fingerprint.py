@@ -1,4 +1,4 @@
-"""Fingerprints: short texts that are equal where the contents are. They tell a resumed run that something has changed."""
+"""Fingerprints: hashes that are equal for equal contents. A resumed run compares them with those from its start."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def of_file(path: Path) -> str:
 
 
 def of_rows(rows: Iterable[Row]) -> str:
-    """Of rows as they were read: ids, messages and all columns, in their order.
+    """SHA-256 of rows as they were read: ids, messages and all columns, in their order.
 
-    Of an object that is no plain data only the type counts. An image that is given as a path counts as its path.
+    Of objects that are not plain data, only the type counts. An image that is given as a path counts as its path.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -31,7 +31,7 @@ def of_rows(rows: Iterable[Row]) -> str:
 
 
 def of_tokenizer(tokenizer: Any) -> str:
-    """Of what makes tokens of a text: the vocabulary and its rules, the special tokens and the chat template."""
+    """SHA-256 of a tokenizer: vocabulary and rules, special tokens and chat template."""
     core = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     )
@@ -42,8 +42,8 @@ def of_tokenizer(tokenizer: Any) -> str:
 
 
 def _update(digest: Any, value: Any, depth: int) -> None:
-    """Feed a value, with its kind and length, so that no two values give the same bytes."""
-    if depth > 100:  # deeper than any data; a circle, perhaps
+    """Hash a value with its type and length, so that different values give different bytes."""
+    if depth > 100:  # deeper than data is; perhaps a reference to itself
         digest.update(b"...")
     elif isinstance(value, Mapping):
         digest.update(b"{%d" % len(value))

@@ -19,7 +19,7 @@ from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
-from turnwise.training.background import Halt, halted_if_cancelled, to_the_end
+from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.learner import BatchRequirements, UpdateStats
@@ -165,25 +165,25 @@ class LocalLearner:
         current micro-batch.
         """
         # before the first step: afterwards the weights are no longer those that sampled
-        batches = await halted_if_cancelled(lambda halt: [self._with_logprobs(batch, halt) for batch in batches])
+        batches = await run_cancellable(lambda stop: [self._with_logprobs(batch, stop) for batch in batches])
         sums: list[_Sums] = []
         norms: list[float] = []
         for _ in range(epochs):
             for batch in batches:
-                in_thread = to_the_end if sums else halted_if_cancelled
-                total = await in_thread(lambda halt, batch=batch: self._accumulate(batch, on_micro_batch, halt))
+                in_thread = run_to_completion if sums else run_cancellable
+                total = await in_thread(lambda stop, batch=batch: self._accumulate(batch, on_micro_batch, stop))
                 if not sums:
                     on_first_step()
                 norms.append(self._optimizer.step(lr))
                 sums.append(total)
         return _statistics(sums, norms)
 
-    def _with_logprobs(self, batch: Batch, halt: Halt) -> Batch:
+    def _with_logprobs(self, batch: Batch, stop: StopFlag) -> Batch:
         """The batch with log-probabilities of the current weights where the engine reported none that the loss can use."""
         if not self._loss.needs_behaviour_logprobs or all(bool(m.targets.known_N.all()) for m in batch.micro_batches):
             return batch
         return replace(
-            batch, micro_batches=[self._with_own_logprobs(micro) for micro in halt.until(batch.micro_batches)]
+            batch, micro_batches=[self._with_own_logprobs(micro) for micro in stop.until_set(batch.micro_batches)]
         )
 
     def _with_own_logprobs(self, micro: MicroBatch) -> MicroBatch:
@@ -196,13 +196,13 @@ class LocalLearner:
         filled_N = torch.where(targets.known_N, reported_N, logprob_N.to(reported_N.device))
         return replace(micro, targets=replace(targets, behaviour_logprob_N=filled_N))
 
-    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], halt: Halt) -> _Sums:
+    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], stop: StopFlag) -> _Sums:
         """Add up the gradients of a batch in the parameters' `grad`, and its loss and metrics."""
         self._optimizer.zero_grad()
         total = _Sums()
         # when the generator is closed early, it computes no further micro-batch
         with contextlib.closing(self._results(batch.micro_batches)) as results:
-            for sums, gradients in halt.until(results):
+            for sums, gradients in stop.until_set(results):
                 if gradients is not None:
                     self._optimizer.add_gradients(gradients)
                 total += sums
@@ -246,12 +246,12 @@ class LocalLearner:
 
     async def evaluate_loss(self, batch: Batch) -> float:
         """See `Learner.evaluate_loss`. Computed in a thread."""
-        return await halted_if_cancelled(lambda halt: self._evaluate_loss(batch, halt))
+        return await run_cancellable(lambda stop: self._evaluate_loss(batch, stop))
 
-    def _evaluate_loss(self, batch: Batch, halt: Halt) -> float:
+    def _evaluate_loss(self, batch: Batch, stop: StopFlag) -> float:
         total = 0.0
         with torch.no_grad():
-            for micro in halt.until(batch.micro_batches):
+            for micro in stop.until_set(batch.micro_batches):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
                     here = micro.to(self._model.device)
                     loss_N = nll(self._forward.logprobs(here)[0], here.targets).loss_N

@@ -1,8 +1,11 @@
-"""Attention over trees: prefixes that are computed once, and the branches that grow out of them.
+"""Attention over trees: a prefix is computed once for all of its branches.
 
-All tokens of a micro-batch stand in one flat row, so that nothing but attention ever sees padding. Attention gathers them:
-prefixes attend to themselves, branches to their prefix and to themselves. It is registered with transformers as an attention
-implementation and is an ordinary one (`sdpa`) whenever no tree is being computed.
+All tokens of a micro-batch are in one flat row without padding. Only attention gathers them into padded rows: the tokens of a
+prefix attend to the prefix, the tokens of a branch to their prefix and to the branch itself. The attention is registered with
+transformers under a name of its own, and is the ordinary `sdpa` whenever no tree is computed.
+
+Axis suffixes: T tokens of the flat row, G prefixes of at most P tokens, N branches of at most R tokens, K = P + R keys of a
+branch, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _NAME = "turnwise_tree"
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Where a prefix and its branches stand in the flat row: `start` and lengths, the branches following the prefix."""
+    """The place of a prefix and its branches in the flat row: `start`, then their lengths. The branches follow the prefix."""
 
     start: int
     prefix: int
@@ -38,20 +41,28 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Index tensors of a flat row of T tokens: G prefixes of at most P tokens, N branches of at most R."""
+    """Index tensors of a flat row.
+
+    Example: a prefix `p q` with the branches `a b c` and `x`, at T = 0 1 2 3 4 5::
+
+        prefix_GP = [[0, 1]]    branch_NR = [[2, 3, 4], [5, 0, 0]]    prefix_of_N = [0, 0]
+        place_T   = 0 1 | 2 3 4 | 5         (2 places for the prefix, then 3 for each branch)
+    """
 
     prefix_GP: torch.Tensor
-    """Flat places of the prefixes' tokens; padding names the first token."""
+    """Places in the flat row of each prefix's tokens. Padding holds 0: a valid index, whose result is never read."""
     branch_NR: torch.Tensor
-    """Flat places of the branches' tokens, likewise."""
+    """The same for the tokens of each branch."""
     prefix_of_N: torch.Tensor
+    """The row of `prefix_GP` that each branch belongs to."""
     seen_N1RK: torch.Tensor
-    """Which of its prefix's P and its own R tokens a branch's token sees: K = P + R."""
+    """Which keys a token of a branch attends to: the P places of its prefix, then the R places of its branch."""
     place_T: torch.Tensor
-    """Where a token's result is among the G * P + N * R gathered ones."""
+    """Place of each token's result among the G * P + N * R gathered results."""
 
     @classmethod
     def of(cls, shapes: Sequence[TreeShape]) -> Tree:
+        """The index tensors of trees that fill the flat row without gaps."""
         prefixes = [shape.prefix for shape in shapes]
         owners = [number for number, shape in enumerate(shapes) for _ in shape.branches]
         lengths = [length for shape in shapes for length in shape.branches]
@@ -70,6 +81,8 @@ class Tree:
                 branch_NR[number, :length] = flat
                 place_T[flat] = prefix_GP.size + number * longest_branch + np.arange(length)
                 start, number = start + length, number + 1
+        # a branch's token sees its whole prefix (not the padding behind it), and its own branch causally. Padding in a branch
+        # is on the right, where no token of the branch looks
         of_prefix_NP = np.arange(longest_prefix)[None] < np.array(prefixes)[owners][:, None]
         seen_NRP = np.broadcast_to(of_prefix_NP[:, None], (len(lengths), longest_branch, longest_prefix))
         own_NRR = np.broadcast_to(np.tri(longest_branch, dtype=bool), (len(lengths), longest_branch, longest_branch))
@@ -93,12 +106,15 @@ class Tree:
 
         def gathered(heads_HTD: torch.Tensor, places: torch.Tensor, repeat: int = 1) -> torch.Tensor:
             rows = heads_HTD.transpose(0, 1)[places]  # [rows, length, heads, D]
-            return rows.transpose(1, 2).repeat_interleave(repeat, dim=1)
+            return rows.transpose(1, 2).repeat_interleave(repeat, dim=1)  # [rows, heads * repeat, length, D]
 
+        # prefixes: causal attention hides the padding, which is on the right
         prefix_key, prefix_value = (gathered(x, self.prefix_GP, repeat) for x in (key_HTD, value_HTD))
         prefix_out = F.scaled_dot_product_attention(
             gathered(query_HTD, self.prefix_GP), prefix_key, prefix_value, is_causal=True, scale=scaling
         )
+        # branches: the keys of the prefix come first. Keys have their rotary positions already, so a branch continues at the
+        # position after its prefix, wherever it is in the flat row
         branch_out = F.scaled_dot_product_attention(
             gathered(query_HTD, self.branch_NR),
             torch.cat([prefix_key[self.prefix_of_N], gathered(key_HTD, self.branch_NR, repeat)], dim=2),
@@ -110,23 +126,23 @@ class Tree:
         return results[self.place_T]
 
 
-_growing: ContextVar[Tree | None] = ContextVar("tree", default=None)
+_current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)
 
 
 @contextmanager
 def tree_attention(tree: Tree) -> Iterator[None]:
-    """Inside, the attention of models that use tree attention is that of `tree`."""
-    token = _growing.set(tree)
+    """While it is open, models with tree attention compute `tree`."""
+    token = _current_tree.set(tree)
     try:
         yield
     finally:
-        _growing.reset(token)
+        _current_tree.reset(token)
 
 
 def use_tree_attention(model: Any) -> None:
-    """Give a transformers model an attention that can compute trees. Everything else stays what it is.
+    """Give a transformers model an attention that can compute trees; sequences are computed as before.
 
-    Raises ValueError if the model's attention cannot be exchanged.
+    Raises ValueError if the model's attention cannot be replaced.
     """
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask)
@@ -142,7 +158,7 @@ def _attention(
     scaling: float | None = None,
     **others: Any,  # transformers' own protocol
 ) -> tuple[torch.Tensor, None]:
-    tree = _growing.get()
+    tree = _current_tree.get()
     if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     if ignored := unsupported(others, known=("dropout", "is_causal")):
@@ -151,5 +167,5 @@ def _attention(
 
 
 def _mask(*arguments: Any, **options: Any) -> torch.Tensor | None:
-    # a mask of all tokens by all tokens would be large, and nobody would look at it
-    return None if _growing.get() is not None else sdpa_mask(*arguments, **options)
+    # the tree has a mask of its own; one of all T x T tokens would be large and unused
+    return None if _current_tree.get() is not None else sdpa_mask(*arguments, **options)
