@@ -124,6 +124,15 @@ EXCEPT_EXCEPTION = {
 """Where whatever is raised may be caught, BaseException included: the boundary and the text of an exception, the two ways to
 call a user's code, and the requests of an embedded engine whose model raised."""
 
+RAISED_AGAIN = {
+    "user_code/object_references.py": 1,  # removes the half-imported module
+    "compat/verl/names.py": 1,  # forgets the module, so that the next import fails in the same way
+    "compat/verl/files.py": 2,  # closes the MCP servers that were started
+    "compat/swift/imports.py": 1,  # removes the half-imported plugin
+    "runs/run_state.py": 1,  # writes a checkpoint of the last finished step
+}
+"""Handlers of any exception, BaseException included, that clean up and raise it again."""
+
 
 def part_of(path: Path) -> str:
     """`data` of data/rows.py, `types` of types.py."""
@@ -276,20 +285,23 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
 
 
-def test_whatever_is_raised_is_caught_in_the_boundary_and_almost_nowhere_else() -> None:
-    found: dict[str, int] = {}
+def test_every_exception_is_caught_in_the_boundary_and_in_the_listed_places_only() -> None:
+    catching: dict[str, int] = {}
+    raising: dict[str, int] = {}
     for path in FILES:
         for node in ast.walk(parsed(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             assert node.type is not None, f"{path}:{node.lineno}: a bare except"
             caught = {leaf.id for leaf in ast.walk(node.type) if isinstance(leaf, ast.Name)}
-            ends = node.body[-1]
-            raised_again = isinstance(ends, ast.Raise) and ends.exc is None
-            if "Exception" in caught or ("BaseException" in caught and not raised_again):
-                name = path.relative_to(SOURCE).as_posix()
-                found[name] = found.get(name, 0) + 1
-    assert found == EXCEPT_EXCEPTION
+            if not caught & {"Exception", "BaseException"}:
+                continue
+            last = node.body[-1]
+            counts = raising if isinstance(last, ast.Raise) and last.exc is None else catching
+            name = path.relative_to(SOURCE).as_posix()
+            counts[name] = counts.get(name, 0) + 1
+    assert catching == EXCEPT_EXCEPTION
+    assert raising == RAISED_AGAIN
 
 
 def _writes_reward(node: ast.AST) -> bool:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from doctor.evidence import REQUIRED, TESTED
 from support import byte_tokenizer
 from support.conversations import RENDERER
 from support.templates import THINKS
@@ -21,7 +22,7 @@ from support.tiny import save_model, save_rows, tiny_model
 from turnwise import build
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
-from turnwise.doctor.options import EVIDENCE, Proven, Shown, schema
+from turnwise.doctor.options import EFFECTS, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.sft import fine_tune as sft
@@ -87,17 +88,19 @@ def digest(model: Any) -> str:
 
 
 def test_every_option_of_the_schema_has_its_evidence() -> None:
-    assert set(schema()) == set(EVIDENCE)
+    evidence = [*EFFECTS, *TESTED, *REQUIRED]
+    assert set(schema()) == set(evidence)
+    assert len(evidence) == len(set(evidence))  # each option is in exactly one of the three
 
 
 def test_an_option_that_is_added_without_evidence_is_found() -> None:
     class Longer(Config):
         forgotten: int = 0
 
-    assert set(schema(Longer)) - set(EVIDENCE) == {"forgotten"}
+    assert set(schema(Longer)) - {*EFFECTS, *TESTED, *REQUIRED} == {"forgotten"}
 
 
-@pytest.mark.parametrize("test", sorted({one.test for one in EVIDENCE.values() if isinstance(one, Proven)}))
+@pytest.mark.parametrize("test", sorted(set(TESTED.values())))
 def test_the_tests_that_are_named_as_evidence_exist(test: str) -> None:
     file, _, name = test.partition("::")
     assert f"\ndef {name}(" in (TESTS / file).read_text(encoding="utf-8"), test
@@ -169,17 +172,16 @@ BASES = {
 """What it is compared with, where that is not the recipe as it is."""
 
 
-@pytest.mark.parametrize("option", [name for name, one in EVIDENCE.items() if isinstance(one, Shown)])
+@pytest.mark.parametrize("option", list(EFFECTS))
 def test_what_is_made_of_the_recipe_changes_with_the_option(option: str, recipe: Path, tmp_path: Path) -> None:
-    evidence = EVIDENCE[option]
-    assert isinstance(evidence, Shown)
+    compute = EFFECTS[option]
     overrides = [BASES[option]] if option in BASES else []
     if option in ("data.split", "data.eval_split"):
         overrides += [f"data.{name}={splits(tmp_path)}" for name in ("train", "eval")]
     before, _ = load(recipe, overrides)
     after, _ = load(recipe, [*overrides, CHANGED[option]])
-    assert evidence.by(before) == evidence.by(before)
-    assert evidence.by(before) != evidence.by(after)
+    assert compute(before) == compute(before)
+    assert compute(before) != compute(after)
 
 
 def splits(tmp_path: Path) -> Path:

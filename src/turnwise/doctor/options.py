@@ -1,14 +1,13 @@
-"""That each option of a recipe takes effect: what it changes, or which test of turnwise proves that it does.
+"""Whether each option of a recipe takes effect.
 
-An option whose value reaches plain data (`build` makes it from the recipe, for the run as for here) is shown by making that
-data twice: from the recipe, and from the recipe with the option as if it had not been written. An option that only the loop
-itself reads is proven by a test, named here. `EVIDENCE` knows every option of the schema; a test holds it to that.
+The value of many options reaches plain data: sampling, limits, learning rates, rows, advantages, turn weights. For these the
+doctor computes the data twice: from the recipe, and from the recipe without the option. The data must differ. The other
+options are read only while a run goes on; the test suite of turnwise has a test for each of them (tests/doctor/evidence.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from turnwise import build
@@ -19,34 +18,11 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.data.rows import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
-__all__ = ["EVIDENCE", "Named", "Proven", "Shown", "fine_tunes", "options_of", "schema", "take_effect"]
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """What is made of the option: two recipes that differ in it must differ in this."""
-
-    by: Callable[[Config], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """The test that fails if the option does nothing: `file::function`, below tests/."""
-
-    test: str
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """An option that says where something is, or what it is called: the run cannot begin without reading it."""
-
-    what: str
-
-
-Evidence = Shown | Proven | Named
+__all__ = ["EFFECTS", "fine_tunes", "options_of", "schema", "take_effect"]
 
 
 def _rates(config: Config) -> list[float]:
@@ -126,123 +102,35 @@ def _trajectory(name: str) -> Trajectory:
     return one
 
 
-_SAMPLING, _LIMITS = Shown(build.sampling), Shown(lambda config: build.limits(config, longest=None))
-_OPTIMIZATION, _REWARDS, _DATA = Shown(_optimization), Shown(_reward_functions), Shown(_rows)
+def _limits(config: Config) -> Limits:
+    return build.limits(config, longest=None)
 
 
-def _effects(name: str) -> Proven:
-    return Proven(f"doctor/test_effects.py::test_{name}")
-
-
-def _tools(name: str) -> Proven:
-    return Proven(f"test_build_tools.py::test_{name}")
-
-
-_LEARNT = _effects("an_option_of_training_changes_what_is_learnt")
-_REACHES = _effects("the_option_reaches_the_part_of_the_run_that_reads_it")
-_PATIENCE = _tools("what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else")
-_SERVERS = _tools("the_tools_of_mcp_servers_stand_beside_the_others")
-_CUT = _tools("long_answers_are_cut_as_the_recipe_says")
-_EVALUATIONS = _effects("evaluations_are_as_many_as_the_recipe_says")
-_CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
-_FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
-_MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
-_REPEATED = Proven("test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with")
-
-_THREADS = Proven("environments/test_threaded_environment.py::test_a_recipe_asks_for_threads")
-EVIDENCE: Mapping[str, Evidence] = {
-    "model.path": Named("the model"),
-    "model.dtype": _LEARNT,
-    "model.device": _effects("a_device_that_is_not_there_is_told"),
-    "data.train": Named("the rows"),
-    "data.eval": Named("the held-out rows"),
-    "data.eval_split": Shown(_held_out),
-    **{f"data.{name}": _DATA for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
-    "data.shuffle": Shown(_streams),
-    "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
-    "data.return_multi_modal_inputs": Proven("chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start"),
-    "environment.use": Named("who answers the model"),
-    "environment.arguments": Proven(
-        "test_build.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments"
-    ),
-    "environment.thread": _THREADS,
-    "tools[].thread": _THREADS,
-    "tools[].use": Named("a tool"),
-    "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
-    **{f"tools[].{name}": _PATIENCE for name in ("timeout", "retries", "retry_timeouts")},
-    "mcp.servers": Named("the servers' file"),
-    **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
-    "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
-    "tool_calls.max_tool_response_length": _CUT,
-    "tool_calls.tool_response_truncate_side": _CUT,
-    "tool_calls.tool_response_unit": _CUT,
-    "engine.name": Named("the engine"),
-    "engine.script": Named("the lines of the scripted engine"),
+EFFECTS: Mapping[str, Callable[[Config], Any]] = {
+    **{f"data.{name}": _rows for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
+    "data.eval_split": _held_out,
+    "data.shuffle": _streams,
+    **{f"sampling.{name}": build.sampling for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
     **{
-        f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")
-    },
-    "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
-    **{f"sampling.{name}": _SAMPLING for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
-    **{
-        f"limits.{name}": _LIMITS
+        f"limits.{name}": _limits
         for name in ("turns", "tokens_per_turn", "tokens", "response_tokens", "context", "seconds_per_turn", "seconds")
     },
-    "tokenization_sanity_check": _REACHES,
-    "thinking": _effects("the_thinking_policy_reaches_the_loop"),
-    "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
-    "tool_format": _REACHES,
     **{
-        f"reward.{of}[].{name}": _REWARDS
-        for of in ("trajectory", "turns", "group")
+        f"reward.{kind}[].{name}": _reward_functions
+        for kind in ("trajectory", "turns", "group")
         for name in ("use", "arguments", "weight", "name")
     },
-    "reward.timeout": _REWARDS,
-    "credit.name": Named("the estimator"),
-    "credit.scale": Shown(_advantages),
-    "loss_mask": Shown(_weights),
-    **{f"train.{name}": Shown(_rates) for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
+    "reward.timeout": _reward_functions,
+    "credit.scale": _advantages,
+    "loss_mask": _weights,
+    **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
     **{
-        f"train.{name}": _OPTIMIZATION
+        f"train.{name}": _optimization
         for name in ("weight_decay", "betas", "max_grad_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef")
     },
-    **{f"train.{name}": _LEARNT for name in ("batch_size", "group_size", "minibatches", "ppo_epochs", "loss_average")},
-    "train.overlap": Proven("test_train.py::test_overlapping_marks_which_weights_sampled_what"),
-    "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
-    "train.share_prompts": _REACHES,
-    **{f"eval.{name}": _EVALUATIONS for name in ("max_rows", "samples_per_row", "every")},
-    **{
-        f"eval.sampling.{name}": _effects("evaluations_draw_as_their_own_sampling_says")
-        for name in ("temperature", "top_p", "top_k", "min_p")
-    },
-    "rollout.max_rows": Proven("commands/test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so"),
-    "rollout.samples_per_row": Proven("commands/test_cli.py::test_the_script_says_how_many_conversations_there_are"),
-    **{
-        f"sft.{name}": _FINE_TUNED
-        for name in (
-            "steps",
-            "epochs",
-            "batch_size",
-            "lr",
-            "lr_schedule",
-            "warmup_steps",
-            "weight_decay",
-            "betas",
-            "max_grad_norm",
-            "loss_average",
-            "too_long",
-        )
-    },
-    "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
-    **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
-    **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
-    "max_concurrent": _REACHES,
-    "output": Named("the run's directory"),
-    "seed": Shown(_streams),
-    "deterministic": _REPEATED,
-    "resume": _REPEATED,
-    "resume_changes": Proven("runs/test_resuming.py::test_a_change_that_is_named_takes_effect"),
-    "replace": Proven("test_train.py::test_a_former_run_is_not_overwritten"),
+    "seed": _streams,
 }
+"""Options whose value reaches plain data, and the function that computes that data from a recipe."""
 
 
 def schema(part: type[Part] = Config, prefix: str = "") -> Iterator[str]:
@@ -292,7 +180,7 @@ def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[t
 
 
 def take_effect(config: Config) -> Check:
-    """Whether each option of the recipe does something, and how that is known."""
+    """Whether each option that the recipe sets has an effect. A combination in which an option has none fails."""
     name = "options"
     try:
         if fine_tunes(config):
@@ -302,23 +190,21 @@ def take_effect(config: Config) -> Check:
             refuse_without_reward(config)
     except ConfigError as error:
         return wrong(name, error)
-    kinds: dict[type[Any], list[str]] = {Shown: [], Proven: [], Named: []}
-    idle: list[str] = []
-    for option, without in options_of(config).items():
-        evidence = EVIDENCE.get(option)
-        if evidence is None:
-            return Check(name, "fail", f"nothing shows that {option} takes effect; please report it")
-        kinds[type(evidence)].append(option)
-        if isinstance(evidence, Shown) and without != config and _made(evidence, config) == _made(evidence, without):
-            idle.append(option)
-    told = (
-        f"{sum(map(len, kinds.values()))} are set: {len(kinds[Shown]) - len(idle)} change what is made of the recipe, "
-        f"{len(kinds[Proven])} are proven by tests of turnwise, {len(kinds[Named])} say what or where something is"
+    options = options_of(config)
+    compared = {option: without for option, without in options.items() if option in EFFECTS}
+    idle = [
+        option
+        for option, without in compared.items()
+        if without != config and _data(EFFECTS[option], config) == _data(EFFECTS[option], without)
+    ]
+    summary = (
+        f"{len(options)} are set: {len(compared) - len(idle)} change what is built from the recipe; the test suite of "
+        f"turnwise covers the effect of {len(options) - len(compared)}"
     )
     if idle:
         # with these rows, or in so few steps: a limit that nothing reaches, a system prompt where all rows have one
-        return Check(name, "note", f"{told}; it makes no difference here to leave out {', '.join(idle)}")
-    return Check(name, "ok", told)
+        return Check(name, "note", f"{summary}; it makes no difference here to leave out {', '.join(idle)}")
+    return Check(name, "ok", summary)
 
 
 def fine_tunes(config: Config) -> bool:
@@ -326,8 +212,8 @@ def fine_tunes(config: Config) -> bool:
     return bool(changed_options(config.sft))
 
 
-def _made(evidence: Shown, config: Config) -> Any:
+def _data(compute: Callable[[Config], Any], config: Config) -> Any:
     try:
-        return evidence.by(config)
-    except TurnwiseError as error:  # without the option the recipe is wrong: so it has an effect
+        return compute(config)
+    except TurnwiseError as error:  # without the option the recipe is invalid: the option has an effect
         return str(error)

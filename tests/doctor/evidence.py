@@ -1,0 +1,107 @@
+"""How it is known of each option of a recipe that it takes effect.
+
+`turnwise.doctor.options.EFFECTS` has the options whose data the doctor compares. `TESTED` and `REQUIRED` have all others;
+tests/doctor/test_effects.py asserts that every option of the schema is in exactly one of the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["REQUIRED", "TESTED"]
+
+REQUIRED: Mapping[str, str] = {
+    "model.path": "the model",
+    "data.train": "the rows",
+    "data.eval": "the held-out rows",
+    "environment.use": "who answers the model",
+    "tools[].use": "a tool",
+    "mcp.servers": "the servers' file",
+    "engine.name": "the engine",
+    "engine.script": "the lines of the scripted engine",
+    "credit.name": "the estimator",
+    "output": "the run's directory",
+}
+"""Options that name something a run cannot start without reading, and what they name."""
+
+
+def _effects(name: str) -> str:
+    return f"doctor/test_effects.py::test_{name}"
+
+
+def _tools(name: str) -> str:
+    return f"test_build_tools.py::test_{name}"
+
+
+_LEARNT = _effects("an_option_of_training_changes_what_is_learnt")
+_REACHES = _effects("the_option_reaches_the_part_of_the_run_that_reads_it")
+_PATIENCE = _tools("what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else")
+_SERVERS = _tools("the_tools_of_mcp_servers_stand_beside_the_others")
+_CUT = _tools("long_answers_are_cut_as_the_recipe_says")
+_EVALUATIONS = _effects("evaluations_are_as_many_as_the_recipe_says")
+_CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
+_FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
+_MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
+_REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
+
+_THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
+TESTED: Mapping[str, str] = {
+    "model.dtype": _LEARNT,
+    "model.device": _effects("a_device_that_is_not_there_is_told"),
+    "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
+    "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",
+    "environment.arguments": "test_build.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments",
+    "environment.thread": _THREADS,
+    "tools[].thread": _THREADS,
+    "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
+    **{f"tools[].{name}": _PATIENCE for name in ("timeout", "retries", "retry_timeouts")},
+    **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
+    "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
+    "tool_calls.max_tool_response_length": _CUT,
+    "tool_calls.tool_response_truncate_side": _CUT,
+    "tool_calls.tool_response_unit": _CUT,
+    **{
+        f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")
+    },
+    "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
+    "tokenization_sanity_check": _REACHES,
+    "thinking": _effects("the_thinking_policy_reaches_the_loop"),
+    "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
+    "tool_format": _REACHES,
+    **{f"train.{name}": _LEARNT for name in ("batch_size", "group_size", "minibatches", "ppo_epochs", "loss_average")},
+    "train.overlap": "test_train.py::test_overlapping_marks_which_weights_sampled_what",
+    "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
+    "train.share_prompts": _REACHES,
+    **{f"eval.{name}": _EVALUATIONS for name in ("max_rows", "samples_per_row", "every")},
+    **{
+        f"eval.sampling.{name}": _effects("evaluations_draw_as_their_own_sampling_says")
+        for name in ("temperature", "top_p", "top_k", "min_p")
+    },
+    "rollout.max_rows": "commands/test_cli.py::test_only_the_first_rows_are_used_where_the_recipe_says_so",
+    "rollout.samples_per_row": "commands/test_cli.py::test_the_script_says_how_many_conversations_there_are",
+    **{
+        f"sft.{name}": _FINE_TUNED
+        for name in (
+            "steps",
+            "epochs",
+            "batch_size",
+            "lr",
+            "lr_schedule",
+            "warmup_steps",
+            "weight_decay",
+            "betas",
+            "max_grad_norm",
+            "loss_average",
+            "too_long",
+        )
+    },
+    "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
+    **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
+    **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
+    "max_concurrent": _REACHES,
+    "deterministic": _REPEATED,
+    "resume": _REPEATED,
+    "resume_changes": "runs/test_resuming.py::test_a_change_that_is_named_takes_effect",
+    "replace": "test_train.py::test_a_former_run_is_not_overwritten",
+}
+"""The test that fails if the option has no effect: `file::function`, below tests/."""
