@@ -95,7 +95,7 @@ def test_gsm8k_runs_in_a_clone_as_it_is_and_without_held_out_rows(
     monkeypatch.delenv("GSM8K", raising=False)
     small = ["train.steps=1", "train.batch_size=2", "train.group_size=2", "limits.tokens_per_turn=32", "data.eval=null"]
     assert main(["train", "recipes/gsm8k.yaml", *small, f"output={tmp_path / 'run'}"]) == 0
-    assert "data.eval=null leaves out the recipe's eval.max_rows, which need held-out rows" in " ".join(
+    assert "data.eval=null removes the recipe's eval.max_rows, which need held-out rows" in " ".join(
         capsys.readouterr().out.split()
     )
     conversations = lines(tmp_path / "run" / "trajectories.jsonl")

@@ -222,7 +222,7 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
     tree["engine"] = {"slots": 4}
     (place / "recipe.yaml").write_text(yaml.safe_dump(tree))
     assert roll(place, "engine.name=scripted", f"engine.script={place / 'lines.jsonl'}") == 0
-    assert "engine.name=scripted leaves out the recipe's engine.slots" in capsys.readouterr().out
+    assert "engine.name=scripted removes the recipe's engine.slots" in capsys.readouterr().out
 
 
 # what a person can put right
@@ -293,7 +293,7 @@ def test_interrupting_is_no_error_and_what_was_written_stays(place: Path, capsys
 
 def test_training_on_a_script_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(place / "recipe.yaml"), f"output={place / 'run'}"]) == 1
-    assert "engine.name=scripted cannot be trained" in capsys.readouterr().err
+    assert "engine.name=scripted cannot be used in training" in capsys.readouterr().err
     assert not (place / "run").exists()
 
 

@@ -200,7 +200,10 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
             "there is no option reward.trajectory.0.wieght; did you mean 'weight'?",
         ),
         ("engine.slot=3", "there is no option engine.slot; did you mean 'slots'?"),
-        ("engine.script=x.jsonl", "engine.script has no effect with engine.name=local: it belongs to another engine"),
+        (
+            "engine.script=x.jsonl",
+            "engine.script has no effect with engine.name=local: it is an option of another engine",
+        ),
         ("engine.name=vllm", "engine.name: there is no engine 'vllm'; there are: local, scripted"),
         ("engine.name=scripted", "engine.script is missing"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
@@ -251,7 +254,7 @@ def test_another_engine_drops_the_options_of_the_first_and_says_so(tmp_path: Pat
     config, notes = load(path, ["engine.name=scripted", "engine.script=lines.jsonl"])
     assert config.engine == ScriptedEngine(name="scripted", script="lines.jsonl")
     assert notes == [
-        "engine.name=scripted leaves out the recipe's engine.memory_gb, engine.slots, which belonged to 'local'"
+        "engine.name=scripted removes the recipe's engine.memory_gb, engine.slots, which belonged to 'local'"
     ]
 
 
@@ -262,7 +265,7 @@ def test_the_order_of_the_overrides_of_an_engine_does_not_matter(tmp_path: Path,
     path = write(tmp_path, {**LEAST, "engine": {"slots": 4}})  # `local`, though it does not say so
     config, notes = load(path, overrides)
     assert config.engine == ScriptedEngine(name="scripted", script="x")
-    assert notes == ["engine.name=scripted leaves out the recipe's engine.slots, which belonged to 'local'"]
+    assert notes == ["engine.name=scripted removes the recipe's engine.slots, which belonged to 'local'"]
 
 
 def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
@@ -282,36 +285,45 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
         (["train.clip_high=0.3"], "remove them, or set train.minibatches, train.ppo_epochs or train.overlap"),
         (
             ["train.group_size=1"],
-            "train.group_size=1: credit grpo compares trajectories of one row, so it needs at least 2",
+            "train.group_size=1 is too small: credit.name=grpo compares the trajectories of one row. Set train.group_size to 2",
         ),
-        (["sampling.temperature=0"], "sampling.temperature=0 makes all trajectories of a row the same"),
-        (["train.lr=0"], "train.lr=0 trains nothing; use `turnwise rollout`"),
+        (
+            ["sampling.temperature=0"],
+            "sampling.temperature=0 makes all trajectories of a row identical: set a temperature above 0",
+        ),
+        (
+            ["train.lr=0"],
+            "train.lr=0 does not change the weights: set a learning rate above 0, or use `turnwise rollout`",
+        ),
         (
             ["train.batch_size=2", "train.group_size=3", "train.minibatches=7"],
-            "train.minibatches=7 is more than the 6 trajectories of a step",
+            "train.minibatches=7 is more than the 6 trajectories of a step: set at most 6",
         ),
         (
             ["train.steps=5", "train.warmup_steps=5"],
-            "train.warmup_steps=5 leaves none of train.steps=5 at the full rate",
+            "train.warmup_steps=5 must be less than train.steps=5: no step would have the full learning rate",
         ),
         (
             ["train.warmup_steps=1"],
-            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n",
+            "train.warmup_steps=1 has no effect: the first of n warm-up steps has the learning rate lr/n",
         ),
-        (["engine.name=scripted", "engine.script=x"], "engine.name=scripted cannot be trained"),
+        (["engine.name=scripted", "engine.script=x"], "engine.name=scripted cannot be used in training"),
         (["eval.samples_per_row=2"], "eval.samples_per_row has no effect without held-out rows: set data.eval"),
         (["eval.every=5"], "eval.every has no effect without held-out rows"),
         (["eval.max_rows=5"], "eval.max_rows has no effect without held-out rows"),
         (["data.train=hub/id", "data.eval_split=dev"], "data.eval_split has no effect without data.eval"),
-        (["resume=auto", "replace=true"], "resume=auto goes on with the former run and replace=true moves it away"),
-        (["deterministic=true", "train.overlap=true"], "deterministic=true is synchronous; train.overlap=true is not"),
+        (["resume=auto", "replace=true"], "resume=auto continues the earlier run and replace=true moves it away"),
+        (["deterministic=true", "train.overlap=true"], "deterministic=true cannot be combined with train.overlap=true"),
         (
             ["deterministic=true", "model.device=cuda"],
-            "deterministic=true is for the CPU; model.device=cuda is not one",
+            "deterministic=true works on the CPU only, and the recipe has model.device=cuda",
         ),
         (["deterministic=true", "engine.threads=2"], "deterministic=true runs with one thread; remove engine.threads"),
         (["data.split=dev"], "data.split has no effect on the single file rows.jsonl"),
-        (["data.eval=held.jsonl", "data.eval_split=dev"], "data.eval_split has no effect on held.jsonl"),
+        (
+            ["data.eval=held.jsonl", "data.eval_split=dev"],
+            "data.eval_split has no effect on the single file held.jsonl",
+        ),
         (["data.subset=main"], "data.subset has no effect on the single file rows.jsonl"),
         (["data.subset=main", "data.eval=held.parquet"], "data.subset has no effect on the single file rows.jsonl"),
     ],
@@ -379,8 +391,8 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("concurrent=8", "it is called max_concurrent here"),
         ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
         ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
-        ("train.report_to=wandb", "figures are written to metrics.jsonl in the run's directory"),
-        ("lora.rank=8", "there are no adapters, so all weights are trained: leave it out"),
+        ("train.report_to=wandb", "metrics are written to metrics.jsonl in the run's directory"),
+        ("lora.rank=8", "turnwise has no adapters and trains all weights: leave it out"),
         ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
     ],
 )
@@ -416,6 +428,6 @@ def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -
     recipe.write_text(yaml.safe_dump(tree))
     config, notes = load(recipe, ["data.eval=null"])
     assert (config.data.eval, config.eval.max_rows, config.eval.every) == (None, None, 0)
-    assert notes == ["data.eval=null leaves out the recipe's eval.every, eval.max_rows, which need held-out rows"]
+    assert notes == ["data.eval=null removes the recipe's eval.every, eval.max_rows, which need held-out rows"]
     with pytest.raises(ConfigError, match=r"eval\.max_rows has no effect without held-out rows"):
         refuse_without_effect(load(recipe, ["data.eval=null", "eval.max_rows=4"])[0])  # this was asked for

@@ -155,16 +155,19 @@ def test_the_values_that_are_compared_are_those_of_every_option(recipe: Path) ->
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("train.betas=[0.5,0.9]", r"train\.betas=\[0\.5, 0\.9\] \(the run has \[0\.9, 0\.999\]\)"),
-        ("train.weight_decay=0.5", r"train\.weight_decay=0\.5 \(the run has 0\.0\)"),
-        ("train.lr=0.5", r"train\.lr=0\.5 \(the run has 0\.01\)"),
-        ("seed=7", r"seed=7 \(the run has 0\)"),
-        ("sampling.temperature=0.5", r"sampling\.temperature=0\.5 \(the run has 1\.0\)"),
-        (f"environment.use={PLACES}:slow", r"environment\.use=.*slow.*\(the run has .*low_bytes"),
-        (f"reward.trajectory=['{PLACES}:length']", r"reward\.trajectory\[\]\.use=\['.*:length'\] \(the run has \[\]\)"),
+        ("train.betas=[0.5,0.9]", r"train\.betas=\[0\.5, 0\.9\] \(the run used \[0\.9, 0\.999\]\)"),
+        ("train.weight_decay=0.5", r"train\.weight_decay=0\.5 \(the run used 0\.0\)"),
+        ("train.lr=0.5", r"train\.lr=0\.5 \(the run used 0\.01\)"),
+        ("seed=7", r"seed=7 \(the run used 0\)"),
+        ("sampling.temperature=0.5", r"sampling\.temperature=0\.5 \(the run used 1\.0\)"),
+        (f"environment.use={PLACES}:slow", r"environment\.use=.*slow.*\(the run used .*low_bytes"),
+        (
+            f"reward.trajectory=['{PLACES}:length']",
+            r"reward\.trajectory\[\]\.use=\['.*:length'\] \(the run used \[\]\)",
+        ),
         ("train.kl_coef=0.5", r"train\.kl_coef=0\.5"),
         ("model.dtype=bfloat16", r"model\.dtype=bfloat16.*\n.*model\.dtype cannot change"),
-        ("model.path=/somewhere/else", r"model\.path=/somewhere/else.*\n.*begin another run with its weights"),
+        ("model.path=/somewhere/else", r"model\.path=/somewhere/else.*\n.*start another run from its weights"),
     ],
 )
 def test_a_change_that_makes_it_another_run_is_refused(copied: Path, change: str, told: str) -> None:
@@ -199,7 +202,7 @@ def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
     assert [one["lr"] for one in lines(copied.parent / "run" / "metrics.jsonl")] == [0.01, 0.01, 0.25]
     # from now on they are the run's own: the same command again changes nothing, the old values would
     assert opened(copied, "train.steps=3", *changes, names).step == 3
-    with pytest.raises(RunError, match=r"train\.lr=0\.01 \(the run has 0\.25\)"):
+    with pytest.raises(RunError, match=r"train\.lr=0\.01 \(the run used 0\.25\)"):
         opened(copied, "train.steps=3")
 
 
@@ -212,7 +215,7 @@ def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> N
         return check_options(former, now, named=[], where="run", checkpoint="run/checkpoint")
 
     assert check() == []
-    with pytest.raises(RunError, match=r"train\.overlap=True \(the run has False\)"):
+    with pytest.raises(RunError, match=r"train\.overlap=True \(the run used False\)"):
         check("train.overlap=true")
 
 
@@ -286,7 +289,7 @@ def test_fine_tuning_is_resumed_by_the_same_rules(model: Path, tmp_path: Path) -
     def again(*words: str) -> Any:
         return assemble(load(recipe, ["resume=auto", *words])[0])
 
-    with pytest.raises(RunError, match=r"sft\.weight_decay=0\.5 \(the run has 0\.0\)"):
+    with pytest.raises(RunError, match=r"sft\.weight_decay=0\.5 \(the run used 0\.0\)"):
         again("sft.weight_decay=0.5")
     with pytest.raises(RunError, match=r"sft\.batch_size cannot change"):
         again("sft.batch_size=1")

@@ -319,10 +319,10 @@ def plain() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "option",
     [
-        "batch_rows=3",
+        "batch_size=3",
         "lr=0.001",
-        "schedule=constant",
-        "schedule=cosine",
+        "lr_schedule=constant",
+        "lr_schedule=cosine",
         "warmup_steps=2",
         "weight_decay=0.5",
         "betas=[0.5, 0.9]",
@@ -394,13 +394,13 @@ def test_a_system_message_of_the_recipe_is_in_the_tokens(recipe: Path, model: Pa
 
 REFUSED: Mapping[str, str] = {
     "sft.epochs=2": "sft.epochs=2 has no effect beside sft.steps=3: remove one of them",
-    "sft.warmup_steps=3": "sft.warmup_steps=3 leaves none of sft.steps=3 at the full rate",
+    "sft.warmup_steps=3": "sft.warmup_steps=3 must be less than sft.steps=3: no step would have the full learning rate",
     "sft.eval_every=2": "sft.eval_every has no effect without held-out rows: set data.eval",
     "sft.max_eval_rows=2": "sft.max_eval_rows has no effect without held-out rows: set data.eval",
     "data.eval_split=dev": "data.eval_split has no effect without data.eval",
     "data.split=dev": "data.split has no effect on the single file",
     "data.subset=x": "data.subset has no effect on the single file",
-    "environment=turnwise.environments.users:checked_answer": "has no effect in fine-tuning (the data says what comes after",
+    "environment=turnwise.environments.users:checked_answer": "has no effect in fine-tuning (the data contains the messages",
     "engine.slots=3": "engine.slots has no effect in fine-tuning (nothing is sampled)",
     "train.lr=0.1": "train.lr has no effect in fine-tuning (it is an option of `turnwise train`); use sft.lr",
     "train.batch_size=3": (
@@ -410,12 +410,12 @@ REFUSED: Mapping[str, str] = {
     "eval.max_rows=3": "eval.max_rows has no effect in fine-tuning (it is an option of `turnwise train`); use sft.max_eval_rows",
     "rollout.max_rows=3": "rollout.max_rows has no effect in fine-tuning (it is an option of `turnwise rollout`); remove it",
     "sampling.top_k=3": "sampling.top_k has no effect in fine-tuning (nothing is sampled); remove it",
-    "credit.scale=none": "credit.scale has no effect in fine-tuning (nothing is rewarded); remove it",
-    "reward.timeout=3": "reward.timeout has no effect in fine-tuning (nothing is rewarded); remove it",
+    "credit.scale=none": "credit.scale has no effect in fine-tuning (fine-tuning has no rewards); remove it",
+    "reward.timeout=3": "reward.timeout has no effect in fine-tuning (fine-tuning has no rewards); remove it",
     "tool_calls.max_parallel_calls=3": "tool_calls.max_parallel_calls has no effect in fine-tuning (no tool is run",
     "tools=[{use: 'turnwise.environments.calculator:calculator', timeout: 3}]": "tools.0.timeout has no effect in",
     "mcp.retries=3": "mcp.retries has no effect in fine-tuning (no tool is run); remove it",
-    "limits.turns=3": "limits.turns has no effect in fine-tuning (the data says how long a conversation is",
+    "limits.turns=3": "limits.turns has no effect in fine-tuning (the data sets the length of a conversation",
     "limits.context=100000": "limits.context=100000 is more than the 1024 that the model allows",
 }
 
@@ -429,10 +429,10 @@ def test_options_without_effect_are_refused(recipe: Path, option: str) -> None:
 
 def test_options_that_contradict_each_other_are_refused(recipe: Path) -> None:
     for options, told in (
-        (["resume=auto", "replace=true"], "resume=auto goes on with the former run and replace=true moves it away"),
+        (["resume=auto", "replace=true"], "resume=auto continues the earlier run and replace=true moves it away"),
         (
             ["deterministic=true", "model.device=cuda"],
-            "deterministic=true is for the CPU; model.device=cuda is not one",
+            "deterministic=true works on the CPU only, and the recipe has model.device=cuda",
         ),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -447,7 +447,9 @@ def test_what_the_template_has_no_use_for_is_refused_before_the_weights_are_load
 def test_training_refuses_the_options_of_fine_tuning(recipe: Path) -> None:
     from turnwise.config.train_checks import refuse_without_effect
 
-    with pytest.raises(ConfigError, match=r"sft.steps has no effect in training: it is an option of `turnwise sft`"):
+    with pytest.raises(
+        ConfigError, match=r"sft.batch_size has no effect in training: it is an option of `turnwise sft`"
+    ):
         refuse_without_effect(load(recipe)[0])
 
 

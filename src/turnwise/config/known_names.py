@@ -1,4 +1,4 @@
-"""Names that options have in TRL, verl and ms-swift, and what they are called in a recipe: for hints in errors."""
+"""Option names of TRL, verl and ms-swift with the turnwise option for each, for hints in error messages."""
 
 from __future__ import annotations
 
@@ -54,15 +54,17 @@ CALLED: dict[str, tuple[str, ...]] = {
     "replace": ("overwrite_output_dir",),
     "deterministic": ("full_determinism",),
 }  # fmt: skip
-"""Our name, and what others call the same or what comes nearest to it."""
+"""For each option of turnwise: names of the same or the most similar option in other libraries."""
 
 ABSENT: dict[str, tuple[str, ...]] = {
-    "there are no adapters, so all weights are trained: leave it out": (
+    "turnwise has no adapters and trains all weights: leave it out": (
         "lora", "lora_rank", "lora_alpha", "lora_r", "use_peft", "peft_config", "peft", "qlora", "adapter", "tuner_type",
         "train_type", "target_modules",
     ),
-    "weights are not quantised; model.dtype=bfloat16 halves them": ("load_in_4bit", "load_in_8bit", "quantization"),
-    "figures are written to metrics.jsonl in the run's directory (docs/record.md), and to no service": (
+    "turnwise does not quantise weights; model.dtype=bfloat16 halves their memory": (
+        "load_in_4bit", "load_in_8bit", "quantization",
+    ),
+    "metrics are written to metrics.jsonl in the run's directory (docs/record.md) and not sent to a service": (
         "report_to", "logger", "logging_steps", "wandb", "wandb_project", "run_name", "project_name", "experiment_name",
     ),
     "a run is one process on one device: leave it out": (
@@ -72,13 +74,15 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
-    "activations are kept: a smaller train.micro_batch_tokens saves memory": (
+    "turnwise has no activation checkpointing: a smaller train.micro_batch_tokens saves memory": (
         "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
     ),
     "the optimizer is AdamW: leave it out": ("optim", "optimizer"),
-    "there is no critic: credit.name says how rewards become advantages": ("critic", "gamma", "lam", "gae_lambda", "vf_coef"),
+    "turnwise has no critic: credit.name sets how advantages are computed from rewards": (
+        "critic", "gamma", "lam", "gae_lambda", "vf_coef",
+    ),
 }  # fmt: skip
-"""What is said about names that have no counterpart."""
+"""For each hint: names of other libraries that have no counterpart in turnwise."""
 
 RENAMED: dict[str, str] = {
     "concurrent": "max_concurrent",
@@ -101,22 +105,23 @@ RENAMED: dict[str, str] = {
 }
 """Options of earlier versions of turnwise, and their present names."""
 
-_CALLED = {name: ours for ours, names in CALLED.items() for name in names}
-_ABSENT = {name: told for told, names in ABSENT.items() for name in names}
+_CALLED = {name: option for option, names in CALLED.items() for name in names}
+_ABSENT = {name: hint for hint, names in ABSENT.items() for name in names}
 
 
 def called_here(name: str, *, section: str = "", options: frozenset[str] = frozenset()) -> str:
-    """A hint for a message: `; it is called train.lr here`, or the empty text for a name that nobody uses.
+    """A hint for a message: `; it is called train.lr here`, or an empty text for an unknown name.
 
-    `section` is the part of the recipe in which the name stands, with its `options`: of two places the nearer one is named.
+    `section` is the section of the recipe that contains the name, and `options` are its options. If the option exists in
+    that section, too, the hint names it there (`sft.lr`, not `train.lr`).
     """
     name = name.replace("-", "_").lower()
     if (new := RENAMED.get(f"{section}.{name}" if section else name)) is not None:
         return f"; it is called {new} here"
-    if (told := _ABSENT.get(name)) is not None:
-        return f"; {told}"
-    ours = _CALLED.get(name)
-    if ours is None:
+    if (hint := _ABSENT.get(name)) is not None:
+        return f"; {hint}"
+    option = _CALLED.get(name)
+    if option is None:
         return ""
-    last = ours.rpartition(".")[2]
-    return f"; it is called {f'{section}.{last}' if section and last in options else ours} here"
+    last = option.rpartition(".")[2]
+    return f"; it is called {f'{section}.{last}' if section and last in options else option} here"

@@ -1,7 +1,7 @@
-"""Reading a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
+"""Reads a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
 
-`load` puts environment variables in (`${NAME}`, `${NAME:-default}`), applies overrides, and checks the whole against the
-schema. An unknown key is answered with the nearest name, and all problems are told at once.
+`load` applies overrides, inserts environment variables (`${NAME}`, `${NAME:-default}`), and validates the result against the
+schema. The error lists all problems, with the most similar name for each unknown key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["checked", "load"]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
-    """Read a recipe, apply overrides (`train.lr=1e-4`), and check it. Returns the recipe and notes to show.
+    """Read a recipe, apply overrides (`train.lr=1e-4`), and check it. Returns the recipe and notes for the user.
 
     Raises ConfigError.
     """
@@ -40,7 +40,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
 
 
 def checked(tree: Mapping[str, Any], *, source: str) -> Config:
-    """The recipe that a tree of options is; `source` says in messages where it came from.
+    """The recipe for a tree of options. `source` is the origin that error messages name.
 
     Raises ConfigError.
     """
@@ -51,9 +51,9 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `a.b=value` into the tree; values are YAML. A new `name` of a part leaves out what belonged to the old one."""
+    """Put `a.b=value` into the tree; values are YAML. A new `name` removes the options of the part with the old name."""
     notes: list[str] = []
-    # names first: whatever stands beside them on the command line belongs to the new one
+    # names first: other options on the command line belong to the part with the new name
     for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -78,15 +78,15 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         if last == "name" and former not in (value, None):
             dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
             if dropped:
-                notes.append(f"{override} leaves out the recipe's {', '.join(dropped)}, which belonged to {former!r}")
+                notes.append(f"{override} removes the recipe's {', '.join(dropped)}, which belonged to {former!r}")
             node.clear()
         node[last] = value
     return notes
 
 
 def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Leave out the recipe's options of evaluation, but for those on the command line; returns a note on them."""
-    said = [override.partition("=")[0] for override in overrides]
+    """Remove the recipe's options of evaluation that are not on the command line. Returns a note that lists them."""
+    overridden = [override.partition("=")[0] for override in overrides]
     dropped: list[str] = []
     for section, options in (("eval", None), ("data", ["eval_split"])):
         node = tree.get(section)
@@ -94,12 +94,12 @@ def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> li
             continue
         for option in list(options or node):
             name = f"{section}.{option}"
-            if option in node and not any(f"{one}.".startswith(f"{name}.") for one in said):
+            if option in node and not any(f"{key}.".startswith(f"{name}.") for key in overridden):
                 del node[option]
                 dropped.append(name)
     if not dropped:
         return []
-    return [f"data.eval=null leaves out the recipe's {', '.join(dropped)}, which need held-out rows"]
+    return [f"data.eval=null removes the recipe's {', '.join(dropped)}, which need held-out rows"]
 
 
 def _interpolate(node: Any, *, where: str) -> Any:
@@ -123,13 +123,13 @@ def _interpolate(node: Any, *, where: str) -> Any:
 
 
 def _explain(error: ValidationError, source: str) -> str:
-    """All that is wrong, a line each: the key, the rule, the value, the nearest name."""
+    """All problems, one per line: the key, the rule, the value, the most similar name."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
-        # pydantic puts the branch of a union into the place: `list[...]`, `function-after[...]`, `local`
+        # pydantic adds the branch of a union to the location: `list[...]`, `function-after[...]`, `local`
         branch = str(problem["loc"][-1]) if problem["loc"] else ""
         if branch.startswith("list[") and not isinstance(problem["input"], list):
-            continue  # a text where a text or a list may stand: the other branch says what is wrong with it
+            continue  # not a list, where a text or a list is allowed: the problem of the other branch is reported
         if branch.startswith("function-after[") and isinstance(problem["input"], list):
             continue
         path = [part for part in problem["loc"] if part not in ("local", "scripted") and "[" not in str(part)]
@@ -157,14 +157,14 @@ def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
         other = ScriptedEngine if part is LocalEngine else LocalEngine
         if name in other.model_fields:
             mine = part.model_fields["name"].annotation
-            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it belongs to another engine"
-    section = ".".join(str(one) for one in path[:-1])
+            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it is an option of another engine"
+    section = ".".join(str(key) for key in path[:-1])
     hint = called_here(name, section=section, options=frozenset(names)) or nearest(name, names)
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
 
 
 def _part_at(location: Sequence[Any]) -> type[Part] | None:
-    """The part of the schema that a place in the recipe belongs to."""
+    """The part of the schema for a location in the recipe."""
     part: type[Part] | None = Config
     for step in location:
         if part is None or isinstance(step, int):

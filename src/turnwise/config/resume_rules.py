@@ -1,7 +1,7 @@
-"""Which options of a recipe may differ when a run is resumed. `RULES` knows every option of the schema; a test holds it to that.
+"""Which options of a recipe may change when a run is resumed. `RULES` has a rule for each option; a test checks that.
 
-A resumed run is the run that would have come out without the interruption. So an option may change freely only if it changes
-nothing of what is learned at a step. Any other change is refused, unless `resume_changes` names the option.
+A resumed run must give the same result as a run without interruption. So an option may change freely only if it does not affect
+the training steps. Any other change is refused, unless `resume_changes` names the option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXPLAINED: Mapping[Rule, str] = {
     "named": "if named in `resume_changes`",
     "fixed": "no",
 }
-"""What each rule means, as the table of options in docs/recipes.md says it."""
+"""The text of each rule in the table of options in docs/recipes.md."""
 
 
 def _all(rule: Rule, prefix: str, names: str) -> dict[str, Rule]:
@@ -31,16 +31,16 @@ def _all(rule: Rule, prefix: str, names: str) -> dict[str, Rule]:
 
 
 RULES: Mapping[str, Rule] = {
-    # the weights and the optimizer's state are those of the checkpoint
+    # the weights and the state of the optimizer come from the checkpoint
     "model.path": "named",
     "model.dtype": "fixed",
     "model.device": "free",
-    # where the rows come from is free; which rows they are is compared by their contents
+    # the source of the rows may change; their contents are compared
     **_all("rows", "data.", "train split subset columns system_prompt max_rows"),
     **_all("free", "data.", "eval eval_split"),
-    **_all("named", "data.", "max_prompt_tokens shuffle"),  # the comparison of rows is made before any is left out
+    **_all("named", "data.", "max_prompt_tokens shuffle"),  # rows are compared before long ones are dropped
     "data.return_multi_modal_inputs": "free",
-    # what answers the model
+    # the environment and its tools
     **_all("named", "environment.", "use arguments"),
     "environment.thread": "free",
     **_all("named", "tools[].", "use arguments"),
@@ -52,7 +52,7 @@ RULES: Mapping[str, Rule] = {
         "tool_calls.",
         "max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
     ),
-    # how the model is sampled
+    # sampling
     **_all("named", "engine.", "name script"),
     **_all("free", "engine.", "slots memory_gb threads"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
@@ -60,7 +60,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "limits.", "seconds_per_turn seconds"),
     "tokenization_sanity_check": "free",
     **_all("named", "", "thinking use_inference_chat_template tool_format"),
-    # what is learned from it
+    # rewards and optimization
     **_all("named", "reward.trajectory[].", "use arguments weight name"),
     **_all("named", "reward.turns[].", "use arguments weight name"),
     **_all("named", "reward.group[].", "use arguments weight name"),
@@ -80,7 +80,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "rollout.", "max_rows samples_per_row"),
     **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every max_eval_rows max_recorded_rows"),
     **_all("named", "sft.", "lr lr_schedule warmup_steps weight_decay betas max_grad_norm loss_average too_long"),
-    "sft.batch_size": "fixed",  # the place in the data is counted in steps
+    "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
     **_all("free", "", "max_concurrent output resume resume_changes replace"),
@@ -88,14 +88,14 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-_OF_THE_START = ("resume", "resume_changes", "replace", "output")
-"""Options that say how a run is started; that they differ is nothing to report."""
+_START_OPTIONS = ("resume", "resume_changes", "replace", "output")
+"""Options of how a run starts. Changes of these are not reported."""
 
 
 def option_values(config: Config) -> dict[str, Any]:
     """The value of each option as plain data, by its dotted name; `tools[].timeout` is the list of all tools' timeouts.
 
-    Options of an engine that the recipe does not use are not in it.
+    Options of engines that the recipe does not use are left out.
     """
     return dict(_values(config, ""))
 
@@ -108,13 +108,13 @@ def _values(part: Part, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _values(value, f"{key}.")
         elif f"{key}[].use" in RULES:
             for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):
-                yield f"{key}[].{field}", [one[field] for one in plain[name]]
+                yield f"{key}[].{field}", [use[field] for use in plain[name]]
         else:
             yield key, plain[name]
 
 
 def refuse_unknown_names(config: Config) -> None:
-    """Refuse names in `resume_changes` that are no option, or are one that cannot change or may change anyway.
+    """Refuse names in `resume_changes` that are not options, that cannot change, or that may change without being named.
 
     Raises ConfigError.
     """
@@ -132,24 +132,24 @@ def refuse_unknown_names(config: Config) -> None:
 def check_options(
     former: Mapping[str, Any], now: Mapping[str, Any], *, named: Sequence[str], where: str, checkpoint: str
 ) -> list[str]:
-    """Compare the options of a run with those that it is resumed with. Returns a note for each that changes.
+    """Compare the options of a run with the options that it is resumed with. Returns a note for each changed option.
 
-    An option that `former` does not know was added since, and had its default value then.
-    Raises RunError for changes that make it another run.
+    An option that is missing in `former` was added to turnwise later; its default value is assumed.
+    Raises RunError if an option changed that must not change.
     """
     defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
     before = {key: former.get(key, defaults.get(key)) for key in now}
-    changed = [key for key, value in before.items() if value != now[key] and key not in _OF_THE_START]
+    changed = [key for key, value in before.items() if value != now[key] and key not in _START_OPTIONS]
     refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
     if refused:
-        lines = "\n  ".join(f"{key}={_short(now[key])} (the run has {_short(before[key])})" for key in refused)
+        lines = "\n  ".join(f"{key}={_short(now[key])} (the run used {_short(before[key])})" for key in refused)
         names = [key for key in refused if RULES[key] == "named"]
         fixed = [key for key in refused if RULES[key] == "fixed"]
-        also = f"; to change it from here on, name it: resume_changes='[{', '.join(names)}]'" if names else ""
+        also = f"; to change them for the next steps, set resume_changes='[{', '.join(names)}]'" if names else ""
         never = f"; {', '.join(fixed)} cannot change" if fixed else ""
         raise RunError(
-            f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the run's values{also}{never}. Or begin "
-            f"another run with its weights: output=runs/<name> model.path={checkpoint}"
+            f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the values of the run{also}{never}. Or "
+            f"start another run from its weights: output=runs/<name> model.path={checkpoint}"
         )
     return [
         f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"

@@ -1,4 +1,4 @@
-"""Which options of a recipe do nothing in a training run, or contradict each other: they are refused at start-up."""
+"""Refuses, at start-up, options of a recipe that have no effect in a training run or that contradict each other."""
 
 from __future__ import annotations
 
@@ -7,108 +7,159 @@ from turnwise.config.schema import LOSS_MASKS, Config, Data, LocalEngine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 
-__all__ = ["file_problems", "refuse_without_effect", "refuse_without_reward"]
+__all__ = [
+    "Problem",
+    "deterministic_device_problem",
+    "eval_split_problem",
+    "file_problems",
+    "refuse_without_effect",
+    "refuse_without_reward",
+    "run_problems",
+]
+
+Problem = tuple[bool, str]
+"""Whether the recipe has the problem, and the error message for it."""
 
 WITHOUT_REWARD = (
     "turnwise.environments.environment:SingleTurn",
     "turnwise.environments.users:ScriptedUser",
     "turnwise.environments.modelled_user:ModelledUser",
 )
-"""Environments that give no reward of their own."""
+"""Built-in environments that never give a reward."""
 
 
 def refuse_without_effect(config: Config) -> None:
-    """Refuse options of a training run that would do nothing, or that contradict each other.
+    """Refuse options of a training run that have no effect or that contradict each other. The first problem is raised.
 
     Raises ConfigError.
     """
-    problems = _optimization_problems(config) + _recipe_problems(config)
-    problems += _deterministic_problems(config) + file_problems(config.data)
+    problems = [
+        *_optimization_problems(config),
+        *_conversation_problems(config),
+        *_evaluation_problems(config),
+        *_other_command_problems(config),
+        *run_problems(config),
+        *_deterministic_training_problems(config),
+        *file_problems(config.data),
+    ]
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
 
 
-def _optimization_problems(config: Config) -> list[tuple[bool, str]]:
-    """Options of `train` that have no effect or contradict each other: whether they do, and the message."""
+def _optimization_problems(config: Config) -> list[Problem]:
+    """Problems of the sections train, credit and sampling."""
     train = config.train
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
-    of_train = changed_options(train)
+    trajectories = train.batch_size * train.group_size
     return [
         (
-            on_policy and bool({"clip_low", "clip_high"} & set(of_train)),
+            on_policy and not {"clip_low", "clip_high"}.isdisjoint(changed_options(train)),
             "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
             "1): remove them, or set train.minibatches, train.ppo_epochs or train.overlap",
         ),
         (
             config.credit.name == "grpo" and train.group_size < 2,
-            f"train.group_size={train.group_size}: credit grpo compares trajectories of one row, so it needs at least 2",
+            f"train.group_size={train.group_size} is too small: credit.name=grpo compares the trajectories of one row. Set "
+            f"train.group_size to 2 or more",
         ),
         (
             config.sampling.temperature == 0,
-            "sampling.temperature=0 makes all trajectories of a row the same; training needs a temperature above 0",
+            "sampling.temperature=0 makes all trajectories of a row identical: set a temperature above 0",
         ),
         (
             train.lr == 0,
-            "train.lr=0 trains nothing; use `turnwise rollout` for conversations without training",
+            "train.lr=0 does not change the weights: set a learning rate above 0, or use `turnwise rollout` for conversations "
+            "without training",
         ),
         (
-            train.minibatches > train.batch_size * train.group_size,
-            f"train.minibatches={train.minibatches} is more than the {train.batch_size * train.group_size} trajectories of "
-            "a step",
+            train.minibatches > trajectories,
+            f"train.minibatches={train.minibatches} is more than the {trajectories} trajectories of a step: set at most "
+            f"{trajectories}, or raise train.batch_size",
         ),
         (
             train.warmup_steps >= train.steps,
-            f"train.warmup_steps={train.warmup_steps} leaves none of train.steps={train.steps} at the full rate",
+            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}: no step would have the full "
+            f"learning rate",
         ),
         (
             train.warmup_steps == 1 and train.lr_schedule == "constant",
-            "train.warmup_steps=1 has no effect: the first step of a warm-up of n has the rate lr/n, which is lr; remove it",
+            "train.warmup_steps=1 has no effect: the first of n warm-up steps has the learning rate lr/n, and lr/1 is lr. "
+            "Remove it",
         ),
     ]
 
 
-def _recipe_problems(config: Config) -> list[tuple[bool, str]]:
-    """The same for all other options."""
-    data, of_sft = config.data, sorted(changed_options(config.sft))
+def _conversation_problems(config: Config) -> list[Problem]:
+    """Problems of the sections loss_mask, engine and thinking."""
+    one_turn = config.limits.turns == 1
+    mask = config.loss_mask.use
     return [
         (
-            config.limits.turns == 1 and config.loss_mask.use in LOSS_MASKS and config.loss_mask.use != "all",
-            f"loss_mask={config.loss_mask.use} has no effect with limits.turns=1, whose one turn is the last: remove it, or "
+            one_turn and mask in LOSS_MASKS and mask != "all",
+            f"loss_mask={mask} has no effect with limits.turns=1, because the first turn is also the last: remove it, or "
             f"raise limits.turns",
         ),
         (
             config.engine.name != "local",
-            f"engine.name={config.engine.name} cannot be trained: its tokens are not the policy's. Use engine.name=local, "
-            f"or `turnwise rollout`",
+            f"engine.name={config.engine.name} cannot be used in training: its tokens are not sampled from the model. Use "
+            f"engine.name=local, or `turnwise rollout`",
         ),
         (
-            config.thinking != "keep" and config.limits.turns == 1,
-            f"thinking={config.thinking} has no effect with limits.turns=1: nothing goes on after the first turn. Remove it",
-        ),
-        (
-            data.eval is None and bool(changed_options(config.eval)),
-            f"eval.{next(iter(changed_options(config.eval)), '')} has no effect without held-out rows: set data.eval",
-        ),
-        (
-            data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
-            "data.eval_split has no effect without data.eval",
-        ),
-        (
-            bool(changed_options(config.rollout)),
-            f"rollout.{next(iter(changed_options(config.rollout)), '')} has no effect in training: it is an option of `turnwise "
-            f"rollout`; the rows and conversations of a step are train.batch_size and train.group_size",
-        ),
-        (bool(of_sft), f"sft.{next(iter(of_sft), '')} has no effect in training: it is an option of `turnwise sft`"),
-        (
-            config.resume == "auto" and config.replace,
-            "resume=auto goes on with the former run and replace=true moves it away: choose one",
+            one_turn and config.thinking != "keep",
+            f"thinking={config.thinking} has no effect with limits.turns=1: no prompt contains an earlier turn. Remove it, or "
+            f"raise limits.turns",
         ),
     ]
 
 
+def _evaluation_problems(config: Config) -> list[Problem]:
+    """Problems of the section eval and of data.eval_split."""
+    without_rows = config.data.eval is None
+    changed = next(iter(changed_options(config.eval)), None)
+    return [
+        (
+            without_rows and changed is not None,
+            f"eval.{changed} has no effect without held-out rows: set data.eval, or remove it",
+        ),
+        eval_split_problem(config.data),
+    ]
+
+
+def eval_split_problem(data: Data) -> Problem:
+    """data.eval_split without data.eval."""
+    return (
+        data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
+        "data.eval_split has no effect without data.eval: set data.eval, or remove it",
+    )
+
+
+def _other_command_problems(config: Config) -> list[Problem]:
+    """Options that only another command reads."""
+    of_rollout = next(iter(changed_options(config.rollout)), None)
+    of_sft = next(iter(sorted(changed_options(config.sft))), None)
+    return [
+        (
+            of_rollout is not None,
+            f"rollout.{of_rollout} has no effect in training: it is an option of `turnwise rollout`. In training, "
+            f"train.batch_size is the number of rows in a step, and train.group_size the number of conversations on each row",
+        ),
+        (of_sft is not None, f"sft.{of_sft} has no effect in training: it is an option of `turnwise sft`. Remove it"),
+    ]
+
+
+def run_problems(config: Config) -> list[Problem]:
+    """Contradicting options of how a run starts."""
+    return [
+        (
+            config.resume == "auto" and config.replace,
+            "resume=auto continues the earlier run and replace=true moves it away: remove one of them",
+        )
+    ]
+
+
 def refuse_without_reward(config: Config) -> None:
-    """Refuse a training run in which nothing can give a reward, as far as that is known before it begins.
+    """Refuse a training run in which nothing can give a reward, as far as the recipe shows it.
 
     Raises ConfigError.
     """
@@ -117,42 +168,57 @@ def refuse_without_reward(config: Config) -> None:
         return  # a tool may score a call
     if config.environment.use in WITHOUT_REWARD:
         raise ConfigError(
-            f"nothing gives a reward: environment={config.environment.use} gives none, and the recipe names no reward function "
-            f"and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or an environment that gives "
-            f"rewards"
+            f"nothing gives a reward: environment={config.environment.use} gives no rewards, and the recipe has no reward "
+            f"function and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or use an environment "
+            f"that gives rewards"
         )
 
 
-def _deterministic_problems(config: Config) -> list[tuple[bool, str]]:
-    if not config.deterministic:
-        return []
+def _deterministic_training_problems(config: Config) -> list[Problem]:
     engine = config.engine
+    threads = engine.threads if isinstance(engine, LocalEngine) else 1
     return [
-        (config.train.overlap, "deterministic=true is synchronous; train.overlap=true is not: choose one"),
         (
-            config.model.device not in ("auto", "cpu"),
-            f"deterministic=true is for the CPU; model.device={config.model.device} is not one: use model.device=cpu",
+            config.deterministic and config.train.overlap,
+            "deterministic=true cannot be combined with train.overlap=true: remove one of them",
         ),
+        deterministic_device_problem(config),
         (
-            isinstance(engine, LocalEngine) and engine.threads > 1,
-            "deterministic=true runs with one thread; remove engine.threads",
+            config.deterministic and threads > 1,
+            f"deterministic=true runs with one thread; remove engine.threads={threads}",
         ),
     ]
 
 
-def file_problems(data: Data) -> list[tuple[bool, str]]:
-    """Of options that say which part of a data set is meant, and whether they say it of a single file."""
+def deterministic_device_problem(config: Config) -> Problem:
+    """deterministic=true on another device than the CPU."""
+    return (
+        config.deterministic and config.model.device not in ("auto", "cpu"),
+        f"deterministic=true works on the CPU only, and the recipe has model.device={config.model.device}: use "
+        f"model.device=cpu, or remove deterministic",
+    )
+
+
+def file_problems(data: Data) -> list[Problem]:
+    """Options that select a part of a data set (`split`, `eval_split`, `subset`) but are set for single files."""
 
     def is_file(source: str | list[str] | None) -> bool:
-        several = [source] if isinstance(source, str) else source
-        return several is not None and all(one.endswith(FILES) for one in several)
+        sources = [source] if isinstance(source, str) else source
+        return sources is not None and all(name.endswith(FILES) for name in sources)
 
+    changed = changed_options(data)
     only_files = is_file(data.train) and (data.eval is None or is_file(data.eval))
     return [
         (
-            is_file(data.train) and "split" in changed_options(data),
-            f"data.split has no effect on the single file {data.train}",
+            is_file(data.train) and "split" in changed,
+            f"data.split has no effect on the single file {data.train}: remove it",
         ),
-        (is_file(data.eval) and "eval_split" in changed_options(data), f"data.eval_split has no effect on {data.eval}"),
-        (only_files and data.subset is not None, f"data.subset has no effect on the single file {data.train}"),
+        (
+            is_file(data.eval) and "eval_split" in changed,
+            f"data.eval_split has no effect on the single file {data.eval}: remove it",
+        ),
+        (
+            only_files and data.subset is not None,
+            f"data.subset has no effect on the single file {data.train}: remove it",
+        ),
     ]
