@@ -155,7 +155,7 @@ def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scena
 
 def test_a_recipe_without_tools_is_refused_where_the_template_works_only_with_tools() -> None:
     config = Config.model_validate({"model": {"path": "x"}, "data": {"train": "x.jsonl"}})
-    with pytest.raises(TemplateError, match="refuses conversations without tools, and the recipe has none"):
+    with pytest.raises(TemplateError, match="refuses conversations without tools, and the recipe has no tools"):
         preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)))
     assert preflight(config, Renderer(byte_tokenizer(NEEDS_TOOLS)), tools=True) == []
     trajectory = hold(["4"], renderer=Renderer(byte_tokenizer(NEEDS_TOOLS)))

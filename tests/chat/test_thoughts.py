@@ -60,7 +60,7 @@ def test_a_templates_own_marks_are_found(name: str) -> None:
     assert renderer.profile.reasoning.marks.own == (marks,)
     assert renderer.profile.reasoning.supported
     assert renderer.profile.kept_reasoning.stripped_before[0] == "user"
-    assert "leaves earlier thoughts out" in doctor_on_thinking(renderer, None).text
+    assert "leaves earlier reasoning out" in doctor_on_thinking(renderer, None).text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

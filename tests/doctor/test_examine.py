@@ -1,4 +1,4 @@
-"""`turnwise doctor`, from the words typed to the exit status; models and recipes with one thing wrong each."""
+"""`turnwise doctor`, from the command line to the exit status; models and recipes with one error each."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def only_failure(checks: dict[str, Check]) -> str:
 # the command
 
 
-def test_a_good_model_is_told_so_on_a_page(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_model_is_reported_on_a_page(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 27
-    told = [line for line in lines if not line.startswith(" ")]
-    assert [line[6:20].strip() for line in told[:-1]] == OF_A_MODEL
-    assert told[-1].endswith(" to know, 0 wrong")
-    assert told[-1].startswith("right for training: ")
+    checks = [line for line in lines if not line.startswith(" ")]
+    assert [line[6:20].strip() for line in checks[:-1]] == OF_A_MODEL
+    assert checks[-1].endswith(", failures: 0")
+    assert checks[-1].startswith("ready for training: ")
     profile = ["content", "tools", "tool calls", "call text", "model turn", "turn ends with", "reasoning"]
     runs = ["context", "turn 0", "context", "turn 1"]
     assert [line[6:20].strip() for line in lines if line.startswith(" ")] == [*profile, *runs]
@@ -109,7 +109,7 @@ def test_the_exit_status_is_1_where_something_is_wrong(tmp_path: Path, capsys: p
     assert main(["doctor", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("fail  model  the directory ")
-    assert out.endswith("not right for training: 0 ok, 0 to know, 1 wrong\n")
+    assert out.endswith("not ready for training: 0 ok, notes: 0, failures: 1\n")
 
 
 def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]
         ("data: {train: x}\ntrain: {lrr: 1}\n", "there is no option train.lrr; did you mean 'lr'?"),
     ],
 )
-def test_a_recipe_that_is_none_is_told(
+def test_an_invalid_recipe_is_an_error(
     text: str | None, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -137,7 +137,7 @@ def test_a_recipe_that_is_none_is_told(
     assert message in capsys.readouterr().err
 
 
-# models with one thing wrong
+# models with one error
 
 
 def tokenizer(template: str | None, **tokens: Any) -> Callable[[Path], None]:
@@ -212,7 +212,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
         "weights",
     ],
 )
-def test_a_model_that_is_none_is_told_with_value_rule_and_fix(
+def test_an_invalid_model_fails_with_value_rule_and_fix(
     spoil: Callable[[Path], None], value: str, rule: str, fix: str, copy: Path
 ) -> None:
     spoil(copy)
@@ -223,25 +223,25 @@ def test_a_model_that_is_none_is_told_with_value_rule_and_fix(
     assert "\n" not in message
 
 
-def test_a_file_in_place_of_a_directory_is_told(copy: Path) -> None:
+def test_a_file_in_place_of_a_directory_fails(copy: Path) -> None:
     assert "there is no model directory" in only_failure(asked(copy / "config.json"))
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_is_not_the_models_own_is_wrong(copy: Path) -> None:
+def test_a_tokenizer_of_another_model_fails(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     checks = asked(copy, weights="never")
-    assert "and the model's embedding has 100 rows" in only_failure(checks)
-    assert checks["log-probs"].text == "left out, as you asked for"
+    assert "but the model's embedding has 100 rows" in only_failure(checks)
+    assert checks["log-probs"].text == "not checked, because of --weights never"
 
 
-def test_without_weights_the_rest_is_asked_all_the_same(copy: Path) -> None:
+def test_without_weights_all_other_checks_run(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     checks = asked(copy)
     assert list(checks) == OF_A_MODEL
     assert checks["log-probs"].status == "note"
-    assert checks["log-probs"].text == f"left out: there are no weights in {copy}"
+    assert checks["log-probs"].text == f"not checked: there are no weights in {copy}"
     assert only_failure(asked(copy, weights="always")).startswith(f"there are no weights in {copy}: ")
 
 
@@ -252,7 +252,7 @@ def test_trainer_engine_and_a_plain_pass_agree_at_step_0(model: Path) -> None:
     found = asked(model)["log-probs"]
     assert found.status == "ok"
     assert "tokens of 6 conversations" in found.text
-    assert found.text.endswith("(float32: at most 0.001)")
+    assert found.text.endswith("(tolerance for float32: 0.001)")
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_they_agree_with_filters_too(model: Path, tmp_path: Path) -> None:
     assert asked(model, write_recipe(tmp_path), *filters)["log-probs"].status == "ok"
 
 
-def test_a_model_that_computes_something_else_each_time_is_found_out() -> None:
+def test_a_model_whose_outputs_are_random_fails() -> None:
     from support.conversations import RENDERER
     from support.tiny import tiny_model
     from turnwise.doctor.weights import round_trip
@@ -270,10 +270,10 @@ def test_a_model_that_computes_something_else_each_time_is_found_out() -> None:
     assert round_trip(tiny_model(attention_dropout=0.5), RENDERER, Sampling()).status == "ok"
     found = round_trip(tiny_model(attention_dropout=0.5).train(), RENDERER, Sampling())
     assert found.status == "fail"
-    assert "What is learnt would not be what was sampled" in found.text
+    assert "training would use other probabilities than sampling. Please report it" in found.text
 
 
-def test_weights_that_are_missing_or_no_numbers_are_named(copy: Path) -> None:
+def test_weights_that_are_missing_or_nan_are_named(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     damaged = weights[name].clone()
@@ -286,13 +286,13 @@ def test_weights_that_are_missing_or_no_numbers_are_named(copy: Path) -> None:
         assert message in only_failure(asked(copy))
 
 
-def test_ratios_that_are_no_numbers_are_no_agreement() -> None:
+def test_ratios_that_are_nan_do_not_agree() -> None:
     from turnwise.doctor.weights import _off
 
     assert _off(torch.tensor([0.0, float("nan")]), torch.zeros(2)) == float("inf")
 
 
-# recipes with one thing wrong
+# recipes with one error
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_ratios_that_are_no_numbers_are_no_agreement() -> None:
     ],
     ids=["role", "part", "content", "image"],
 )
-def test_messages_that_the_template_does_not_take_are_told_with_their_row(
+def test_messages_that_the_template_refuses_are_reported_with_their_row(
     messages: list[dict[str, Any]], template: str, message: str, copy: Path, tmp_path: Path
 ) -> None:
     byte_tokenizer(template).save_pretrained(copy)
@@ -348,7 +348,7 @@ def test_messages_that_the_template_does_not_take_are_told_with_their_row(
         (CHATML, "loss_mask=nowhere.py:x", "mask", "loss_mask: there is no file"),
     ],
 )
-def test_what_a_recipe_cannot_have_of_this_model_is_told(
+def test_a_recipe_that_does_not_fit_the_model_fails(
     template: str, override: str, check: str, message: str, copy: Path, tmp_path: Path
 ) -> None:
     byte_tokenizer(template).save_pretrained(copy)
@@ -358,7 +358,7 @@ def test_what_a_recipe_cannot_have_of_this_model_is_told(
 
 
 @pytest.mark.slow
-def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_path: Path) -> None:
+def test_the_option_thinking_is_used_in_all_checks(copy: Path, tmp_path: Path) -> None:
     byte_tokenizer(THINKS).save_pretrained(copy)
     for policy in ("branch", "strip_at_user"):
         checks = asked(copy, write_recipe(tmp_path), f"thinking={policy}")
@@ -366,7 +366,7 @@ def test_a_policy_about_thoughts_holds_in_all_of_the_questions(copy: Path, tmp_p
         assert checks["thinking"].text.startswith(f"thinking={policy}: ")
 
 
-def test_an_option_that_makes_no_difference_is_told_and_is_no_failure(model: Path, tmp_path: Path) -> None:
+def test_an_option_that_makes_no_difference_is_a_note(model: Path, tmp_path: Path) -> None:
     found = take_effect(load(write_recipe(tmp_path), ["data.max_rows=1000", f"model.path={model}"])[0])
     assert found.status == "note"
     assert found.text.endswith("it makes no difference here to leave out data.max_rows")
@@ -379,26 +379,26 @@ def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: P
         for override in ("train.loss_average=sequence", "loss_mask=last_turn"):
             found = asked(model, recipe, override, **options)["rewards"]
             assert found.status == "ok", found.text
-            assert found.text.startswith("4 conversations, rewards -")
-            assert found.text.endswith("(the conversations were scripted)") == bool(options)
+            assert found.text.startswith("4 conversations with the rewards -")
+            assert found.text.endswith("(scripted completions, because the model is not loaded)") == bool(options)
 
 
 @pytest.mark.slow
-def test_conversations_that_break_are_told_beside_those_that_do_not(model: Path, tmp_path: Path) -> None:
+def test_failed_conversations_are_a_note_if_others_succeed(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, environment=f"{PLACES}:raises_now_and_then")
     found = asked(model, recipe, weights="never")["rewards"]
     assert found.status == "note"
-    assert "2 more broke: " in found.text
+    assert "other conversations failed (2): " in found.text
     assert "row 1 does not suit me" in found.text
 
 
-def test_a_recipe_for_fine_tuning_is_held_against_that_command(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_for_fine_tuning_is_checked_for_that_command(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "said.jsonl"
     said = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     rows.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(3)))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": str(rows)}, "sft": {"lr": 0.1}}))
     config, _ = load(tmp_path / "recipe.yaml", [f"model.path={model}"])
     assert take_effect(config).text.startswith("3 are set: ")
-    assert conversations(config).text.startswith("3 conversations to learn from")
+    assert conversations(config).text.startswith("3 conversations for training can be read")
     found = take_effect(config.model_copy(update={"environment": Use(use="x.py:y")}))
     assert found.text.startswith("environment=x.py:y has no effect in fine-tuning")

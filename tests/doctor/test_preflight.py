@@ -1,4 +1,4 @@
-"""What a run looks at before it begins: refused in both commands, or told once among the notes."""
+"""The checks at the start of a run: errors in both commands, and notes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recipe(path: Path, model: Path, *overrides: str) -> Config:
 
 
 def started(command: str, config: Config, out: Path) -> None:
-    """As `turnwise train` and `turnwise rollout` begin."""
+    """Start a run as `turnwise train` and `turnwise rollout` do."""
     if command == "train":
         assemble(config)
     else:
@@ -59,13 +59,13 @@ def started(command: str, config: Config, out: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "override", "message"),
     [
-        ("plain", "thinking=branch", "thinking=branch has no effect: .* knows of no thinking, .*Remove it"),
-        ("plain", "thinking=strip_at_user", "thinking=strip_at_user has no effect: .* knows of no thinking"),
+        ("plain", "thinking=branch", "thinking=branch has no effect: .* does not support reasoning, .*Remove it"),
+        ("plain", "thinking=strip_at_user", "thinking=strip_at_user has no effect: .* does not support reasoning"),
         ("plain", "use_inference_chat_template=true", "thinking=branch has no effect"),
         ("strange", CALCULATOR, "in a format that cannot be read back.*Name the format"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_computed(
+def test_a_recipe_that_cannot_work_is_refused_before_the_run(
     command: str, model: str, override: str, message: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(TemplateError, match=message):
@@ -73,29 +73,29 @@ def test_what_cannot_work_is_refused_before_anything_is_computed(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_format_that_is_named_is_taken(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_named_tool_format_is_used(models: dict[str, Path], tmp_path: Path) -> None:
     config = recipe(tmp_path, models["strange"], CALCULATOR, "tool_format=hermes")
     assert assemble(config).context.renderer.turn_parser.tool_format.name == "hermes"
 
 
-def test_what_one_should_know_is_among_the_notes_once(models: dict[str, Path], tmp_path: Path) -> None:
+def test_each_note_is_given_once(models: dict[str, Path], tmp_path: Path) -> None:
     notes = assemble(recipe(tmp_path, models["thinks"])).notes
-    (told,) = [one for one in notes if "thoughts" in one]
-    assert told.startswith("thinking: the template leaves earlier thoughts out at messages of user")
+    (note,) = [note for note in notes if "reasoning" in note]
+    assert note.startswith("thinking: the template leaves earlier reasoning out at messages of user")
     notes = assemble(recipe(tmp_path, models["grows"], "replace=true")).notes
     assert [one.partition(":")[0] for one in notes if "previous run" not in one] == ["user turns"]
     assert assemble(recipe(tmp_path, models["plain"], f"output={tmp_path / 'other'}")).notes == []
 
 
-def test_a_policy_that_is_declared_is_no_news(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_declared_option_thinking_gives_no_note(models: dict[str, Path], tmp_path: Path) -> None:
     assert assemble(recipe(tmp_path, models["thinks"], "thinking=branch")).notes == []
 
 
-def test_where_nothing_goes_on_nothing_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_single_turn_gives_no_notes(models: dict[str, Path], tmp_path: Path) -> None:
     assert assemble(recipe(tmp_path, models["grows"], "limits.turns=1")).notes == []
 
 
-def test_turns_of_tools_are_of_interest_only_where_there_are_tools(models: dict[str, Path], tmp_path: Path) -> None:
+def test_tool_turns_are_checked_only_if_there_are_tools(models: dict[str, Path], tmp_path: Path) -> None:
     renderer = Renderer.from_pretrained(models["grows"])
     without, with_tools = (recipe(tmp_path, models["grows"], *more) for more in ((), (CALCULATOR,)))
     assert [one.partition(":")[0] for one in preflight(without, renderer)] == ["user turns"]

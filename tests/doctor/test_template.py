@@ -1,4 +1,4 @@
-"""What a template, a tokenizer and a model's files say about each other: good ones, and each with one thing wrong."""
+"""The checks of template, tokenizer and config files: good models, and models with one error each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def renderer(template: str = CHATML, **options: object) -> Renderer:
 # is it append-only
 
 
-def test_a_template_that_only_appends_is_told_so_for_each_kind_of_turn() -> None:
+def test_an_append_only_template_is_ok_for_each_kind_of_turn() -> None:
     tool, user, system = continuing(renderer())
     assert [one.status for one in (tool, user, system)] == ["ok"] * 3
     assert [one.name for one in (tool, user, system)] == ["tool turns", "user turns", "system turns"]
     assert user.text.startswith("append-only in 3 conversations (")
-    assert system.text.startswith("append-only in a conversation (")
+    assert system.text.startswith("append-only in 1 conversation (")
 
 
-def test_a_template_that_changes_what_it_has_written_is_told_with_both_texts() -> None:
+def test_a_template_that_changes_earlier_text_fails_with_both_texts() -> None:
     (user,) = continuing(renderer(GROWS), ["user turns"])
     assert user.status == "fail"
     assert user.text.startswith(
@@ -46,48 +46,48 @@ def test_a_template_that_changes_what_it_has_written_is_told_with_both_texts() -
     )
     assert "not '\\n<|im_start|>user\\nonce-more<|im_end|>" in user.text
     assert "but '|>\\n<|im_start|>user of many\\nonce-more<|im_end|>" in user.text
-    assert "The conversation goes on with the tokens it has" in user.text
+    assert "turnwise keeps the tokens that the model has seen" in user.text
 
 
-def test_messages_that_a_template_does_not_take_are_told_in_the_shape_they_are_given() -> None:
+def test_messages_that_are_converted_for_the_template_are_a_note() -> None:
     tool, user, _ = continuing(renderer(NO_TOOLS))
     assert (tool.status, user.status) == ("note", "ok")
-    assert "handed over otherwise: " in tool.text
+    assert "so turnwise converts them: " in tool.text
     assert "tool as user" in tool.text
 
 
 # thinking
 
 
-def test_what_becomes_of_thoughts_is_told_by_template_and_policy() -> None:
+def test_what_template_and_policy_do_with_reasoning_is_reported() -> None:
     plain, thinks = renderer(), renderer(THINKS)
-    assert thinking(plain, None).text == "the template knows of no thinking"
-    told = thinking(thinks, None)
-    assert told.status == "note"
+    assert thinking(plain, None).text == "the template does not support reasoning"
+    check = thinking(thinks, None)
+    assert check.status == "note"
     assert (
-        "leaves earlier thoughts out at messages of user, so a server would: thinking=keep trains with them"
-        in told.text
+        "leaves earlier reasoning out at messages of user, and so does a server. thinking=keep trains with earlier reasoning,"
+        in check.text
     )
     assert thinking(thinks, "branch").text == (
-        "thinking=branch: a new segment without earlier thoughts begins at messages of user"
+        "thinking=branch: a new segment without earlier reasoning begins at messages of user"
     )
     assert thinking(thinks, "strip_at_user").text.endswith("begins at every user message")
 
 
 @pytest.mark.parametrize("policy", ["branch", "strip_at_user"])
-def test_a_policy_about_thoughts_that_there_are_none_of_is_refused(policy: str) -> None:
+def test_a_policy_without_effect_is_refused(policy: str) -> None:
     found = thinking(renderer(), policy)  # type: ignore[arg-type]
     assert found.status == "fail"
     assert f"thinking={policy} has no effect" in found.text
-    assert "knows of no thinking" in found.text
+    assert "does not support reasoning" in found.text
     assert found.text.endswith("Remove it")
 
 
-def test_branching_where_the_template_keeps_thoughts_is_refused() -> None:
+def test_branch_is_refused_if_the_template_keeps_reasoning() -> None:
     keeps = CHATML.replace("{{ message.content }}{%- for call", "{# <think> #}{{ message.content }}{%- for call")
     found = thinking(renderer("{# <think></think> #}" + keeps), "branch")
     assert found.status == "fail"
-    assert "keeps the thoughts of earlier turns" in found.text
+    assert "keeps the reasoning of earlier turns" in found.text
     assert "or use thinking=strip_at_user" in found.text
 
 
@@ -100,36 +100,42 @@ def test_stop_tokens_that_agree_are_named() -> None:
     assert found.text == ("template '<|im_end|>' (2), tokenizer '<|im_end|>' (2), generation config '<|im_end|>' (2)")
 
 
-def test_a_generation_config_that_would_run_on_is_told_with_the_fix() -> None:
+def test_a_generation_config_without_the_stop_token_fails_with_the_fix() -> None:
     found = stops(renderer(), Directory(eos=2, generation=[0], rows=259, context=None))
     assert found.status == "fail"
-    assert "would run on after '<|im_end|>' (2); add it to eos_token_id in generation_config.json" in found.text
+    assert "would not stop after '<|im_end|>' (2). Add it to eos_token_id in generation_config.json" in found.text
 
 
-def test_a_tokenizer_without_an_eos_token_is_told_with_the_one_to_take() -> None:
+def test_a_tokenizer_without_an_eos_token_is_a_note_with_the_fix() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     found = stops(Renderer(tokenizer), Directory(eos=None, generation=[], rows=259, context=None))
     assert found.status == "note"
-    assert "tokenizer none, generation config none: set eos_token to '<|im_end|>' (2)" in found.text
+    assert (
+        "tokenizer none, generation config none: other engines stop at the tokenizer's eos_token. Set it to '<|im_end|>' (2)"
+        in found.text
+    )
 
 
-def test_a_template_that_ends_turns_with_none_of_the_stop_tokens_is_wrong() -> None:
+def test_a_template_that_ends_turns_with_no_stop_token_fails() -> None:
     tokenizer = byte_tokenizer(
         "{% for m in messages %}[{{ m.role }}] {{ m.content }} END\n{% endfor %}"
         "{% if add_generation_prompt %}[assistant] {% endif %}"
     )
     found = stops(Renderer(tokenizer), GOOD)
     assert found.status == "fail"
-    assert "the template closes a turn with ' END\\n', which is none of them, so a turn would never end" in found.text
+    assert (
+        "the template closes a turn with ' END\\n', which is none of these tokens, so a turn would never end"
+        in found.text
+    )
 
 
-def test_an_eos_token_that_ends_no_turn_is_wrong() -> None:
+def test_an_eos_token_that_ends_no_turn_fails() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     found = stops(Renderer(tokenizer), Directory(eos=0, generation=[], rows=259, context=None))
     assert found.status == "fail"
-    assert "tokenizer '<|endoftext|>' (0), generation config none: an engine that goes by eos_token_id" in found.text
+    assert "tokenizer '<|endoftext|>' (0), generation config none: an engine that stops at eos_token_id" in found.text
     assert (
         stops(
             Renderer(tokenizer, generation_stop_ids=[0, 2]), Directory(eos=0, generation=[0, 2], rows=259, context=1)
@@ -138,31 +144,31 @@ def test_an_eos_token_that_ends_no_turn_is_wrong() -> None:
     )
 
 
-def test_a_stop_token_that_stands_inside_a_turn_is_wrong() -> None:
+def test_a_stop_token_inside_turns_fails() -> None:
     found = stops(renderer(generation_stop_ids=[2, 201]), Directory(eos=2, generation=[2, 201], rows=259, context=None))
     assert found.status == "fail"
     assert (
-        "names '\\n' (201), which stands in an answer of several lines too. turnwise does not stop there; a server would "
+        "names '\\n' (201), which also occurs in an answer of several lines. turnwise does not stop there, but a server would "
         "cut turns in the middle. Remove it from both"
     ) in found.text
 
 
-def test_an_id_in_the_generation_config_that_is_no_token_is_wrong_and_named() -> None:
+def test_an_unknown_id_in_the_generation_config_fails_and_is_named() -> None:
     found = stops(
         renderer(generation_stop_ids=[2, 99_999]), Directory(eos=2, generation=[2, 99_999], rows=259, context=None)
     )
     assert found.status == "fail"
     assert "template '<|im_end|>' (2), tokenizer" in found.text
-    assert "generation config '<|im_end|>' (2), no token (99999): the tokenizer has no 99999" in found.text
-    assert "(its ids are 0 to 258), so this generation config is another model's" in found.text
+    assert "generation config '<|im_end|>' (2), no token (99999): the tokenizer has no token 99999" in found.text
+    assert "(its ids are 0 to 258), so this generation config belongs to another model" in found.text
 
 
 # vocabulary and calls
 
 
-def test_a_tokenizer_that_is_larger_than_the_embedding_is_wrong() -> None:
+def test_a_tokenizer_that_is_larger_than_the_embedding_fails() -> None:
     assert vocabulary(renderer(), GOOD).text.startswith(
-        "259 tokens in 259 rows, padding '<|endoftext|>' (0), context 1,024"
+        "259 tokens, 259 embedding rows, padding '<|endoftext|>' (0), context 1,024"
     )
     found = vocabulary(renderer(), Directory(eos=2, generation=[2], rows=200, context=None))
     assert found.status == "fail"
@@ -171,7 +177,7 @@ def test_a_tokenizer_that_is_larger_than_the_embedding_is_wrong() -> None:
     assert "Use the model's own tokenizer, or model.resize_token_embeddings" in found.text
 
 
-def test_a_format_of_calls_that_nobody_reads_is_wrong_only_where_there_are_tools() -> None:
+def test_an_unknown_format_of_calls_fails_only_if_there_are_tools() -> None:
     strange = renderer(STRANGE_CALLS)
     assert tool_calls(renderer(), wanted=True).status == "ok"
     assert tool_calls(strange, wanted=False).status == "note"
@@ -181,7 +187,7 @@ def test_a_format_of_calls_that_nobody_reads_is_wrong_only_where_there_are_tools
     assert "tool_format=hermes" in found.text
 
 
-# one conversation, and its price
+# a conversation, and its encoded tokens
 
 
 def test_the_mask_is_shown_run_by_run() -> None:
@@ -198,35 +204,43 @@ def test_the_mask_is_shown_run_by_run() -> None:
     assert found.text.startswith(f"{trained} of ")
 
 
-def test_what_the_recipes_loss_mask_leaves_out_is_shown() -> None:
+def test_turns_that_the_loss_mask_leaves_out_are_shown() -> None:
     found = masked(renderer(), "keep", TURN_WEIGHTINGS["last_turn"])
     assert [run.weight for run in found.runs] == [0.0, 0.0, 0.0, 1.0]
     assert found.text.endswith("loss_mask leaves out turn 0")
 
 
-def test_a_segment_that_begins_anew_shows_its_tokens_once_as_trained() -> None:
+def test_a_completion_that_the_template_writes_differently_is_a_note() -> None:
+    text = "{{ message.content if loop.last else message.content | replace('It is', 'it is') }}"
+    found = masked(renderer(NO_TOOLS.replace("{{ message.content }}", text)), "keep")
+    assert found.status == "note"
+    assert found.text.startswith("the tokens differ from the tokens that the template writes: completion, tokens ")
+
+
+def test_a_new_segment_shows_its_sampled_tokens_once() -> None:
     found = masked(renderer(THINKS), "strip_at_user")
     assert found.status == "ok"
     assert sorted(run.turn for run in found.runs if run.turn >= 0) == [0, 1]
 
 
-def test_a_late_turn_costs_what_an_early_one_does() -> None:
+def test_a_late_turn_encodes_as_few_tokens_as_an_early_turn() -> None:
     found = cost(renderer(), "keep")
     assert found.status == "ok"
     numbers = re.match(
-        r"40 turns: ([\d,]+) tokens encoded for ([\d,]+) kept \((0\.\d\d)\); turn 200 encodes (\d+), turn 5 (\d+)$",
+        r"40 turns: ([\d,]+) tokens encoded, ([\d,]+) tokens in the segments \(ratio (0\.\d\d)\); "
+        r"turn 5 encodes (\d+) tokens, turn 200 encodes (\d+)$",
         found.text,
     )
     assert numbers is not None
     # one token a byte: "Are you sure, for the 199. time?" has two digits more than "for the 4. time?"
-    assert int(numbers[4]) == int(numbers[5]) + 2
+    assert int(numbers[5]) == int(numbers[4]) + 2
 
 
-def test_rewards_arrive_in_the_loss_whatever_becomes_of_the_segments() -> None:
+def test_rewards_reach_the_loss_for_each_policy() -> None:
     for template, policy in ((CHATML, "keep"), (THINKS, "keep"), (THINKS, "branch"), (THINKS, "strip_at_user")):
         found = conserved(renderer(template), policy)  # type: ignore[arg-type]
         assert found.status == "ok", found.text
-    assert found.text.startswith("3.75 was given to 3 conversations of ")
+    assert found.text.startswith("a total reward of 3.75 in 3 conversations with ")
 
 
 # real templates
@@ -258,14 +272,14 @@ def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path:
             assert turns[name].status == "ok", turns[name].text
         elif not wrong:
             assert turns[name].status == "note"
-            assert "handed over otherwise" in turns[name].text
+            assert "so turnwise converts them: " in turns[name].text
         elif turns[name].status == "ok":
             raise AssertionError(f"{name}: {cells}")
     later = [scenario for scenario in ("tool round", "three tool rounds", "retry by user") if "≠" in cells[scenario]]
     serious = [scenario for scenario in later if not check_scenario(found, BY_NAME[scenario]).harmless]
     assert ("fail" in [one.status for one in turns.values()]) == bool(serious)
     strips = cells["leaves thoughts out at"]
-    assert ("leaves earlier thoughts out" in others[1].text) == (strips != "–")
+    assert ("leaves earlier reasoning out" in others[1].text) == (strips != "–")
 
 
 BY_NAME = {one.name: one for one in SCENARIOS}

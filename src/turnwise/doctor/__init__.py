@@ -1,5 +1,5 @@
-"""Whether a model directory, and a recipe, are right: found out by trying, and told a line each.
+"""Checks of a model directory and of a recipe, with a line of output for each check.
 
-`template` and `conversation` need no weights, `weights` does, `recipe` and `options` need a recipe. `examine` puts them
-together for `turnwise doctor`; `preflight` is the cheap part, which every run does before it begins.
+`template`, `messages`, `conversation` and `credit` need no weights. `weights` needs the model's weights. `recipe` and `options`
+need a recipe. `examine` runs all checks for `turnwise doctor`. `preflight` runs the cheap checks at the start of each run.
 """

@@ -1,4 +1,4 @@
-"""What the doctor found, as data: a line for each question, and how such lines look."""
+"""The result of one check of `turnwise doctor`, and how results are printed."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ Status = Literal["ok", "note", "fail"]
 
 _ORDER: tuple[Status, ...] = ("ok", "note", "fail")
 _SHOWN = 200
-"""Characters of a run: enough to see where it begins and where it ends."""
+"""The longest text of a run that is printed in full, in characters."""
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An unbroken run of tokens of one turn, or of nobody's."""
+    """Consecutive tokens of one segment that belong to the same turn, or consecutive tokens of context."""
 
     turn: int
-    """The turn that sampled it, -1 where nobody did."""
+    """The turn in which the tokens were sampled; -1 for context."""
     weight: float
-    """Of its tokens in the loss; 0 where nobody sampled them."""
+    """The weight of the tokens in the loss; 0 for context."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The answer to one question about a model, or about a model and a recipe."""
+    """The result of one check of a model, or of a model with a recipe."""
 
     name: str
     status: Status
-    """`note` is what a person should know and may leave as it is; `fail` is what makes the training wrong."""
+    """`ok`: no problem. `note`: information; no change is needed. `fail`: the training would be wrong or would not start."""
     text: str
-    """One line."""
+    """The result, on one line. After a failure also the rule and the fix."""
     runs: Sequence[Run] = ()
-    """A conversation to look at."""
+    """An example conversation, printed below the line."""
     details: Sequence[tuple[str, str]] = ()
-    """Names and values, a line each."""
+    """Names and values, printed below the line, one pair per line."""
 
 
 def wrong(name: str, error: TurnwiseError) -> Check:
-    """What a person can put right, on one line."""
+    """A failed check with the text of the error, on one line."""
     return Check(name, "fail", " ".join(str(error).split()))
 
 
 def worst(statuses: Sequence[Status]) -> Status:
-    """The worst of several; `ok` of none."""
+    """The worst of the statuses; `ok` if there are none."""
     return _ORDER[max((_ORDER.index(status) for status in statuses), default=0)]
 
 
 def run_lengths(segment: Segment) -> list[tuple[int, int, int]]:
-    """Turn, beginning and end of each unbroken run of tokens with the same turn."""
+    """`(turn, start, end)` of each run of consecutive tokens that belong to the same turn; -1 is context."""
     runs: list[tuple[int, int, int]] = []
     start = 0
     for end in range(1, len(segment) + 1):
@@ -71,41 +71,44 @@ def run_lengths(segment: Segment) -> list[tuple[int, int, int]]:
 
 
 def as_json(model: str, checks: Sequence[Check]) -> str:
-    """One object: `{"model", "status", "checks": [{"name", "status", "text", "runs": [...], "details": [...]}]}`.
+    """All checks as a JSON object: `{"model", "status", "checks": [{"name", "status", "text", "runs": [], "details": []}]}`.
 
     A run is `{"turn", "weight", "text"}`, a detail `[name, value]`.
     """
-    found = {"model": model, "status": _sum(checks), "checks": [asdict(one) for one in checks]}
-    return json.dumps(found, ensure_ascii=False, indent=1)
+    report = {"model": model, "status": _overall(checks), "checks": [asdict(check) for check in checks]}
+    return json.dumps(report, ensure_ascii=False, indent=1)
 
 
 def show(checks: Sequence[Check], console: Console) -> None:
-    """A line for each check, what is trained on in bold, and the sum."""
-    width = max(len(one.name) for one in checks)
-    for one in checks:
+    """Print a line for each check, and then the overall result. Tokens that are trained on are bold."""
+    width = max(len(check.name) for check in checks)
+    for check in checks:
         line = Text.assemble(
-            (f"{one.status:4}", _STYLES[one.status]), "  ", (f"{one.name:{width}}", "bold"), "  ", one.text
+            (f"{check.status:4}", _STYLES[check.status]), "  ", (f"{check.name:{width}}", "bold"), "  ", check.text
         )
         console.print(line, soft_wrap=True)
-        details_width = max([width, *(len(name) for name, _ in one.details)])
-        for name, value in one.details:
+        details_width = max([width, *(len(name) for name, _ in check.details)])
+        for name, value in check.details:
             console.print(Text.assemble("      ", (f"{name:{details_width}}", "dim"), "  ", value), soft_wrap=True)
-        for run in one.runs:
+        for run in check.runs:
             mark = "context" if run.turn < 0 else f"turn {run.turn}" + ("" if run.weight == 1 else f" x{run.weight:g}")
-            # a run's line ends are shown as such: what counts is where one run ends and the next begins
+            # line ends are shown as \n, so that each run stays on one line and its first and last characters are visible
             text = (_short(repr(run.text)[1:-1]), "bold green" if run.weight > 0 else "dim")
             console.print(Text.assemble("      ", (f"{mark:{width}}", "dim"), "  ", text), soft_wrap=True)
-    counts = {status: sum(one.status == status for one in checks) for status in _ORDER}
-    verdict = "not right for training" if counts["fail"] else "right for training"
+    counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
+    verdict = "not ready for training" if counts["fail"] else "ready for training"
     console.print(
-        Text(f"{verdict}: {counts['ok']} ok, {counts['note']} to know, {counts['fail']} wrong", _STYLES[_sum(checks)])
+        Text(
+            f"{verdict}: {counts['ok']} ok, notes: {counts['note']}, failures: {counts['fail']}",
+            _STYLES[_overall(checks)],
+        )
     )
 
 
-def _sum(checks: Sequence[Check]) -> Status:
-    return worst([one.status for one in checks])
+def _overall(checks: Sequence[Check]) -> Status:
+    return worst([check.status for check in checks])
 
 
 def _short(text: str) -> str:
-    """Its beginning and its end: a description of tools fills pages."""
+    """The beginning and the end of a long text, such as the descriptions of tools."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"

@@ -1,4 +1,4 @@
-"""Conversations held by the loop as it is, with an engine that says its lines: what is masked, and what a turn costs."""
+"""The checks `mask` and `cost`: conversations of the real rollout loop, with an engine that returns scripted completions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ __all__ = ["cost", "masked", "said"]
 
 _TURNS, _LONG = 40, 200
 _EARLY, _LATE = 5, 200
-"""Turns whose tokens are compared."""
+"""The two turns whose numbers of encoded tokens are compared, counted from 1."""
 _MOST_ENCODED = 1.2
-"""Tokens that may be encoded for each that is kept: more means that something is encoded twice."""
+"""The largest allowed ratio of encoded tokens to tokens in the segments. Above it, tokens are encoded twice."""
 _MOST_GROWTH = 1.5
-"""Times as many tokens as an early turn that a late one may need; its numbers have a digit more."""
+"""The largest allowed ratio of tokens encoded for the late turn to tokens encoded for the early turn.
+
+It is above 1 because the numbers in the late turn's texts have more digits.
+"""
 
 
 def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = None) -> Check:
-    """A short conversation, token run by token run; and whether exactly what the model sampled is trained on.
+    """Whether exactly the sampled tokens are trained on, in a short conversation that is shown run by run.
 
-    `rule` is the recipe's loss mask: what it leaves out is shown so, and is no finding.
+    `rule` is the recipe's loss mask. Turns that it leaves out are shown with the weight 0 and are no failure.
     """
     with_tool = _has_format(renderer)
     trajectory = _hold(
@@ -51,19 +54,22 @@ def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = 
         return Check("mask", status, text, runs)
 
     if trajectory.error is not None:
-        return answer("fail", f"the conversation broke ({trajectory.error.kind}): {trajectory.error.message}")
+        return answer("fail", f"the conversation failed ({trajectory.error.kind}): {trajectory.error.message}")
     sampled = [list(turn.completion.token_ids) for turn in trajectory.turns if turn.completion is not None]
-    found = [_tokens_of(trajectory, number) for number in range(len(sampled))]
-    if found != sampled or len(sampled) != 2:
-        return answer("fail", f"the trained tokens {found} are not the sampled ones {sampled}: please report it")
-    if trajectory.template_mismatch is not None:
-        # what the model says is its own affair: the template would write it otherwise, and what was sampled is trained on
-        own = trajectory.template_mismatch.startswith("what the model said")
+    recorded = [_tokens_of(trajectory, number) for number in range(len(sampled))]
+    if recorded != sampled or len(sampled) != 2:
         return answer(
-            "note" if own else "fail", f"the tokens are not those of the template: {trajectory.template_mismatch}"
+            "fail", f"the segments have the tokens {recorded}, but {sampled} were sampled in 2 turns. Please report it"
         )
-    trained, all_tokens = sum(map(len, found)), sum(len(segment) for segment in trajectory.segments)
-    text = f"{trained} of {all_tokens} tokens were sampled, each once, and no other is trained on"
+    if trajectory.template_mismatch is not None:
+        # a completion that the template would write differently is no failure: the sampled tokens are trained on
+        only_completion = trajectory.template_mismatch.startswith("completion")
+        return answer(
+            "note" if only_completion else "fail",
+            f"the tokens differ from the tokens that the template writes: {trajectory.template_mismatch}",
+        )
+    trained, all_tokens = sum(map(len, recorded)), sum(len(segment) for segment in trajectory.segments)
+    text = f"{trained} of {all_tokens} tokens were sampled; each is recorded once, and no other token is trained on"
     left_out = [str(turn.index) for turn in trajectory.turns if turn.weight == 0]
     if left_out:
         text += f"; loss_mask leaves out turn {' and '.join(left_out)}"
@@ -80,39 +86,42 @@ def _tokens_of(trajectory: Trajectory, number: int) -> list[int]:
 
 
 def cost(renderer: Renderer, thinking: Thinking) -> Check:
-    """Tokens that are encoded for each that is kept, and how many a late turn needs beside an early one."""
-    encoded, kept, broke = _encoded(renderer, thinking, _TURNS)
-    if broke is not None:
-        return Check("cost", "fail", f"a conversation of {_TURNS} turns broke: {broke}")
-    ratio = sum(encoded) / kept
-    text = f"{_TURNS} turns: {sum(encoded):,} tokens encoded for {kept:,} kept ({ratio:.2f})"
-    encoded, _, broke = _encoded(renderer, thinking, _LONG)
-    if broke is not None:
-        return Check("cost", "fail", f"{text}; a conversation of {_LONG} turns broke: {broke}")
+    """Whether each token is encoded about once, and whether a late turn encodes as few tokens as an early turn."""
+    encoded, recorded, error = _encoded(renderer, thinking, _TURNS)
+    if error is not None:
+        return Check("cost", "fail", f"a conversation of {_TURNS} turns failed: {error}")
+    ratio = sum(encoded) / recorded
+    text = f"{_TURNS} turns: {sum(encoded):,} tokens encoded, {recorded:,} tokens in the segments (ratio {ratio:.2f})"
+    encoded, _, error = _encoded(renderer, thinking, _LONG)
+    if error is not None:
+        return Check("cost", "fail", f"{text}; a conversation of {_LONG} turns failed: {error}")
     early, late = encoded[_EARLY - 1], encoded[_LATE - 1]
-    text += f"; turn {_LATE} encodes {late:,}, turn {_EARLY} {early:,}"
+    text += f"; turn {_EARLY} encodes {early:,} tokens, turn {_LATE} encodes {late:,}"
     if ratio > _MOST_ENCODED:
-        return Check("cost", "fail", f"{text}: more than {_MOST_ENCODED} for each kept; please report it")
+        return Check("cost", "fail", f"{text}. The ratio must be at most {_MOST_ENCODED}. Please report it")
     if late > _MOST_GROWTH * early:
         if thinking == "keep":
-            return Check("cost", "fail", f"{text}: a turn should cost its own tokens only; please report it")
-        return Check("cost", "note", f"{text}: thinking={thinking} writes the conversation anew with each segment")
+            return Check("cost", "fail", f"{text}. A turn must encode its own tokens only. Please report it")
+        return Check("cost", "note", f"{text}. thinking={thinking} encodes the conversation again for each new segment")
     return Check("cost", "ok", text)
 
 
 def _encoded(renderer: Renderer, thinking: Thinking, turns: int) -> tuple[list[int], int, str | None]:
-    """Tokens that were encoded for each turn of a conversation, those that were kept, and what broke in it."""
+    """The tokens encoded for each turn of a conversation, the tokens in its segments, and the error message or None."""
     counting = Counting(renderer.tokenizer)
     counted = Renderer(counting, sanity="disable", generation_stop_ids=renderer.stop_token_ids)
     lines, marks = [_line(renderer, n) for n in range(turns)], [0]
-    counting.encoded = 0  # what was asked of the template once
-    held = _hold(counted, _asks_back(turns=turns, marks=marks, counting=counting), lines, thinking, plain=renderer)
+    counting.encoded = 0  # tokens that were encoded to examine the template do not count
+    trajectory = _hold(
+        counted, _asks_back(turns=turns, marks=marks, counting=counting), lines, thinking, plain=renderer
+    )
     encoded = [after - before for before, after in itertools.pairwise(marks)]
-    return encoded, sum(len(one) for one in held.segments), None if held.error is None else held.error.message
+    error = None if trajectory.error is None else trajectory.error.message
+    return encoded, sum(len(segment) for segment in trajectory.segments), error
 
 
 class Counting:
-    """A tokenizer that counts the tokens it has encoded. All else is the tokenizer's own."""
+    """A tokenizer that counts the tokens it encodes. All other attributes are those of the wrapped tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -122,7 +131,7 @@ class Counting:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokenizer's own, counted."""
+        """Encode with the wrapped tokenizer, and count the tokens."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self.encoded += len(ids)
         return ids
@@ -130,24 +139,24 @@ class Counting:
 
 def _hold(
     renderer: Renderer,
-    held_by: Environment,
+    user: Environment,
     lines: Sequence[str],
     thinking: Thinking,
     *,
     plain: Renderer | None = None,
 ) -> Trajectory:
-    """One conversation through the loop. `plain` encodes the model's lines, where `renderer` counts."""
+    """One conversation of the rollout loop. `plain` encodes the scripted completions if `renderer` counts tokens."""
     group = new_group(Row(id="doctor", messages=[{"role": "user", "content": "How old is the tree?"}]), size=1, seed=0)
     encode = (plain or renderer).encode
-    table = RolloutContext(
+    context = RolloutContext(
         engine=ScriptedEngine([lines], encode=encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
-        make_environment=lambda: held_by,
+        make_environment=lambda: user,
         sampling=Sampling(),
         limits=Limits(turns=len(lines), tokens_per_turn=512, seconds=None, seconds_per_turn=None),
         thinking=thinking,
     )
-    asyncio.run(rollout_group(group, table))
+    asyncio.run(rollout_group(group, context))
     return group.trajectories[0]
 
 
@@ -159,7 +168,7 @@ def _asked_back(*, turns: int) -> Environment:
 async def _asks_back(
     row: Row, turns: int, marks: list[int], counting: Counting | None
 ) -> AsyncGenerator[Opening | Reply, Turn]:
-    """A user who asks back, and notes in `marks` how many tokens were encoded until each turn of the model."""
+    """A user who asks again. Before each turn of the model it appends the number of tokens encoded so far to `marks`."""
     yield Opening(messages=row.messages)
     for number in range(1, turns + 1):
         if counting is not None:
@@ -190,7 +199,7 @@ def _has_format(renderer: Renderer) -> bool:
 
 
 def _script(renderer: Renderer, with_tool: bool) -> list[str]:
-    """What the model says in the two rounds."""
+    """The completions of the two turns."""
     first = probe_call({"text": "the tree"}) if with_tool else assistant_message("It is 12 years old.")
     return [said(renderer, first), said(renderer, assistant_message("Yes, it is 12 years old."))]
 
@@ -200,9 +209,10 @@ def _line(renderer: Renderer, number: int) -> str:
 
 
 def said(renderer: Renderer, message: Message) -> str:
-    """What the model says to say this, as the template writes it, the end of the turn left off."""
+    """The completion with which the model says `message`, as the template writes it, without the end of the turn."""
     text = renderer.template.completion_text(message)
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]
     text = text[: min(ends, default=len(text))].rstrip()
-    inside = renderer.encode_opening([QUESTION]).open_thought and "</think>" not in text  # the cue has opened a thought
+    # whether the generation prompt has opened reasoning that the text does not close
+    inside = renderer.encode_opening([QUESTION]).open_thought and "</think>" not in text
     return f"It is a tree.\n</think>\n\n{text}" if inside else text

@@ -1,4 +1,4 @@
-"""Whether rewards arrive: from what was given for a conversation to the weight of each of its tokens in the loss."""
+"""The check `credit`: whether each reward reaches the advantages and the loss exactly once."""
 
 from __future__ import annotations
 
@@ -32,90 +32,96 @@ _LINES = {
     "cut": ["It is 12 years old, or not.", " years old.", "I am sure."],
     "anew": ["It is 12 years old.", "It is 13 years old.", "I am sure."],
 }
-"""What the model says in each conversation: one as any other, one that is cut and continued, one whose history is replaced."""
+"""The completions of each conversation: an ordinary conversation, one with a cut and continued turn, one with a new history."""
 
 _GIVEN = {"plain": 2.0, "cut": 1.25, "anew": 0.5}
-"""What each conversation is worth when everything that is given for it is added up."""
+"""The sum of all rewards that each conversation receives."""
 
 
 def conserved(renderer: Renderer, thinking: Thinking) -> Check:
-    """Whether what is given arrives, in conversations that make it hard: cut answers, new segments, turns without weight."""
+    """Whether rewards reach the loss, in conversations with a cut turn, a new segment and turns without weight."""
     name = "credit"
     group = asyncio.run(_held(renderer, thinking))
-    if any(one.failed for one in group.trajectories):
-        return Check(name, "fail", f"a conversation broke: {'; '.join(failures([group])[:2])}")
-    found = {kind: one.reward for kind, one in zip(_LINES, group.trajectories, strict=True)}
-    if found != _GIVEN:
-        return Check(name, "fail", f"the rewards are {found}, and what was given is {_GIVEN}; please report it")
+    if any(trajectory.failed for trajectory in group.trajectories):
+        return Check(name, "fail", f"a conversation failed: {'; '.join(failures([group])[:2])}")
+    rewards = {kind: trajectory.reward for kind, trajectory in zip(_LINES, group.trajectories, strict=True)}
+    if rewards != _GIVEN:
+        return Check(name, "fail", f"the rewards are {rewards} and must be {_GIVEN}. Please report it")
     for average in ("token", "sequence"):
         if (problem := lost([group], average)) is not None:
-            return Check(name, "fail", f"{problem}; please report it")
-    segments = sum(len(one.segments) for one in group.trajectories)
+            return Check(name, "fail", f"{problem}. Please report it")
+    segments = sum(len(trajectory.segments) for trajectory in group.trajectories)
     return Check(
         name,
         "ok",
-        f"{sum(_GIVEN.values()):g} was given to {len(_GIVEN)} conversations of {segments} segments, one of them cut and "
-        f"continued: it is their reward, their advantages share it, the loss weighs each once",
+        f"a total reward of {sum(_GIVEN.values()):g} in {len(_GIVEN)} conversations with {segments} segments (one turn was cut "
+        f"and continued) reached the recorded rewards and the advantages, and the loss counts each conversation once",
     )
 
 
 def lost(groups: Sequence[Group], average: Literal["token", "sequence"]) -> str | None:
-    """Where a reward is lost or counted twice on its way from the trajectory to the loss, or None."""
-    whole = [one for group in groups for one in group.trajectories if one.advantages]
+    """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward."""
+    credited = [trajectory for group in groups for trajectory in group.trajectories if trajectory.advantages]
     for group in groups:
-        if (problem := _shared_out([one for one in group.trajectories if one.advantages])) is not None:
+        if (problem := _wrong_advantages([one for one in group.trajectories if one.advantages])) is not None:
             return problem
-    weighed = [one for one in whole if any(turn.weight > 0 for turn in one.turns)]
-    for one in weighed:
-        if (problem := _each_once(one)) is not None:
+    trained = [trajectory for trajectory in credited if any(turn.weight > 0 for turn in trajectory.turns)]
+    for trajectory in trained:
+        if (problem := _wrong_targets(trajectory)) is not None:
             return problem
-    return _weights(weighed, average) if weighed else None
+    return _wrong_weights(trained, average) if trained else None
 
 
-def _shared_out(group: Sequence[Trajectory]) -> str | None:
-    """Where the advantages of a group are not its centred rewards, up to one positive factor."""
+def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
+    """The problem if the advantages of a group are not `(reward - mean) * factor` with one positive factor; else None."""
     for one in group:
         if len({gain for entry in one.advantages for gain in _numbers(entry)}) > 1:
-            return f"the turns of {one.id} have the advantages {one.advantages}, and they share one reward"
+            return f"the turns of trajectory {one.id} must have the same advantage, but have {one.advantages}"
     pairs = [(one.reward or 0.0, _numbers(one.advantages[0])[0]) for one in group if one.advantages]
     mean = sum(reward for reward, _ in pairs) / max(1, len(pairs))
     width = max((abs(reward - mean) for reward, _ in pairs), default=0.0)
     most = max((abs(gain) for _, gain in pairs), default=0.0)
     expected = [most * (reward - mean) / width if width else 0.0 for reward, _ in pairs]
     if not all(_close(gain, other) for (_, gain), other in zip(pairs, expected, strict=True)):
-        return f"the rewards {[reward for reward, _ in pairs]} became the advantages {[gain for _, gain in pairs]}"
+        return (
+            f"the rewards {[reward for reward, _ in pairs]} have the advantages {[gain for _, gain in pairs]}, which must be "
+            f"proportional to the rewards minus their mean"
+        )
     return None
 
 
-def _each_once(one: Trajectory) -> str | None:
-    """Where the batch does not hold each sampled token of a turn that counts once, at its turn's advantage."""
-    found = _targets(pack([one], keep_zero=True, share_prompts=False))
-    gains = [cycle([entry]) if isinstance(entry, float | int) else iter(entry) for entry in one.advantages]
+def _wrong_targets(trajectory: Trajectory) -> str | None:
+    """The problem if the batch does not contain each sampled token with weight exactly once, with its advantage; else None."""
+    packed = _targets(pack([trajectory], keep_zero=True, share_prompts=False))
+    gains = [cycle([entry]) if isinstance(entry, float | int) else iter(entry) for entry in trajectory.advantages]
     sampled = sorted(
         (token, _single(next(gains[turn])))
-        for segment in one.segments
+        for segment in trajectory.segments
         for token, turn in zip(segment.token_ids, segment.turn, strict=True)
-        if turn >= 0 and one.turns[turn].weight > 0
+        if turn >= 0 and trajectory.turns[turn].weight > 0
     )
-    if found == sampled:
+    if packed == sampled:
         return None
-    return f"the batch of {one.id} has {len(found)} targets, and {len(sampled)} tokens were sampled in turns that count"
+    return (
+        f"trajectory {trajectory.id} has {len(packed)} targets in the batch, which do not match (token and advantage) its "
+        f"{len(sampled)} sampled tokens in turns with a weight above 0"
+    )
 
 
-def _weights(weighed: Sequence[Trajectory], average: Literal["token", "sequence"]) -> str | None:
-    """Where the loss does not weigh each trajectory once, however many segments it has."""
-    # each its own advantage, by which its tokens are known again in the batch
-    marked = [replace(one, advantages=[number + 1.0] * len(one.turns)) for number, one in enumerate(weighed)]
+def _wrong_weights(trained: Sequence[Trajectory], average: Literal["token", "sequence"]) -> str | None:
+    """The problem if a trajectory counts more or less than once in the loss, whatever its number of segments; else None."""
+    # each trajectory gets its own advantage, which identifies its tokens in the batch
+    marked = [replace(one, advantages=[number + 1.0] * len(one.turns)) for number, one in enumerate(trained)]
     batch = pack(marked, average=average, keep_zero=True)
     shares = [0.0] * len(marked)
     for micro in batch.micro_batches:
         for gain, weight in zip(micro.targets.advantage_N.tolist(), micro.targets.weight_N.tolist(), strict=True):
             shares[round(gain) - 1] += weight
-    masses = [1.0 if average == "sequence" else _mass(one) for one in weighed]
+    masses = [1.0 if average == "sequence" else _mass(one) for one in trained]
     expected = [mass / sum(masses) for mass in masses]
     if all(abs(share - other) < 1e-4 for share, other in zip(shares, expected, strict=True)):
         return None
-    return f"the trajectories weigh {shares} in the loss ({average} average), and should weigh {expected}"
+    return f"the trajectories have the weights {shares} in the loss (loss_average={average}) and must have {expected}"
 
 
 def _mass(one: Trajectory) -> float:
@@ -131,12 +137,12 @@ def _targets(batch: Batch) -> list[tuple[int, float]]:
 
 
 def _numbers(entry: float | Sequence[float]) -> Sequence[float]:
-    """The advantages of a turn: one number, or one for each sampled token."""
+    """The advantages of a turn as a sequence: a single number, or a number for each sampled token."""
     return [entry] if isinstance(entry, float | int) else entry
 
 
 def _single(value: float) -> float:
-    """As a float32 has it."""
+    """The value rounded to float32."""
     return float(torch.tensor(value, dtype=torch.float32))
 
 
@@ -145,7 +151,7 @@ def _close(one: float, other: float) -> bool:
 
 
 async def _held(renderer: Renderer, thinking: Thinking) -> Group:
-    """The conversations of `_LINES`, scored, weighed and given credit as `train` does it."""
+    """The conversations of `_LINES`, with rewards, loss mask and credit assignment computed as in `turnwise train`."""
     row = Row(id="doctor", messages=[{"role": "user", "content": "How old is the tree?"}])
     group = new_group(row, size=len(_LINES), seed=0)
     for kind, one in zip(_LINES, group.trajectories, strict=True):
@@ -154,7 +160,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
         one.id: [said(renderer, assistant_message(text)) for text in texts]
         for one, texts in zip(group.trajectories, _LINES.values(), strict=True)
     }
-    table = RolloutContext(
+    context = RolloutContext(
         engine=ScriptedEngine(lines, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
         renderer=renderer,
         make_environment=_pays,
@@ -162,7 +168,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
         limits=Limits(turns=3, tokens_per_turn=512, seconds=None, seconds_per_turn=None),
         thinking=thinking,
     )
-    await rollout_groups([group], table)
+    await rollout_groups([group], context)
     scorer = Scorer(
         trajectory=[TrajectoryReward("done", lambda one: 1.0 if one.row["kind"] == "plain" else 0.0, weight=0.5)],
         turns=[TurnReward("first", lambda one, turn: 1.0 if turn.index == 0 else 0.0, weight=0.5)],
@@ -177,7 +183,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
 
 @environment
 async def _pays(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Gives 0.25 for every turn of a plain conversation and of one that is cut, and nothing for a new history."""
+    """Give rewards turn by turn: none in the conversation with a new history (`anew`), multiples of 0.25 in the others."""
     kind = row["kind"]
     paid = 0.0 if kind == "anew" else 0.25
     turn = yield Opening(messages=row.messages)

@@ -1,4 +1,4 @@
-"""All questions that `turnwise doctor` asks of a model, one after the other; and of a recipe, where there is one."""
+"""All checks of `turnwise doctor`, in order: those of a model, and those of a recipe if there is a recipe."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from turnwise.types import Sampling
 __all__ = ["Weights", "examine", "template_profile"]
 
 Weights = Literal["auto", "always", "never"]
-"""Whether the model is loaded: `auto` loads what does not take long."""
+"""Whether the model is loaded. `auto`: only if its weights are small enough to load quickly."""
 
 _QUICK_GB = 3.0
-"""Weights that are loaded without being asked for, where there is no GPU."""
+"""Without a GPU: the largest size of weights, in GB, that `auto` loads."""
 
 
 def examine(path: str, config: Config | None = None, *, weights: Weights = "auto") -> list[Check]:
-    """Every question about the model at `path`, and about the recipe.
+    """Run all checks of the model at `path`, and of the recipe.
 
-    What a person can put right is an answer, and raises nothing.
+    A TurnwiseError becomes a failed check and is not raised.
     """
-    return list(_answers(path, config, weights))
+    return list(_checks(path, config, weights))
 
 
 def template_profile(path: str, config: Config | None = None) -> TemplateProfile:
@@ -46,7 +46,7 @@ def template_profile(path: str, config: Config | None = None) -> TemplateProfile
     return _renderer(path, config).profile
 
 
-def _answers(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
+def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
     if config is not None:
         yield _tried("options", lambda: take_effect(config))
     try:
@@ -60,9 +60,9 @@ def _answers(path: str, config: Config | None, weights: Weights) -> Iterator[Che
     yield _tried("mask", lambda: masked(renderer, thinking, _rule(config)))
     yield _tried("cost", lambda: cost(renderer, thinking))
     yield _tried("credit", lambda: conserved(renderer, thinking))
-    model, why = None, ""
+    model, reason = None, ""
     try:
-        model, why = _model(path, config, weights)
+        model, reason = _model(path, config, weights)
     except TurnwiseError as error:
         yield wrong("log-probs", error)
     if model is not None:
@@ -70,8 +70,8 @@ def _answers(path: str, config: Config | None, weights: Weights) -> Iterator[Che
 
         sampling = build.sampling(config) if config is not None else Sampling()
         yield _tried("log-probs", lambda: round_trip(model, renderer, sampling))
-    elif why:
-        yield Check("log-probs", "note", why)
+    elif reason:
+        yield Check("log-probs", "note", reason)
     if config is not None:
         yield from _of_recipe(config, renderer, model)
 
@@ -104,9 +104,10 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterato
     yield _tried("rewards", lambda: rewards(config, rows, renderer, model))
 
 
-def _tried(name: str, ask: Callable[[], Check]) -> Check:
+def _tried(name: str, check: Callable[[], Check]) -> Check:
+    """The result of `check`. A TurnwiseError becomes a failed check."""
     try:
-        return ask()
+        return check()
     except TurnwiseError as error:
         return wrong(name, error)
 
@@ -122,58 +123,62 @@ def _renderer(path: str, config: Config | None) -> Renderer:
 
 
 def _directory(path: str, renderer: Renderer) -> template.Directory:
-    """What the model's own files say beside the template.
+    """The properties in the model's config files that the checks need.
 
-    Raises TemplateError if its config.json cannot be read.
+    Raises TemplateError if config.json cannot be read.
     """
     file = _file(path, "config.json")
-    said: Mapping[str, Any] = {}
+    values: Mapping[str, Any] = {}
     if file is not None:
         try:
-            said = json.loads(file.read_text(encoding="utf-8"))
+            values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise TemplateError(f"{file} cannot be read: {error}. Replace it by the model's own") from error
-        if not isinstance(said, dict):
+            raise TemplateError(f"{file} cannot be read: {error}. Replace it with the model's original file") from error
+        if not isinstance(values, dict):
             raise TemplateError(
-                f"{file} holds a {type(said).__name__} and no mapping of options. Replace it by the model's own"
+                f"{file} must contain a JSON object, but contains a {type(values).__name__}. Replace it with the model's "
+                f"original file"
             )
-    text = said.get("text_config")
-    rows = said.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    text = values.get("text_config")
+    rows = values.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
     return template.Directory(
         eos=renderer.tokenizer.eos_token_id,
         generation=generation_config_stops(path),
         rows=rows if isinstance(rows, int) else None,
-        context=context_length(said),
+        context=context_length(values),
     )
 
 
 def _file(path: str, name: str) -> Path | None:
-    """A file of a model directory, or of a hub id as far as it is on this machine."""
+    """The path of a file of a model directory or of a hub id. None if the file is missing."""
     from transformers.utils.hub import cached_file
 
-    where = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
-    found = cached_file(
-        where, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    source = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    file = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
-    return None if found is None else Path(found)
+    return None if file is None else Path(file)
 
 
 def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | None, str]:
-    """The model with its weights; or None, and why it is left out.
+    """The model with its weights and an empty text; or None and the reason why the model is not loaded.
 
     Raises TurnwiseError if it cannot be loaded.
     """
     if weights == "never":
-        return None, "left out, as you asked for"
+        return None, "not checked, because of --weights never"
     size = _weights_gb(path)
     if size is None:
         if weights == "always":
-            raise ConfigError(f"there are no weights in {path}: a *.safetensors or *.bin file holds them")
-        return None, f"left out: there are no weights in {path}"
+            raise ConfigError(
+                f"there are no weights in {path}: there must be a *.safetensors or pytorch_model*.bin file. Add it, or leave "
+                f"out --weights always"
+            )
+        return None, f"not checked: there are no weights in {path}"
     if weights == "auto" and size > (most := _most_gb()):
         return (
             None,
-            f"left out: {size:.1f} GB of weights are more than the {most:.1f} GB that load soon; --weights always",
+            f"not checked: the weights have {size:.1f} GB, and above {most:.1f} GB they are loaded only with --weights always",
         )
     from turnwise.models.loading import ModelOptions, load_model
 
@@ -183,15 +188,16 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
 
 
 def _weights_gb(path: str) -> float | None:
-    """Of the weights' files, or None where there are none."""
+    """The size of the files with weights in GB. None if there are no such files."""
     file = _file(path, "config.json")
     folder = Path(path).expanduser() if file is None else file.parent
-    files = [one for pattern in ("*.safetensors", "pytorch_model*.bin") for one in folder.glob(pattern)]
-    return sum(one.stat().st_size for one in files) / 1e9 if files else None
+    files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+    return sum(file.stat().st_size for file in files) / 1e9 if files else None
 
 
 def _most_gb() -> float:
+    """The largest size of weights, in GB, that `auto` loads."""
     import torch
 
-    # float32 takes twice what a checkpoint of bfloat16 does, and a cache comes on top
+    # loaded in float32, a bfloat16 checkpoint takes twice its size, and the KV cache needs memory too
     return torch.cuda.mem_get_info()[0] / 1e9 / 3 if torch.cuda.is_available() else _QUICK_GB

@@ -1,4 +1,4 @@
-"""Whether a template writes messages as they are: the headers around them, and what they say."""
+"""The checks `headers` and `contents`: whether a template writes correct headers and unchanged message contents."""
 
 from __future__ import annotations
 
@@ -15,28 +15,25 @@ from turnwise.types import Message
 __all__ = ["contents", "headers"]
 
 _MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>")
-"""What families write headers with, where they have tokens of their own for them."""
+"""Texts in the headers of model families that must be special tokens."""
 _CONTENT = f"  {probe_word(7)}\n\n<b>&amp;</b> \"two\" 'one' {{x}} ä 你 " + "word " * 800 + f"{probe_word(8)}\n "
-"""What no template should change: quotes, marks, white space on both sides, and more than a few words."""
+"""A content that a template must not change: quotes, markup, white space at both ends, and a long text."""
 _ROLES = ("system", "user", "assistant", "tool")
 
 
 def headers(renderer: Renderer) -> Check:
-    """Whether turns begin as the generation prompt does, with headers that are tokens, behind one BOS token."""
-    for ask in (_prompt_problem, _bos_problem, _mark_problem):
-        if problem := ask(renderer):
+    """Whether assistant messages begin with the generation prompt, headers are special tokens, and there is one BOS token."""
+    for find_problem in (_prompt_problem, _bos_problem, _mark_problem):
+        if problem := find_problem(renderer):
             return Check("headers", "fail", problem)
     prompt = _prompt(renderer)[1]
     if not prompt:
-        return Check("headers", "ok", "turns of the model have no header, so there is no generation prompt")
-    return Check("headers", "ok", f"a turn of the model begins with the generation prompt, {prompt!r}")
+        return Check("headers", "ok", "assistant messages have no header, so no generation prompt is needed")
+    return Check("headers", "ok", f"assistant messages begin with the generation prompt {prompt!r}")
 
 
 def _prompt(renderer: Renderer) -> tuple[str, str, str]:
-    """A conversation without and with the generation prompt: what they share, the prompt; and the conversation with the answer.
-
-    The answer ends before its words.
-    """
+    """`(text before the generation prompt, generation prompt, text of the conversation up to the assistant's content)`."""
     template = renderer.template
     asked, prompted = (template.render([QUESTION], add_generation_prompt=cue) for cue in (False, True))
     answered = template.render([QUESTION, assistant_message(PLACEHOLDER)], add_generation_prompt=False).partition(
@@ -48,7 +45,7 @@ def _prompt(renderer: Renderer) -> tuple[str, str, str]:
 
 
 def _prompt_problem(renderer: Renderer) -> str:
-    """What is wrong with the generation prompt, or an empty text."""
+    """The problem with the generation prompt, or an empty text."""
     before, prompt, answered = _prompt(renderer)
     if not prompt:
         header = (
@@ -59,20 +56,21 @@ def _prompt_problem(renderer: Renderer) -> str:
         if not re.sub(rf"{renderer.profile.reasoning.marks.scaffold}|\s", "", header):
             return ""
         return (
-            f"the template writes {header!r} before an assistant message, and nothing where add_generation_prompt is true, so "
-            f"the model would speak without its header: add {{% if add_generation_prompt %}}...{{% endif %}} to its end"
+            f"the template writes {header!r} before an assistant message, but writes nothing if add_generation_prompt is true, "
+            f"so the model would generate without its header. Add {{% if add_generation_prompt %}}...{{% endif %}} to its end"
         )
     if answered.startswith((before + prompt, before + renderer.profile.reasoning.marks.without_open_thought(prompt))):
         return ""
     place = next((n for n, (a, b) in enumerate(zip(before + prompt, answered, strict=False)) if a != b), len(answered))
     start = min(place, len(before))
     return (
-        f"the generation prompt is {prompt!r}, and an assistant message begins with {answered[start:][:60]!r}: the model would "
-        f"be trained behind another header than the one that its earlier turns have. Make the two alike"
+        f"the generation prompt is {prompt!r}, but an assistant message begins with {answered[start:][:60]!r}. The model would "
+        f"be trained with another header than the header of its earlier turns. Make the two texts equal"
     )
 
 
 def _bos_problem(renderer: Renderer) -> str:
+    """The problem if the conversation begins with two BOS tokens, or an empty text."""
     tokenizer: Any = renderer.tokenizer
     bos, ids = (
         tokenizer.bos_token_id,
@@ -81,13 +79,13 @@ def _bos_problem(renderer: Renderer) -> str:
     if bos is None or ids[:2] != [bos, bos]:
         return ""
     return (
-        f"the template begins a conversation with {tokenizer.bos_token!r} ({bos}) twice, which no model was trained on: write "
+        f"the template begins a conversation with two BOS tokens {tokenizer.bos_token!r} ({bos}). There must be one: write "
         f"bos_token once"
     )
 
 
 def _mark_problem(renderer: Renderer) -> str:
-    """Which headers are written with several tokens, though they look like one; or an empty text."""
+    """The problem if a header that looks like a special token is encoded as several tokens, or an empty text."""
     template = renderer.template
     turns: list[Message] = [QUESTION, assistant_message("Yes."), QUESTION]
     try:
@@ -100,24 +98,24 @@ def _mark_problem(renderer: Renderer) -> str:
     broken = [
         f"{mark!r} ({len(ids)} tokens)"
         for mark, ids in pieces.items()
-        if len(ids) > 1 and not any(renderer.decode([one]).strip() == mark for one in ids)
+        if len(ids) > 1 and not any(renderer.decode([token]).strip() == mark for token in ids)
     ]
     if not broken:
         return ""
     return (
-        f"the template writes headers that are no tokens of this tokenizer: {', '.join(broken)}. Use the model's own template "
-        f"and tokenizer, or add them as special tokens before the model is trained"
+        f"the template writes headers that are not special tokens of this tokenizer: {', '.join(broken)}. Use the model's own "
+        f"template and tokenizer, or add the headers to the tokenizer as special tokens before training"
     )
 
 
 def contents(renderer: Renderer) -> Check:
-    """Whether what messages say is written as it is."""
+    """Whether the template writes the contents of messages unchanged."""
     name, trimmed, changed = "contents", list[str](), list[str]()
     for role in _ROLES:
         try:
             text = _written(renderer, role)
         except TemplateError:
-            continue  # such messages are handed over in another shape, which the checks of turns tell
+            continue  # such messages are converted for the template, which `template.continuing` reports
         if _holds(text, _CONTENT):
             continue
         if _holds(text, _CONTENT.strip()):
@@ -128,26 +126,27 @@ def contents(renderer: Renderer) -> Check:
         return Check(
             name,
             "fail",
-            f"the template changes what messages say, of the roles {', '.join(changed)}: neither the model nor its training "
-            f"would see all of it. Write message.content as it is",
+            f"the template changes the contents of messages with the roles {', '.join(changed)}, so the model would not see the "
+            f"original contents. Let the template write message.content unchanged",
         )
     if "assistant" in trimmed:
         return Check(
             name,
             "note",
-            f"the template takes white space off both ends of messages of {' and '.join(trimmed)}. Where a turn of the model "
-            f"begins or ends with some, training keeps it as it was sampled, and a server that writes the conversation again "
-            f"leaves it out",
+            f"the template removes white space at both ends of messages with the roles {', '.join(trimmed)}. In training, "
+            f"the white space in a sampled completion is kept; a server that renders the conversation again removes it",
         )
     if trimmed:
         return Check(
-            name, "note", f"the template takes white space off both ends of messages of {' and '.join(trimmed)}"
+            name,
+            "note",
+            f"the template removes white space at both ends of messages with the roles {', '.join(trimmed)}",
         )
-    return Check(name, "ok", "what messages say is written as it is")
+    return Check(name, "ok", "the contents of messages are written unchanged")
 
 
 def _written(renderer: Renderer, role: str) -> str:
-    """What the template makes of a message of a role with the probe content. Raises TemplateError if it takes none."""
+    """The text that the template writes for a message with this role and `_CONTENT`. Raises TemplateError if it refuses it."""
     template = renderer.template
     message: Message = {"role": role, "content": _CONTENT}
     if role == "tool":
@@ -160,20 +159,20 @@ def _written(renderer: Renderer, role: str) -> str:
 
 
 def _holds(text: str, content: str) -> bool:
-    """Whether a text has a content in it, as it is or as JSON."""
+    """Whether `text` contains `content`, unchanged or encoded as JSON."""
     encoded = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
     encoded += [json.dumps(json.dumps(content))[3:-3]]
-    # Jinja's own tojson writes these four for HTML
+    # Jinja's tojson filter escapes these four characters for HTML
     html = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
-    encoded += ["".join(html.get(letter, letter) for letter in one) for one in encoded]
-    return any(one in text for one in (content, *encoded))
+    encoded += ["".join(html.get(letter, letter) for letter in form) for form in encoded]
+    return any(form in text for form in (content, *encoded))
 
 
 def _difference(text: str) -> str:
-    """Where a text stops to be the probe content."""
+    """The first place where the written text differs from `_CONTENT`."""
     start = text.find(probe_word(7))
     if start < 0:
-        return "it is left out"
+        return "the content is missing"
     wanted, written = _CONTENT.lstrip(), text[start:]
     same = next((n for n, (a, b) in enumerate(zip(wanted, written, strict=False)) if a != b), len(written))
     return f"{wanted[same:][:20]!r} becomes {written[same:][:20]!r}"

@@ -1,4 +1,4 @@
-"""What a run looks at before it begins: the template, for what the recipe will do with it. No weights, no conversation."""
+"""The checks at the start of each run: whether the chat template works with the recipe. They need no weights."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ __all__ = ["preflight"]
 
 
 def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> list[str]:
-    """Notes on the model's template that a person should know before the run.
+    """Notes on the model's template, to be printed before the run.
 
-    `tools` says that there are some which the recipe does not name: in the rows, say.
-    Raises TemplateError for what cannot work: tools in a format that cannot be read, a thinking policy without effect.
+    `tools` is true if there are tools that the recipe does not name, for example in the rows.
+    Raises TemplateError if the format of tool calls cannot be parsed, the template requires tools and there are none, or
+    the option `thinking` has no effect.
     """
     tools = tools or bool(config.tools) or config.mcp.servers is not None
     if tools:
         _ = renderer.turn_parser.tool_format
     elif renderer.profile.messages.requires_tools:
         raise TemplateError(
-            f"the chat template of {renderer.where} refuses conversations without tools, and the recipe has none: add tools, "
-            f"or use another chat template"
+            f"the chat template of {renderer.where} refuses conversations without tools, and the recipe has no tools: set "
+            f"tools, or use another chat template"
         )
     policy = thinking(renderer, config.thinking)
     if policy.status == "fail":
         raise TemplateError(policy.text)
-    notes = [f"{one.name}: {one.text}" for one in (headers(renderer), contents(renderer)) if one.status == "fail"]
-    notes += [f"stop tokens: {told}"] if (told := stops_note(renderer)) else []
+    notes = [
+        f"{check.name}: {check.text}" for check in (headers(renderer), contents(renderer)) if check.status == "fail"
+    ]
+    notes += [f"stop tokens: {problem}"] if (problem := stops_note(renderer)) else []
     if config.limits.turns == 1:
-        return notes  # nothing goes on: how it would is of no interest
+        return notes  # no message follows the model's turn, so the checks below do not apply
     kinds = ["tool turns", "user turns"] if tools else ["user turns"]
-    findings = [policy, *continuing(renderer, kinds)]
-    return notes + [f"{one.name}: {one.text}" for one in findings if one.status != "ok"]
+    checks = [policy, *continuing(renderer, kinds)]
+    return notes + [f"{check.name}: {check.text}" for check in checks if check.status != "ok"]

@@ -1,4 +1,4 @@
-"""A recipe, held against its model: a few of its conversations, and what becomes of their rewards."""
+"""The checks `rows` and `rewards`: whether the recipe's rows and rewards work with the model."""
 
 from __future__ import annotations
 
@@ -26,28 +26,30 @@ __all__ = ["conversations", "openings", "rewards"]
 
 _OPENED, _READY = 256, 4
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
-"""Few and short, for this is about sums and not about answers."""
+"""The conversations are few and short: the check is about sums of rewards, and needs no good completions."""
 
 
 def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
-    """Whether the template takes the rows' messages, their images included.
+    """Whether the template accepts the rows' messages, including images.
 
-    Raises ConfigError where data.return_multi_modal_inputs has no effect.
+    Raises ConfigError if data.return_multi_modal_inputs has no effect.
     """
-    seeing = [row for row in rows if has_media(row.messages)]
-    process_row_media(seeing[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    with_media = [row for row in rows if has_media(row.messages)]
+    process_row_media(with_media[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
         try:
             renderer.encode_opening(row.messages)
         except TurnwiseError as error:
             return wrong("rows", DataError(f"row {row.id!r}: {error}"))
-    return Check("rows", "ok", f"the template takes the messages of {min(len(rows), _OPENED)} of {len(rows)} rows")
+    return Check(
+        "rows", "ok", f"checked {min(len(rows), _OPENED)} of {len(rows)} rows: the template accepts their messages"
+    )
 
 
 def conversations(config: Config) -> Check:
     """Whether the conversations of a recipe for `turnwise sft` can be read.
 
-    Raises TurnwiseError with the row and what is wrong with it.
+    Raises TurnwiseError that names the row and the problem.
     """
     data = config.data
     sources = [(data.train, data.split)] + ([(data.eval, data.eval_split)] if data.eval is not None else [])
@@ -55,42 +57,46 @@ def conversations(config: Config) -> Check:
         len(read_conversations(source, columns=data.columns, split=split, subset=data.subset, limit=data.max_rows))
         for source, split in sources
     ]
-    told = " and ".join(f"{count:,}" for count in counts)
-    return Check("rows", "ok", f"{told} conversations to learn from; `turnwise sft` says which do not fit the template")
+    text = f"{counts[0]:,} conversations for training" + "".join(
+        f" and {count:,} for evaluation" for count in counts[1:]
+    )
+    return Check(
+        "rows", "ok", f"{text} can be read; `turnwise sft` reports the conversations that do not fit the template"
+    )
 
 
 def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> Check:
-    """Whether no reward is lost or counted twice on its way from the environment to the loss.
+    """Whether each reward reaches the loss exactly once.
 
-    With `model` None the conversations are scripted, and their answers mean nothing.
+    If `model` is None, the completions are scripted, and the values of the rewards mean nothing.
     """
     name = "rewards"
     groups = asyncio.run(_scored(config, rows, renderer, model))
-    every = [one for group in groups for one in group.trajectories]
-    whole = [one for one in every if not one.failed and one.reward is not None]
-    if not whole:
-        return Check(name, "fail", f"all {len(every)} conversations broke: {'; '.join(failures(groups)[:2])}")
-    for problem in (_sums(whole, config), lost(groups, config.train.loss_average)):
+    trajectories = [one for group in groups for one in group.trajectories]
+    scored = [one for one in trajectories if not one.failed and one.reward is not None]
+    if not scored:
+        return Check(name, "fail", f"all {len(trajectories)} conversations failed: {'; '.join(failures(groups)[:2])}")
+    for problem in (_wrong_sum(scored, config), lost(groups, config.train.loss_average)):
         if problem is not None:
-            return Check(name, "fail", f"{problem}; please report it")
+            return Check(name, "fail", f"{problem}. Please report it")
     text = (
-        f"{len(whole)} conversations, rewards {', '.join(f'{one.reward:g}' for one in whole[:4])}: the sums of what was "
-        f"given, shared out by their advantages, each sampled token once in the loss"
+        f"{len(scored)} conversations with the rewards {', '.join(f'{one.reward:g}' for one in scored[:4])}: each is the sum "
+        f"of its parts and reached the advantages, and the loss contains each sampled token once"
     )
     if model is None:
-        text += " (the conversations were scripted)"
-    if len(whole) < len(every):
-        return Check(name, "note", f"{text}; {len(every) - len(whole)} more broke: {'; '.join(failures(groups)[:2])}")
+        text += " (scripted completions, because the model is not loaded)"
+    if failed := len(trajectories) - len(scored):
+        return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
     return Check(name, "ok", text)
 
 
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
-    """A few conversations of the recipe, as `train` holds and scores them, short ones."""
+    """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
     scorer, mask, credit = build.scorer(config), build.turn_weighting(config), build.credit(config)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     limits = build.limits(config, longest=None)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
-        table = RolloutContext(
+        context = RolloutContext(
             engine=_engine(config, renderer, model),
             renderer=renderer,
             make_environment=environments,
@@ -106,34 +112,37 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
         async def done(trajectory: Trajectory) -> None:
             await score(trajectory)
 
-        await rollout_groups(groups, table, on_finished=done)
-        await table.engine.close()
+        await rollout_groups(groups, context, on_finished=done)
+        await context.engine.close()
     for group in groups:
-        for one in group.trajectories:
-            mask(one)
+        for trajectory in group.trajectories:
+            mask(trajectory)
     credit(groups)
     return groups
 
 
 def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
-    """The recipe's engine; answers of its own where there is no model, or the recipe's script is for other conversations."""
+    """The recipe's engine. Without a model, or if the recipe's engine is scripted: an engine with the completions given here."""
     if model is not None and not isinstance(config.engine, ScriptedEngine):
         return build.engine(config, renderer, model)
     answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
     return build.engine(config, renderer, scripts=answers)
 
 
-def _sums(whole: Sequence[Trajectory], config: Config) -> str | None:
-    """Where a trajectory's reward is not that of its turns and of the functions of the whole."""
+def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:
+    """The problem if a reward is not the sum of the turns' rewards and of the trajectory and group functions; else None."""
     scorer = build.scorer(config)
     of_turns = {one.name for one in scorer.turns}
-    of_whole = {one.name for one in (*scorer.trajectory, *scorer.groups)}
-    for one in whole:
+    of_trajectory = {one.name for one in (*scorer.trajectory, *scorer.groups)}
+    for one in scored:
         if not _close(one.reward, sum(one.rewards.values())):
-            return f"the reward of {one.id} is {one.reward}, and its parts are {one.rewards}"
-        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards.get(name, 0.0) for name in of_whole)
-        if not of_turns & of_whole and not _close(one.reward, summed):  # one name for both hides which part is whose
-            return f"the reward of {one.id} is {one.reward}; its turns and the functions of the whole gave {summed}"
+            return f"the reward of trajectory {one.id} is {one.reward}, which is not the sum of its parts {one.rewards}"
+        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards.get(name, 0.0) for name in of_trajectory)
+        if not of_turns & of_trajectory and not _close(one.reward, summed):  # a shared name hides the source
+            return (
+                f"the reward of trajectory {one.id} is {one.reward}, but the rewards of its turns and of the trajectory and "
+                f"group functions add up to {summed}"
+            )
     return None
 
 

@@ -1,4 +1,4 @@
-"""Whether trainer, engine and a plain forward pass give the same tokens the same probabilities: needs the weights."""
+"""The check `log-probs`: whether engine, trainer and a plain forward pass compute the same probabilities. Needs weights."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ _TOKENS = 12
 
 
 def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: int = 0) -> Check:
-    """Sample with the engine, compute again with the trainer and with the model alone; compare.
+    """Whether the engine's log-probs of sampled tokens equal those of the trainer and of a plain forward pass.
 
-    What is compared are probability ratios: trainer to engine, and model to engine, of each sampled token. Before the first
-    optimizer step they are 1, whatever is sampled from.
+    The check compares probability ratios of each sampled token: trainer to engine, and plain forward pass to engine. Before the
+    first optimizer step both ratios are 1, for any sampling options.
     """
     name = "log-probs"
     trajectories = _sampled(model, renderer, _ending(model, sampling), threads)
-    broken = [one for one in trajectories if one.error is not None]
-    if broken:
-        assert broken[0].error is not None
-        return Check(name, "fail", f"a sampled conversation broke ({broken[0].error.kind}): {broken[0].error.message}")
-    alone = max(_alone(model, one, sampling) for one in trajectories)
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+    if errors:
+        return Check(name, "fail", f"a sampled conversation failed ({errors[0].kind}): {errors[0].message}")
+    plain = max(_plain(model, trajectory, sampling) for trajectory in trajectories)
     shares = try_tree_attention(model)
     batch = pack(trajectories, micro_batch_tokens=2048, share_prompts=shares, keep_zero=True)
     forward = Forward(model, sampling)
@@ -53,28 +52,28 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
             count += len(logprob_N)
     tolerance = _TOLERANCE.get(model.dtype, 0.5)
     figures = (
-        f"{count} tokens of {len(trajectories)} conversations: the probability ratio to the engine is off by {packed:.1e} in "
-        f"the trainer ({'shared prompts' if shares else 'separate rows'}) and {alone:.1e} in a plain forward pass"
+        f"{count} tokens of {len(trajectories)} conversations: the probability ratio to the engine differs from 1 by at most "
+        f"{packed:.1e} in the trainer ({'shared prompts' if shares else 'separate rows'}) and {plain:.1e} in a plain forward pass"
     )
-    if max(packed, alone) <= tolerance:
-        return Check(name, "ok", f"{figures} ({str(model.dtype).removeprefix('torch.')}: at most {tolerance:g})")
+    if max(packed, plain) <= tolerance:
+        return Check(name, "ok", f"{figures} (tolerance for {str(model.dtype).removeprefix('torch.')}: {tolerance:g})")
     return Check(
         name,
         "fail",
-        f"{figures}; at most {tolerance:g} is rounding. What is learnt would not be what was sampled: please report it with "
-        f"the model's name",
+        f"{figures}. Rounding explains at most {tolerance:g}, so training would use other probabilities than sampling. Please "
+        f"report it with the model's name",
     )
 
 
 def _ending(model: Any, sampling: Sampling) -> Sampling:
-    """The same, with turns that end soon whatever the model has learnt: every eighth token ends one."""
+    """`sampling` with every eighth token of the vocabulary as a stop token, so that turns of any model end soon."""
     vocabulary = model.get_input_embeddings().num_embeddings
     return replace(sampling, stop_token_ids=tuple(range(0, vocabulary, 8)))
 
 
 @environment
 async def _asks_on(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Two further questions."""
+    """A user who writes two more messages."""
     yield Opening(messages=row.messages)
     yield user_message("And now?")
     yield user_message("Go on.")
@@ -82,37 +81,39 @@ async def _asks_on(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
 
 
 def _sampled(model: Any, renderer: Renderer, sampling: Sampling, threads: int) -> list[Trajectory]:
-    """Short conversations, in groups, each turn with an advantage."""
+    """Short sampled conversations, in groups, with an advantage for each turn."""
     groups = [
         new_group(Row(id=str(number), messages=[{"role": "user", "content": text}]), size=_EACH, seed=7)
         for number, text in enumerate(_QUESTIONS)
     ]
 
-    async def hold() -> None:
+    async def sample() -> None:
         engine = LocalEngine(model, memory_gb=0.5, threads=threads, decode=renderer.decode)
-        table = RolloutContext(
+        context = RolloutContext(
             engine=engine,
             renderer=renderer,
             make_environment=_asks_on,
             sampling=sampling,
             limits=Limits(turns=3, tokens_per_turn=_TOKENS, seconds=None, seconds_per_turn=None),
         )
-        await rollout_groups(groups, table)
+        await rollout_groups(groups, context)
         await engine.close()
 
-    asyncio.run(hold())
+    asyncio.run(sample())
     trajectories = [one for group in groups for one in group.trajectories]
-    for number, one in enumerate(trajectories):  # of their own, so that none is computed for another one's sake
-        one.advantages = [1.0 + number + turn.index / 8 for turn in one.turns]
+    # different advantages, so that no two trajectories are merged
+    for number, trajectory in enumerate(trajectories):
+        trajectory.advantages = [1.0 + number + turn.index / 8 for turn in trajectory.turns]
     return trajectories
 
 
-def _alone(model: Any, trajectory: Trajectory, sampling: Sampling) -> float:
-    """The largest deviation of the model's own forward pass over whole segments, unpacked."""
+def _plain(model: Any, trajectory: Trajectory, sampling: Sampling) -> float:
+    """The largest `|ratio - 1|` of a plain forward pass over each segment, without packing."""
     return max(_segments(model, trajectory, sampling), default=0.0)
 
 
 def _segments(model: Any, trajectory: Trajectory, sampling: Sampling) -> Iterator[float]:
+    """The largest `|ratio - 1|` of each segment."""
     for segment in trajectory.segments:
         places = [place for place, turn in enumerate(segment.turn) if turn >= 0]
         ids_L = torch.tensor(segment.token_ids, device=model.device)
@@ -136,6 +137,6 @@ def _column(values: Sequence[float], places: Sequence[int]) -> list[float]:
 
 
 def _off(logprob_N: torch.Tensor, old_N: torch.Tensor) -> float:
-    """The largest distance of a probability ratio from 1; infinite where a ratio is no number."""
+    """The largest `|ratio - 1|` of the probability ratios; infinite if a ratio is NaN."""
     distance_N = ((logprob_N - old_N).exp() - 1.0).abs().nan_to_num(nan=torch.inf)
     return float(distance_N.max()) if len(old_N) else 0.0
