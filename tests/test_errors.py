@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from support import byte_tokenizer
 from support.conversations import Says, hold
 from support.templates import STRANGE_CALLS
+from turnwise import errors
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary, nearest
@@ -86,3 +88,7 @@ def test_an_error_of_ours_that_no_line_of_a_user_led_to_has_no_traceback() -> No
 def print_text(text: str) -> str:
     """Print a text."""
     return text
+
+
+def test_the_files_whose_frames_are_left_out_exist() -> None:
+    assert [path for path in errors._MACHINERY if not os.path.exists(path)] == []

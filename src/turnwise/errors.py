@@ -90,8 +90,10 @@ _MACHINERY = (
     os.path.realpath(contextlib.__file__),
     os.path.realpath(functools.__file__),
     os.path.realpath(threading.__file__),
-    *(os.path.join(OWN_CODE, *path.split("/")) for path in ("errors.py", "user_code.py", "environments/aside.py")),
+    os.path.join(OWN_CODE, "errors.py"),
+    os.path.join(OWN_CODE, "user_code") + os.sep,
 )
+"""Files and folders whose frames are left out of a traceback: they stand between the loop and the code of users."""
 _LONGEST_MESSAGE = 4000  # characters of somebody's exception
 _FIRST_FRAMES, _LAST_FRAMES = 5, 15
 

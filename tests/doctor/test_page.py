@@ -16,4 +16,5 @@ def test_the_reports_in_the_documentation_are_those_of_the_doctor() -> None:
     page, comparable = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"), script["comparable"]
     for mark, text in script["pages"]().items():
         assert comparable(f"{mark}\n\n```text\n{text}\n```\n") in comparable(page)
-        assert len([line for line in text.splitlines() if line]) <= 25
+        # 25 lines and the 7 of the template profile: a report fits on a screen
+        assert len([line for line in text.splitlines() if line]) <= 32
