@@ -122,8 +122,8 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
 ) -> None:
     environment = {"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.25}}
     (told,) = warned(model, tmp_path, caplog, environment=environment)
-    assert told.startswith("step 3: in each of the first 3 steps, all conversations of a row earned the same")
-    assert f"Every reward of the last step was 0.25: try {PLACES}:indifferent by hand" in told
+    assert told.startswith("step 3: in each of the first 3 steps, all conversations of a row had the same reward")
+    assert f"Every reward of the last step was 0.25: call {PLACES}:indifferent by hand" in told
 
 
 def test_an_environment_that_gives_nothing_is_named(
@@ -131,7 +131,7 @@ def test_an_environment_that_gives_nothing_is_named(
 ) -> None:
     environment = {"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.0}}
     (told,) = warned(model, tmp_path, caplog, environment=environment)
-    assert f"Nothing was earned: environment={PLACES}:indifferent gave no reward" in told
+    assert f"All rewards are 0: environment={PLACES}:indifferent gave no reward" in told
     assert "Add one (reward.trajectory)" in told
 
 
@@ -139,7 +139,7 @@ def test_answers_that_are_the_same_are_told_as_the_cause(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     *_, told = warned(model, tmp_path, caplog, sampling={"top_k": 1})  # greedy, this model never ends a turn either
-    assert "The answers of a row are the same, word for word: raise sampling.temperature (1)" in told
+    assert "All answers to a row are identical: raise sampling.temperature (1)" in told
 
 
 def test_a_rule_that_weighs_nothing_is_told_once(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_rows_that_are_too_easy_or_too_hard_are_told_as_such() -> None:
 def test_a_run_of_fewer_steps_is_told_at_its_end() -> None:
     watch = LearningWatch(made(train={"steps": 1}, reward={"trajectory": ["my.py:f"]}))
     (told,) = problems(watch, 1, step((1.0, 1.0)))
-    assert "Every reward of the last step was 1: try the reward functions (my.py:f) by hand" in told
+    assert "Every reward of the last step was 1: call the reward functions (my.py:f) by hand" in told
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_a_gradient_of_zero_beside_advantages_is_told_with_its_cause() -> None:
         one.turns.append(Turn(index=1, message={}, text=""))
         one.turns[0].weight, one.advantages = 0.0, [one.advantages[0], 0.0]
     (told,) = problems(LearningWatch(made(loss_mask="last_turn")), 1, masked, grad_norm=0.0)
-    assert "loss_mask=last_turn leaves out all turns that have an advantage" in told
+    assert "loss_mask=last_turn gives the weight 0 to all turns with an advantage" in told

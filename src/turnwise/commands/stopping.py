@@ -1,4 +1,4 @@
-"""How a command is stopped: Ctrl-C, SIGTERM and SIGHUP do the same; and a terminal or pipe that is gone stops nothing."""
+"""Stops a command on Ctrl-C, SIGTERM and SIGHUP alike. A closed terminal or pipe does not stop it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def open_closed_streams() -> None:
-    """Where the process was started with stdin, stdout or stderr closed, open the null device in its place.
+    """Open the null device for stdin, stdout and stderr if the process was started without them.
 
-    Otherwise the next file, such as a record, would get its number, and what is written to stderr.
+    Otherwise the next opened file, such as the record, would get that file number, and text for stderr would be written to it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -36,19 +36,19 @@ def open_closed_streams() -> None:
 
 
 class Stops:
-    """Within it, a signal ends what `run` runs as a cancellation does: whatever is open is closed, a checkpoint is written.
+    """A context in which a signal cancels the coroutine of `run`: resources are closed and a checkpoint is written.
 
     A second Ctrl-C ends the process at once: nothing is closed or written, and `farewell` is the last text. Other repeated
-    signals change nothing: terminals and schedulers send them twice. A signal that is ignored (`nohup`, a shell's background)
-    stays ignored. KeyboardInterrupt is raised for all of them; `received` says which it was.
+    signals are ignored, because terminals and schedulers send them twice. A signal that was ignored before (`nohup`, a job in
+    the background) stays ignored. KeyboardInterrupt is raised for each of the signals; `received` is the signal.
 
-    With `until_exit`, the handlers stay while the interpreter exits, so that a signal then changes no exit status.
+    With `until_exit`, the handlers stay while the interpreter exits, so that a late signal does not change the exit status.
     """
 
     def __init__(self, *, until_exit: bool = False) -> None:
         self.received: signal.Signals | None = None
         self.farewell: Callable[[], str] = lambda: "turnwise: stopped at once"
-        """The last text of a process that is stopped at once. Called in a signal handler: it reads, and waits for nothing."""
+        """The last text of a process that is stopped at once. Called in a signal handler, so it must not block."""
         self._until_exit = until_exit
         self._running = False
         self._exiting = False
@@ -101,7 +101,7 @@ class Stops:
 
     async def _supervised(self, main: Coroutine[Any, Any, T]) -> T:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        if self.received is not None:  # it came before there was a task
+        if self.received is not None:  # the signal came before the task was created
             main.close()
             raise asyncio.CancelledError
         return await main
@@ -116,21 +116,21 @@ class Stops:
         elif self._running or self._exiting:
             _write_error(f"turnwise: stopping ({self.received.name}); Ctrl-C stops at once")
             if self._loop is not None and self._task is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)  # threadsafe: it wakes a loop that waits
+                self._loop.call_soon_threadsafe(self._task.cancel)  # threadsafe: it also wakes a waiting loop
         else:
             raise KeyboardInterrupt
 
 
 def _write_error(text: str) -> None:
-    """Write a line to stderr from a signal handler: not by print, which may be interrupted itself, and without waiting."""
+    """Write a line to stderr from a signal handler, without blocking. `print` is not safe there: the signal may interrupt it."""
     with contextlib.suppress(OSError, ValueError):
         _, ready, _ = select.select([], [2], [], 0)
         if ready:
             os.write(2, f"{text}\n".encode(errors="replace"))
 
 
-class _Lasting:
-    """A stream whose reader may go away: from then on, what is written is dropped."""
+class _DroppingStream:
+    """A stream that drops all text after its reader has gone away."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -155,7 +155,9 @@ class _Lasting:
     def _dropping(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # the pipe or the terminal is gone: for C code and for child processes, too
+        except (
+            OSError
+        ):  # the pipe or the terminal is gone: redirect the file number, which C code and child processes use, too
             with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
@@ -166,9 +168,9 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Within it, writing to stdout and stderr never fails: a run goes on when `| head` or the terminal is gone."""
+    """A context in which writing to stdout and stderr never fails: a run continues after `| head` or the terminal has gone."""
     former = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Lasting(former[0]), _Lasting(former[1])  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout, sys.stderr = _DroppingStream(former[0]), _DroppingStream(former[1])  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Conversations without training, scored: by the same loop, engine and rewards as in training."""
+"""Runs and scores conversations without training, with the same loop, engine and rewards as in training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ async def evaluate(
     seed: int = 0,
     step: int = 0,
 ) -> tuple[dict[str, Any], list[Group]]:
-    """Hold `samples` conversations on each row and score them. Returns a summary and the groups.
+    """Run `samples` conversations on each row and score them. Returns the metrics and the groups.
 
-    The random streams depend on the seed only, so the same weights give the same conversations at every step.
+    The random streams depend on `seed` only, so equal weights give equal conversations at every step.
     """
     started = time.perf_counter()
     groups = [new_group(row, size=samples, seed=seed) for row in rows]

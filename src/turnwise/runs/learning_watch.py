@@ -1,7 +1,7 @@
-"""Signs that a run cannot learn: each is told once, with its likely cause and the fix.
+"""Warns, once for each sign, that a run cannot learn, with the likely cause and the fix.
 
-What is certain before the run begins is refused by `config`; what shows only in the conversations is found here, from the
-metrics of a step and its conversations. It changes nothing about the run.
+`config` refuses recipes that cannot learn. This module finds problems that only appear during the run, from the metrics and the
+trajectories of each step. It does not change the run.
 """
 
 from __future__ import annotations
@@ -16,107 +16,116 @@ from turnwise.types import Group, Stop, Trajectory
 __all__ = ["LearningWatch"]
 
 _FIRST_STEPS = 3
-"""Steps without a difference in any group before it is told: one may be chance."""
+"""Number of steps with equal rewards in all groups before the warning: a single step may be chance."""
 
 _LIMITS = {
     Stop.LENGTH: "tokens_per_turn",
     Stop.MAX_TOKENS: "tokens",
     Stop.MAX_RESPONSE: "response_tokens",
 }
-"""Stop reasons that cut an answer, and the limit behind each."""
+"""Stop reasons that truncate an answer, and the limit behind each."""
 
 
 @dataclass(slots=True)
 class LearningWatch:
-    """Looks at each finished step of one run."""
+    """Checks each finished step of one run."""
 
     config: Config
-    _told: set[str] = field(default_factory=set)
+    _reported: set[str] = field(default_factory=set)
     _equal: int = 0
-    """Steps from the first on in which no group had a difference."""
+    """Number of steps so far in which the rewards within each group were equal."""
 
     def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
-        """What keeps the run from learning and was not told before. `metrics` are those of the step."""
-        whole = [one for group in groups for one in group.trajectories if not one.failed]
-        if not whole:
+        """Problems of the step that keep the run from learning and were not reported before. `metrics` are the step's metrics."""
+        finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
+        if not finished:
             return []
-        found = {"cut": self._cut(whole), "equal": self._without_difference(metrics, groups, whole)}
-        found["gradient"] = self._without_gradient(metrics, whole)
-        new = {name: text for name, text in found.items() if text is not None and name not in self._told}
-        self._told |= new.keys()
+        findings = {
+            "cut": self._cut(finished),
+            "equal": self._without_difference(metrics, groups, finished),
+            "gradient": self._without_gradient(metrics, finished),
+        }
+        new = {name: text for name, text in findings.items() if text is not None and name not in self._reported}
+        self._reported |= new.keys()
         return list(new.values())
 
-    def _cut(self, whole: Sequence[Trajectory]) -> str | None:
-        """All answers were cut."""
-        stops = [one.stop for one in whole if one.stop in _LIMITS]
-        if len(stops) < len(whole):
+    def _cut(self, trajectories: Sequence[Trajectory]) -> str | None:
+        """All answers were truncated."""
+        stops = [trajectory.stop for trajectory in trajectories if trajectory.stop in _LIMITS]
+        if len(stops) < len(trajectories):
             return None
         stop = max(_LIMITS, key=stops.count)
         name = _LIMITS[stop]
         return (
-            f"all {len(whole)} conversations ended in the middle of an answer (stop/{stop} "
-            f"{stops.count(stop) / len(whole):.2g}), cut by limits.{name}={getattr(self.config.limits, name)}: rewards see half "
-            f"an answer. Either the limit is too low for this model (raise limits.{name}), or the model never says the token "
-            f"that ends a turn (a base model, another chat template: `turnwise doctor` shows the stop tokens)"
+            f"all {len(trajectories)} conversations ended in the middle of an answer (stop/{stop} "
+            f"{stops.count(stop) / len(trajectories):.2g}), cut by limits.{name}={getattr(self.config.limits, name)}: the reward "
+            f"functions see incomplete answers. Either the limit is too low for this model (raise limits.{name}), or the model "
+            f"does not end its turns (a base model, or a wrong chat template: `turnwise doctor` shows the stop tokens)"
         )
 
     def _without_difference(
-        self, metrics: Mapping[str, Any], groups: Sequence[Group], whole: Sequence[Trajectory]
+        self, metrics: Mapping[str, Any], groups: Sequence[Group], trajectories: Sequence[Trajectory]
     ) -> str | None:
-        """In the first steps, all conversations of a row earned the same."""
+        """In the first steps, all conversations of a row had the same reward."""
         if metrics["step"] > _FIRST_STEPS:
             return None
         self._equal += metrics["groups/zero_std"] == 1.0
         if self._equal < min(_FIRST_STEPS, self.config.train.steps):
             return None
         return (
-            f"in each of the first {self._equal} steps, all conversations of a row earned the same, so all advantages are 0 "
-            f"and nothing is learnt from rewards. {self._cause(groups, whole)}"
+            f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "
+            f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}"
         )
 
-    def _cause(self, groups: Sequence[Group], whole: Sequence[Trajectory]) -> str:
+    def _cause(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> str:
         sampling, reward = self.config.sampling, self.config.reward
-        rewards = {one.reward for one in whole}
+        rewards = {trajectory.reward for trajectory in trajectories}
         names = [use.use for use in (*reward.trajectory, *reward.turns, *reward.group)]
         if all(
-            len({tuple(one.assistant_texts) for one in group.trajectories if not one.failed}) <= 1 for group in groups
+            len({tuple(sample.assistant_texts) for sample in group.trajectories if not sample.failed}) <= 1
+            for group in groups
         ):
             return (
-                f"The answers of a row are the same, word for word: raise sampling.temperature ({sampling.temperature:g}), or "
+                f"All answers to a row are identical: raise sampling.temperature ({sampling.temperature:g}), or "
                 f"loosen top_k, top_p and min_p"
             )
         if rewards == {0.0} and not names:
             return (
-                f"Nothing was earned: environment={self.config.environment.use} gave no reward, and the recipe names no reward "
-                f"function. Add one (reward.trajectory), or have the environment give rewards (Reply.reward)"
+                f"All rewards are 0: environment={self.config.environment.use} gave no reward, and the recipe has no reward "
+                f"function. Add one (reward.trajectory), or return rewards from the environment (Reply.reward)"
             )
         if len(rewards) == 1:
             source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
             return (
-                f"Every reward of the last step was {rewards.pop():g}: try {source} by hand on an answer from trajectories.jsonl "
-                f"that should earn something else; or the task is too hard (or too easy) for this model"
+                f"Every reward of the last step was {rewards.pop():g}: call {source} by hand on an answer from "
+                f"trajectories.jsonl that should get another reward; or the task is too hard (or too easy) for this model"
             )
         return (
-            "Rows differ and answers to one row do not: the rows are too easy or too hard for this model. Choose others, or "
-            "raise train.group_size"
+            "The rewards differ between rows but not within a row: the rows are too easy or too hard for this model. Choose "
+            "other rows, or raise train.group_size"
         )
 
-    def _without_gradient(self, metrics: Mapping[str, Any], whole: Sequence[Trajectory]) -> str | None:
-        """The gradient is 0 although there is something to learn."""
-        turns = [(turn, one.has_advantage(turn.index)) for one in whole if one.advantages for turn in one.turns]
+    def _without_gradient(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
+        """The gradient is 0 although there are advantages."""
+        turns = [
+            (turn, trajectory.has_advantage(turn.index))
+            for trajectory in trajectories
+            if trajectory.advantages
+            for turn in trajectory.turns
+        ]
         if turns and not any(turn.weight for turn, _ in turns):
             return (
-                f"loss_mask={self.config.loss_mask.use} gives all turns the weight 0, so there is nothing to learn from: use "
-                f"another rule (docs/loss_masks.md)"
+                f"loss_mask={self.config.loss_mask.use} gives all turns the weight 0, so no turn is trained on: use "
+                f"another loss mask (docs/loss_masks.md)"
             )
         if metrics["grad_norm"] != 0.0 or not any(gain for _, gain in turns):
             return None
         if not any(turn.weight and gain for turn, gain in turns):
             return (
-                f"the gradient is 0: loss_mask={self.config.loss_mask.use} leaves out all turns that have an advantage. Use "
-                f"another rule (docs/loss_masks.md)"
+                f"the gradient is 0: loss_mask={self.config.loss_mask.use} gives the weight 0 to all turns with an advantage. "
+                f"Use another loss mask (docs/loss_masks.md)"
             )
         return (
-            "the gradient is 0 although advantages are not: what is learnt from does not depend on the weights. Answers of one "
-            "possible token (top_k=1, a narrow top_p or min_p) are so; loosen sampling"
+            "the gradient is 0 although advantages are not: the probabilities of the sampled tokens do not depend on the "
+            "weights. This happens if sampling allows one token only (top_k=1, a narrow top_p or min_p): loosen sampling"
         )

@@ -1,4 +1,4 @@
-"""How a run begins or is resumed: its directory, its newest checkpoint, and what must not have changed since it was begun."""
+"""Opens the directory of a new or a resumed run: finds the newest checkpoint and checks that nothing changed since the start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT = 1
 
 @dataclass(slots=True, kw_only=True)
 class OpenedRun:
-    """A run directory, and the checkpoint that the run is resumed from, if it is."""
+    """A run directory and, for a resumed run, the checkpoint that it continues from."""
 
     config: Config
     kind: Literal["train", "sft"]
@@ -33,24 +33,24 @@ class OpenedRun:
     saved: SavedCheckpoint | None = None
     notes: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
-    """Fingerprints of what the run was begun with: `rows`, `tokenizer` and `model`."""
+    """Fingerprints of the `rows`, the `tokenizer` and the `model` that the run started with."""
 
     @property
     def source(self) -> str | Path:
-        """Where weights and tokenizer are loaded from: the model of the recipe, or the checkpoint's."""
+        """Source of the weights and the tokenizer: the model of the recipe, or the checkpoint."""
         return self.config.model.path if self.saved is None else self.saved.model
 
     @property
     def step(self) -> int:
-        """Steps that are finished."""
+        """Number of finished steps."""
         return 0 if self.saved is None else self.saved.step
 
     def number(self, name: str, default: int = 0) -> int:
-        """A number that the run has left in its checkpoint."""
+        """A counter that the run saved in its checkpoint, such as the position in the data."""
         return default if self.saved is None else self.saved.about["place"].get(name, default)
 
     def compare_rows(self, rows: Sequence[Row]) -> None:
-        """Compare the rows with those that the run was begun with.
+        """Compare the rows with the rows that the run started with.
 
         Raises RunError if they differ, and `resume_changes` does not name an option of the data.
         """
@@ -59,19 +59,23 @@ class OpenedRun:
         if former == now:
             return
         if not any(name.startswith("data.") for name in self.config.resume_changes):
-            counts = f"{former['count']} then, {now['count']} now" if former["count"] != now["count"] else "as many"
+            counts = (
+                f"{former['count']} then, {now['count']} now"
+                if former["count"] != now["count"]
+                else "the number is the same"
+            )
             raise RunError(
-                f"the rows of data.train={self.config.data.train} are not those that the run in {self.directory.path} was begun "
-                f"with ({counts}). Restore them; or name the change, and the run uses the new rows from here on: "
+                f"the rows of data.train={self.config.data.train} are not the rows that the run in {self.directory.path} "
+                f"started with ({counts}). Restore them; or use the new rows for the next steps: "
                 f"resume_changes='[data.train]'"
             )
         self.notes.append(f"resuming with other rows: {now['count']} (were {former['count']})")
         self.origin["rows"] = now
 
     def compare_tokenizer(self, renderer: Renderer) -> None:
-        """Compare the tokenizer of model.path with the one that the run was begun with; `renderer` is that of the run.
+        """Compare the tokenizer of model.path with the tokenizer that the run started with; `renderer` is the run's renderer.
 
-        A resumed run has its own copy of it, and so needs none in model.path. Raises RunError if there is another one.
+        A resumed run has its own copy, so model.path may be missing. Raises RunError if model.path has another tokenizer.
         """
         if self.saved is None:
             self.origin["tokenizer"] = fingerprint.of_tokenizer(renderer.tokenizer)
@@ -79,26 +83,28 @@ class OpenedRun:
         try:
             now = fingerprint.of_tokenizer(Renderer.from_pretrained(self.config.model.path).tokenizer)
         except TemplateError as error:
-            self.notes.append(f"the tokenizer of model.path is no longer there, the checkpoint's is used: {error}")
+            self.notes.append(
+                f"model.path has no tokenizer any more, so the tokenizer of the checkpoint is used: {error}"
+            )
             return
         if now != self.origin["tokenizer"] and "model.path" not in self.config.resume_changes:
             raise RunError(
-                f"the tokenizer or the chat template in model.path={self.config.model.path} is not the one that the run in "
-                f"{self.directory.path} was begun with, and the run would go on with its own copy. Restore it; or begin "
-                f"another run; or resume with the run's own copy: resume_changes='[model.path]'"
+                f"the tokenizer or the chat template in model.path={self.config.model.path} changed since the run in "
+                f"{self.directory.path} started. Restore the files; or start another run; or resume with the copy in the "
+                f"checkpoint: resume_changes='[model.path]'"
             )
 
     @property
     def reference(self) -> str | None:
-        """Path of the model before training, if the loss of a resumed run needs it. A new run copies its own model."""
+        """Path of the reference model, if a resumed run needs it for its loss. A new run copies its own model."""
         if self.saved is None or self.kind != "train" or self.config.train.kl_coef == 0:
             return None
         return self.config.model.path
 
     def compare_model(self, learner: Learner) -> None:
-        """Note the fingerprint of a new run's model; compare the reference model of a resumed run with it.
+        """Store the fingerprint of a new run's model; compare the reference model of a resumed run with the stored fingerprint.
 
-        Raises RunError if the model in model.path is no longer the one that the run was begun with.
+        Raises RunError if the model in model.path is not the model that the run started with.
         """
         config = self.config
         if self.saved is None:
@@ -108,11 +114,11 @@ class OpenedRun:
         if reference is not None and reference != self.origin["model"]:
             raise RunError(
                 f"train.kl_coef={config.train.kl_coef:g} needs the model before training, and the weights in model.path="
-                f"{config.model.path} are not those that the run in {self.directory.path} was begun with: restore them"
+                f"{config.model.path} changed since the run in {self.directory.path} started: restore them"
             )
 
     def begin(self, learner: Learner) -> None:
-        """Make the directory ready, and give the learner the state of its optimizer. The last step before the first step.
+        """Prepare the directory and load the state of the optimizer into the learner. Called just before the first step.
 
         Raises RunError.
         """
@@ -123,12 +129,12 @@ class OpenedRun:
         self.notes += self.directory.prepare(self.config, resuming=resuming)
         if self.saved is not None:
             self.directory.note_checkpoint(self.step)
-            self.notes.append(f"going on after step {self.step}")
+            self.notes.append(f"resuming after step {self.step}")
         else:
             self.directory.cut_back({})
 
     def about(self, place: Mapping[str, int], seconds: float) -> dict[str, Any]:
-        """What a checkpoint remembers beside the weights and the optimizer: `place` in the data, and its own `seconds`."""
+        """The contents of checkpoint.json. `place` is the position in the data."""
         return {
             "format": _FORMAT,
             "kind": self.kind,
@@ -141,9 +147,9 @@ class OpenedRun:
 
 
 def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
-    """Look at what is in `output`: nothing, or a run to resume. Locks the directory if there is one.
+    """Open the directory `output` for a new run, or for the run in it that is resumed. Locks the directory if it exists.
 
-    Raises RunError if what is there cannot be resumed as the recipe says, ConfigError for a wrong `resume_changes`.
+    Raises RunError if the run in it cannot be resumed with this recipe, ConfigError for a wrong `resume_changes`.
     """
     refuse_unknown_names(config)
     directory = RunDirectory(config.output, kind=kind)
@@ -159,14 +165,14 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     about = saved.about
     if about.get("format") != _FORMAT:
         raise RunError(
-            f"the checkpoint {saved.folder} is of another version of turnwise (format {about.get('format')}; this one reads "
-            f"{_FORMAT}): begin another run with its weights: model.path={saved.model}"
+            f"the checkpoint {saved.folder} was written by another version of turnwise (format {about.get('format')}; this "
+            f"version reads {_FORMAT}): start another run from its weights: model.path={saved.model}"
         )
     if about["kind"] != kind:
         other, ours = ("`turnwise sft`", "training") if kind == "train" else ("`turnwise train`", "fine-tuning")
         raise RunError(
-            f"{config.output} is a run of {other}, which {ours} does not go on with; choose another output, and begin with "
-            f"its model: model.path={checkpoints.newest}"
+            f"{config.output} is a run of {other}, which {ours} cannot resume; choose another output, and start from its "
+            f"model: model.path={checkpoints.newest}"
         )
     opened.saved, opened.origin = saved, dict(about["origin"])
     opened.notes += [saved.note] if saved.note is not None else []

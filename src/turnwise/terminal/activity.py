@@ -1,4 +1,4 @@
-"""What a run does at the moment, so that a long step shows that it is alive."""
+"""The present activity of a run, which shows the user during a long step that the run makes progress."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ __all__ = ["Activity", "Heartbeat"]
 
 @dataclass(slots=True)
 class Activity:
-    """The part of a step that is being done. Written by the run, read by what shows it, from any thread."""
+    """The part of a step that is running. The run writes it; a display reads it, possibly in another thread."""
 
     what: str = ""
     """`step 4: conversations`; empty before the first step."""
     done: int = 0
     total: int = 0
-    """0 where there is nothing to count."""
+    """0 for a part without a count."""
     began: float = field(default_factory=time.monotonic)
     """When the step began, by `time.monotonic`."""
     _parts: int = field(default=0, init=False)
 
     def step(self, step: int) -> None:
-        """A step begins, counted from 1."""
+        """Record that a step begins. Steps are counted from 1."""
         self.began = time.monotonic()
         self.part(step, "conversations")
 
     def part(self, step: int, what: str, total: int = 0) -> Callable[[], None]:
-        """A part of a step begins, which has `total` pieces.
+        """Record that a part of a step begins, with `total` items.
 
-        Returns a function to call when a piece is finished. It has no effect once another part has begun: with `train.overlap`
-        the conversations of the next step go on during training.
+        Returns a function to call after each item. It has no effect after another part began: with `train.overlap`, the
+        conversations of the next step continue during training.
         """
         self.what, self.done, self.total = f"step {step}: {what}", 0, total
         self._parts += 1
@@ -47,17 +47,17 @@ class Activity:
         return advance
 
     def advance(self) -> None:
-        """A piece is finished, where there is only one part."""
+        """Count a finished item, in a run with a single part."""
         self.done += 1
 
     def text(self) -> str:
-        """Such as `step 4: conversations 37 of 128, 61 s`."""
+        """The activity as text, such as `step 4: conversations 37 of 128, 61 s`."""
         count = f" {self.done} of {self.total}" if self.total else ""
         return f"{self.what}{count}, {time.monotonic() - self.began:.0f} s" if self.what else ""
 
 
 class Heartbeat:
-    """Prints a line now and then while a step takes long, where there is no live display."""
+    """Prints a line every `seconds` seconds during a long step, if the console is not a terminal with a live display."""
 
     def __init__(self, activity: Activity, console: Console, *, seconds: float = 60.0) -> None:
         self._activity = activity

@@ -1,7 +1,7 @@
-"""The terminal, where nothing that a model, a tool or an environment wrote has an effect.
+"""A console that is safe for text from models, tools and environments.
 
-A terminal obeys escape sequences: they set its title, its clipboard, its colours, and hide text. In all that is printed here,
-control characters are shown as text (`\\x1b`); the only ones that work are those of the console itself.
+Escape sequences can set the title, the clipboard and the colours of a terminal, and hide text. This console prints control
+characters as text (`\\x1b`); only its own control sequences reach the terminal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from rich.style import Style
 
 __all__ = ["Terminal", "printable"]
 
-# C0 without tabulator and line feed, DEL, C1, and what changes the direction of text
+# C0 without tabulator and line feed, DEL, C1, and characters that change the direction of text
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """The same with control characters as text.
+    """The text with its control characters written as escapes.
 
     Example: `"\\x1b]0;owned\\x07"` becomes `"\\\\x1b]0;owned\\\\x07"`.
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class Terminal(Console):
-    """A console that shows control characters of what it is given as text."""
+    """A rich console that prints control characters as text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -44,5 +44,5 @@ class Terminal(Console):
         style: str | Style | None = None,
         highlight: bool | None = None,
     ) -> None:
-        texts = [printable(str(one)) for one in objects]
+        texts = [printable(str(value)) for value in objects]
         super().out(*texts, sep=sep, end=end, style=style, highlight=highlight)
