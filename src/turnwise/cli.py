@@ -27,20 +27,20 @@ _COMMANDS = (train, convert, sft, rollout, show, doctor, retrieval)
 _EPILOG = """\
 examples:
   turnwise train recipes/calculator.yaml                         train the tiny model that comes with the repository
-  turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    with other options (docs/recipes.md lists all of them)
+  turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    change options (docs/recipes.md lists all options)
   turnwise train recipes/calculator.yaml resume=auto             resume a run that was stopped
   turnwise sft recipes/sft.yaml                                  fine-tune on given conversations (docs/sft.md)
   turnwise train recipes/calculator.yaml model.path=runs/sft/checkpoint
-                                                                 then train the result by reinforcement learning
+                                                                 then train the fine-tuned model by reinforcement learning
   turnwise rollout recipes/calculator.yaml --out runs/look       run and score conversations, without training
   turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
-                                                                 replay given answers (a list of texts on each line)
+                                                                 replay given answers (each line of the file: a list of texts)
   turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml
                                                                  make a recipe from a configuration of verl (docs/verl.md)
   turnwise show runs/demo                                        print the summary of a run
-  turnwise show runs/demo --worst 3 --tokens                     print its worst conversations, token by token
-  turnwise doctor demo/model                                     check whether a model can be trained as it is
-  turnwise doctor demo/model --recipe recipes/calculator.yaml    and whether a recipe has the effect that it states
+  turnwise show runs/demo --worst 3 --tokens                     print the conversations with the lowest rewards, with every token
+  turnwise doctor demo/model                                     check whether a model can be trained
+  turnwise doctor demo/model --recipe recipes/calculator.yaml    also check a recipe
 """
 
 

@@ -32,7 +32,7 @@ class Context:
 Command = Callable[[argparse.Namespace, Context], int]
 """Runs a command and returns its exit status. Raises TurnwiseError for what a person can put right."""
 
-_OVERRIDES = "options of the recipe to change, with YAML values: {lr}=1e-4 limits.turns=4 'sampling.stop=[\"###\"]'"
+_OVERRIDES = "options of the recipe to change; values are YAML: {lr}=1e-4 limits.turns=4 'sampling.stop=[\"###\"]'"
 
 
 def add_recipe(

@@ -31,15 +31,23 @@ def register(commands: Subparsers) -> None:
         "convert",
         help="make a recipe from a configuration of verl or ms-swift",
         description="Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
-        "and give the reason for every key that is left out. Arguments that begin with a dash stand behind `--`.",
+        "and give the reason for every key that is left out. Write `--` before arguments that begin with a dash.",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="argument", help="verl's key=value, or the arguments of ms-swift"
+        "overrides", nargs="*", metavar="argument", help="key=value as for verl, or the arguments of ms-swift"
     )
-    parser.add_argument("--from", dest="system", choices=SYSTEMS, default="verl", help="the system; default verl")
+    parser.add_argument(
+        "--from",
+        dest="system",
+        choices=SYSTEMS,
+        default="verl",
+        help="the system that the configuration is for; default: verl",
+    )
     parser.add_argument("--config-path", metavar="DIR", help="a directory of verl's YAML files")
-    parser.add_argument("--config-name", metavar="NAME", help="the file in that directory")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the recipe; default: it is printed")
+    parser.add_argument("--config-name", metavar="NAME", help="the name of the file in that directory, without .yaml")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the file to write the recipe to; default: print the recipe"
+    )
     parser.set_defaults(command=_run)
 
 

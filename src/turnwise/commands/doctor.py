@@ -17,24 +17,24 @@ def register(commands: Subparsers) -> None:
         "doctor",
         help="check a model, and a recipe with it, before training",
         description="Check a model's chat template, tokenizer and weights, and a recipe with them (docs/doctor.md). The exit "
-        "status is 1 if training would be wrong.",
+        "status is 1 if a check finds an error.",
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a model directory or a hub name; it replaces the recipe's model"
+        "model", metavar="MODEL", help="a model directory or a hub name; used instead of the recipe's model"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--recipe", metavar="FILE", help="a recipe to check with the model")
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="after the checks, print what the chat template does, a line per property",
+        help="after the checks, print the properties of the chat template, one on each line",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--weights",
         choices=("auto", "always", "never"),
         default="auto",
-        help="whether the model's weights are loaded; auto: if that does not take long",
+        help="whether to load the model's weights; auto: only if loading does not take long",
     )
     parser.set_defaults(command=_run)
 

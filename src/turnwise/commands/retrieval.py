@@ -22,7 +22,7 @@ def register(commands: Subparsers) -> None:
     parser.add_argument(
         "corpus", type=Path, help='a jsonl file with {"id", "title", "text"} or {"id", "contents"} on each line'
     )
-    parser.add_argument("--port", type=int, default=8000, help="the port; default 8000, 0 takes a free port")
+    parser.add_argument("--port", type=int, default=8000, help="the port; default: 8000; 0: any free port")
     parser.set_defaults(command=_run)
 
 

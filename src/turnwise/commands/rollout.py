@@ -17,10 +17,10 @@ def register(commands: Subparsers) -> None:
         "rollout",
         help="run and score conversations without training",
         description="Run and score conversations on a recipe's rows and write them to DIR/trajectories.jsonl; no weights "
-        "change. rollout.max_rows and rollout.samples_per_row say how many.",
+        "change. rollout.max_rows and rollout.samples_per_row set the number of conversations.",
     )
     add_recipe(parser)
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where trajectories.jsonl is written")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to write to")
     parser.set_defaults(command=_run, long=True)
 
 

@@ -50,7 +50,9 @@ _SFT_COLUMNS = {
 def register(commands: Subparsers) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser("show", help="print a run, or single conversations, as text")
-    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
+    parser.add_argument(
+        "run", type=Path, help="the directory of a run, such as runs/demo; without options, its summary is printed"
+    )
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument("--step", type=int, metavar="N", help="the conversations of step N")
     parser.add_argument("--worst", type=int, default=0, metavar="N", help="the N conversations with the lowest reward")
@@ -60,16 +62,16 @@ def register(commands: Subparsers) -> None:
         "--eval",
         action="store_true",
         dest="evaluation",
-        help="held-out conversations instead of training conversations",
+        help="read evaluations on held-out rows instead of training steps",
     )
     parser.add_argument("--failed", action="store_true", help="the conversations that ended with an error")
     parser.add_argument(
         "--tokens",
         action="store_true",
-        help="also every token: id, text, turn, log-probability, version of the weights",
+        help="also print every token: id, text, turn, weight, log-probability, version of the weights",
     )
     parser.add_argument(
-        "--metric", metavar="NAME", help="one metric in every step, such as reward/mean (docs/metrics.md)"
+        "--metric", metavar="NAME", help="the value of one metric in every step, such as reward/mean (docs/metrics.md)"
     )
     parser.set_defaults(command=_run)
 

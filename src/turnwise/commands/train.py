@@ -26,7 +26,9 @@ def register(commands: Subparsers) -> None:
     add_recipe(parser, nargs="?")
     parser.add_argument("--config-path", metavar="DIR", help="instead of a recipe: a directory of verl's YAML files")
     parser.add_argument(
-        "--config-name", metavar="NAME", help="the file in that directory; key=value are then options of verl"
+        "--config-name",
+        metavar="NAME",
+        help="the file in that directory, without .yaml; key=value then sets options of verl",
     )
     parser.set_defaults(command=_run, long=True)
 

@@ -31,22 +31,23 @@ class Data(Part):
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
     split: NonEmpty = "train"
-    """The split of `data.train`, where it is a data set with splits."""
+    """The split to use of `data.train`, if `data.train` is a data set with splits."""
     eval_split: NonEmpty = "test"
-    """The split of `data.eval`, where it is a data set with splits."""
+    """The split to use of `data.eval`, if `data.eval` is a data set with splits."""
     subset: NonEmpty | None = None
-    """The configuration of a hub data set that has several. Null: its default configuration."""
+    """The configuration to use of a hub data set that has several configurations. Null: its default configuration."""
     columns: dict[str, str] = {}
-    """Names of columns, from turnwise's name to the name in the data: `{prompt: question}`."""
+    """Columns of the data with other names than in turnwise. `{prompt: question}` reads turnwise's column `prompt` from the
+    column `question` of the data."""
     system_prompt: str | None = None
     """A system message to put before prompts that have none. Null: no system message is added."""
     shuffle: bool = True
-    """Whether rows are taken in random order, another one in each pass over the data. False: in the order of the data."""
+    """Whether rows are taken in random order, with a new order in each pass over the data. False: in the order of the data."""
     max_rows: Positive | None = None
-    """The number of rows to use, from the first on. Null: all rows."""
+    """The number of rows to use from each of `data.train` and `data.eval`, from the first on. Null: all rows."""
     max_prompt_tokens: Positive | None = None
-    """The longest prompt in tokens, after the chat template and without tools; rows with longer prompts are left out. Null: no
-    row is left out."""
+    """The longest prompt, in tokens: counted after the chat template is applied, and without the schemas of tools. Rows with
+    longer prompts are left out. Null: no row is left out."""
     return_multi_modal_inputs: bool | None = None
     """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
     `multi_modal_inputs`). False or null: each conversation processes its own images."""

@@ -19,7 +19,8 @@ class EnvironmentUse(Use):
 
 
 class ToolUse(Part):
-    """A tool: a typed function, or a class whose public methods are tools. A plain text is short for `{use: text}`."""
+    """A tool: a typed function, or a class whose public methods are tools. Instead of `{use: text}` you can write only the
+    text."""
 
     use: NonEmpty
     """The function or class: `package.module:name` or `path/to/file.py:name`."""
@@ -28,11 +29,11 @@ class ToolUse(Part):
     timeout: Seconds | None = None
     """The time limit of each attempt of a call, in seconds. Null: the tool's own limit, or 30 seconds."""
     retries: Annotated[int, Field(ge=0)] | None = None
-    """Further attempts after an exception that is not a ValueError. Null: the tool's own number, or none."""
+    """The number of further attempts after an exception that is not a ValueError. Null: the tool's own number, or 0."""
     retry_timeouts: bool | None = None
-    """Whether a call that timed out is attempted again too. Null: the tool's own choice, or false."""
+    """Whether a call that timed out is attempted again, too. Null: the tool's own setting, or false."""
     thread: bool | None = None
-    """Whether async functions run in threads, so that they may block. Null: the tool's own choice, or false."""
+    """Whether async functions run in threads, so that they may block. Null: the tool's own setting, or false."""
 
     _expand = model_validator(mode="before")(expand_reference)
 
@@ -45,13 +46,13 @@ class Mcp(Part):
     select: list[str] | None = None
     """The names of the tools to offer. Null: all tools of the servers."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
-    """The class that talks to the MCP servers: the default, or a reference to a subclass that reads results in its own way."""
+    """The class that calls the MCP servers: the default, or a reference to a subclass of it that converts results differently."""
     timeout: Seconds = 30.0
     """The time limit of each attempt of a call to an MCP server, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 0
-    """Further attempts when the connection to an MCP server is lost during a call."""
+    """The number of further attempts if the connection to an MCP server is lost during a call."""
     retry_timeouts: bool = False
-    """Whether a call to an MCP server that timed out is attempted again too."""
+    """Whether a call to an MCP server that timed out is attempted again, too."""
     start_timeout: Seconds = 30.0
     """The time that an MCP server has to start and to answer for the first time, in seconds."""
 
@@ -60,12 +61,12 @@ class ToolCalls(Part):
     """Options that hold for all tools."""
 
     max_parallel_calls: Positive | None = None
-    """The number of tool calls of one turn that are run; each further call gets an error as its result. Null: all are run."""
+    """The most tool calls that are run in one turn; each further call gets an error as its result. Null: all calls are run."""
     max_tool_response_length: Positive | None = None
-    """The longest text of a tool result, in the unit of `tool_calls.tool_response_unit`; longer texts are truncated. Null:
-    texts are truncated at a million characters."""
+    """The longest text of a tool result, in characters or tokens (`tool_calls.tool_response_unit`); longer texts are truncated.
+    Null: texts are truncated at a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """The side on which a tool result that is too long is cut off: `left` keeps its end, `right` its beginning, `middle` half
-    of the allowed length from each."""
+    """Where text is removed from a tool result that is too long. `left` keeps the end of the text, `right` keeps the beginning,
+    `middle` keeps half of the allowed length from the beginning and half from the end."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
     """The unit of `tool_calls.max_tool_response_length`."""

@@ -14,7 +14,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimization(Part):
-    """Options of the optimizer, AdamW, and of the batches that it gets."""
+    """Options of the optimizer (AdamW) and of its batches."""
 
     steps: Positive | None = None
     """The number of steps."""
@@ -23,22 +23,23 @@ class Optimization(Part):
     lr: NotNegative = 1e-6
     """The learning rate of AdamW, reached after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes after the warm-up: it stays (`constant`), or falls to 0 at the last step in a straight line
-    (`linear`) or as half a cosine wave (`cosine`)."""
+    """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
+    in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of first steps over which the learning rate rises linearly to its full value. 0: no warm-up."""
+    """The number of warm-up steps at the start; in these steps the learning rate rises linearly to its full value. 0: no
+    warm-up."""
     weight_decay: NotNegative = 0.0
-    """The weight decay of AdamW: each step takes this share of the learning rate off every parameter. 0: none."""
+    """The weight decay of AdamW: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: none."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """The decay rates of AdamW's two moving averages, of the gradient and of its square."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The largest norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
     loss_average: Literal["token", "sequence"] = "token"
-    """How the loss of a batch is averaged: over tokens, so that a long trajectory counts more than a short one (`token`), or over
-    trajectories, which all count the same (`sequence`)."""
+    """How the loss of a batch is averaged. `token`: over tokens, so that a long trajectory counts more than a short trajectory.
+    `sequence`: over trajectories, which all count the same."""
     micro_batch_tokens: Positive | None = None
-    """The number of tokens of one forward pass. It trades memory for speed and does not change the result. Null: 2048 on a CPU,
-    16384 on a GPU."""
+    """The number of tokens of one forward pass. A smaller number needs less memory and is slower; the result is the same. Null:
+    2048 on a CPU, 16384 on a GPU."""
 
 
 class Train(Optimization):
@@ -49,25 +50,28 @@ class Train(Optimization):
     batch_size: Positive = 16
     """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""
     group_size: Positive = 8
-    """The number of trajectories that are sampled for each row (the group whose rewards are compared)."""
+    """The number of trajectories that are sampled for each row. They are a group: their rewards are compared with each other."""
     minibatches: Positive = 1
     """The number of parts that a step's trajectories are split into; each part is one optimizer step."""
     ppo_epochs: Positive = 1
     """The number of passes over a step's trajectories; each pass repeats the optimizer steps of `train.minibatches`."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """PPO clipping: the probability ratio of a token is clipped below 1 - `train.clip_low`."""
+    """The lower bound of PPO clipping: probability ratios of tokens are clipped at 1 - `train.clip_low`."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """PPO clipping: the probability ratio of a token is clipped above 1 + `train.clip_high`."""
+    """The upper bound of PPO clipping: probability ratios of tokens are clipped at 1 + `train.clip_high`."""
     kl_coef: NotNegative = 0.0
-    """The weight in the loss of the KL divergence from the model before training. 0: none, and no reference model is loaded."""
+    """The weight of the KL term in the loss: the KL divergence from the model before training. 0: there is no KL term, and no
+    reference model is loaded."""
     entropy_coef: float = 0.0
-    """The weight of the entropy bonus, which is subtracted from the loss: above 0 it keeps sampling diverse. 0: none."""
+    """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
+    bonus."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Whether a prompt that the trajectories of a group share is computed once in the forward pass. `auto`: if the model gives
-    the same log-probabilities with it, which is checked at the start; `always` refuses other models."""
+    """Whether the common prompt of a group is computed only once in the forward pass. A check at the start tests whether the
+    model then gives the same log-probabilities. If the check fails, `auto` computes the prompt for each trajectory, and `always`
+    is an error."""
     overlap: bool = False
-    """Whether the next step's trajectories are sampled while this step trains. It is faster, and makes trajectories one version
-    of the weights older (off-policy)."""
+    """Whether the trajectories of the next step are sampled during the training of this step. This is faster, but trajectories
+    are then sampled with weights that are one version older (off-policy)."""
 
 
 class Sft(Optimization):
@@ -76,20 +80,21 @@ class Sft(Optimization):
     steps: Positive | None = None
     """The number of optimizer steps. Null: as many as `sft.epochs` needs."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    """The number of passes over the data, where `sft.steps` is null."""
+    """The number of passes over the data. Used if `sft.steps` is null."""
     batch_size: Positive = 16
     """The number of conversations of each optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """The learning rate of AdamW, reached after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate changes after the warm-up: it stays (`constant`), or falls to 0 at the last step in a straight line
-    (`linear`) or as half a cosine wave (`cosine`)."""
+    """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
+    in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
     too_long: Literal["leave_out", "cut"] = "leave_out"
-    """What happens to a conversation with more tokens than `limits.context`: it is left out and counted (`leave_out`), or its
-    first tokens are trained on (`cut`)."""
+    """What happens to a conversation with more tokens than `limits.context`. `leave_out`: it is left out, and counted in the
+    metric `left_out`. `cut`: its first tokens, up to this limit, are trained on."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between two measurements of the held-out loss. 0: only before and after training."""
     max_eval_rows: Positive | None = None
     """The number of held-out conversations to use, from the first on. Null: all of them."""
     max_recorded_rows: Annotated[int, Field(ge=0)] = 32
-    """The number of conversations to write to trajectories.jsonl with all tokens: the first that are trained on. 0: none."""
+    """The number of conversations to write to trajectories.jsonl with all tokens, from the first trained conversation on. 0:
+    none."""

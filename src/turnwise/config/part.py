@@ -48,11 +48,11 @@ def expand_reference(value: Any) -> Any:
 
 
 class Use(Part):
-    """A reference to a Python object. A plain text is short for `{use: text}`."""
+    """A reference to a Python object. Instead of `{use: text}` you can write only the text."""
 
     use: NonEmpty
     """The object: `package.module:name` or `path/to/file.py:name`."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments: of the constructor for a class or an environment, of each call for a function."""
+    """Keyword arguments. For a class or an environment: of the constructor; for a function: of each call."""
 
     _expand = model_validator(mode="before")(expand_reference)

@@ -13,30 +13,31 @@ class RewardUse(Use):
     """A reference to a reward function, or to a class: it is constructed once with `arguments`, and its instance is called."""
 
     weight: float = 1.0
-    """The factor of the function's result in the reward."""
+    """The factor by which the function's result is multiplied before it is added to the reward."""
     name: NonEmpty | None = None
-    """The function's name in metrics and records. Null: the name behind the colon of the reference."""
+    """The function's name in metrics and records. Null: the name after the colon of the reference."""
 
 
 class Reward(Part):
     """Reward functions. Their results are added to the rewards that the environment gives."""
 
     trajectory: list[RewardUse] = []
-    """Reward functions of one trajectory: sync or async, from a trajectory to a number."""
+    """Reward functions of one trajectory. Each receives a trajectory and returns a number; it may be sync or async."""
     turns: list[RewardUse] = []
-    """Reward functions of one turn: sync or async, from a trajectory and a turn to a number, called for each turn."""
+    """Reward functions of one turn. Each is called for each turn, receives the trajectory and the turn, and returns a number; it
+    may be sync or async."""
     group: list[RewardUse] = []
-    """Reward functions of a group: from all finished trajectories of one row to a list of numbers, called once per row. None in
-    the list means that the function does not apply to that trajectory."""
+    """Reward functions of a group. Each is called once for each row, receives the trajectories of the row that did not fail, and
+    returns a list of numbers. None in the list: the function does not apply to that trajectory."""
     timeout: Seconds | None = 120.0
-    """The time limit of reward functions, in seconds: for all async functions of one trajectory together, and for each async
-    function of a group. Null: no limit."""
+    """The time limit of async reward functions, in seconds: one limit for all functions of a trajectory and its turns together,
+    and one for each call of a group function. Sync functions are not interrupted. Null: no limit."""
 
 
 class Credit(Part):
     """How rewards become advantages."""
 
     name: Literal["grpo"] = "grpo"
-    """The credit assignment. `grpo`: a trajectory's reward minus the mean reward of its group."""
+    """How advantages are computed from rewards. `grpo`: a trajectory's reward minus the mean reward of its group."""
     scale: Literal["std", "none"] = "std"
     """Whether advantages are divided by the standard deviation of the group's rewards (`std`, GRPO) or not (`none`, Dr. GRPO)."""

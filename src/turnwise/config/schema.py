@@ -63,8 +63,8 @@ class Evaluation(Part):
     every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between two evaluations. 0: only before and after training."""
     sampling: EvaluationSampling = EvaluationSampling()
-    """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. A null value is that of `sampling`;
-    `eval.sampling.temperature=0` is greedy."""
+    """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. Null: the value of the same option in
+    `sampling`. `eval.sampling.temperature=0` takes the most likely token."""
 
 
 class Rollout(Part):
@@ -80,7 +80,8 @@ class Checkpoint(Part):
     """Checkpoints, from which a stopped run can be resumed."""
 
     every: Positive | None = None
-    """The number of steps between two checkpoints. Null: as often as takes at most 3 % of the time (docs/record.md)."""
+    """The number of steps between two checkpoints. Null: checkpoints are written as often as possible without taking more than
+    3 % of the time (docs/record.md)."""
     keep: Positive = 2
     """The number of checkpoints to keep on disk; older ones are removed."""
 
@@ -91,7 +92,7 @@ class Config(Part):
     model: Model
     data: Data
     environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
-    """The environment, which answers the model: a reference. The default ends each conversation after one turn."""
+    """A reference to the environment, which answers the model. The default environment ends each conversation after one turn."""
     tools: list[ToolUse] = []
     """The tools that the model may call: references to typed functions and classes (docs/tools.md)."""
     mcp: Mcp = Mcp()
@@ -105,22 +106,23 @@ class Config(Part):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """How the tokens of a finished conversation are compared with the chat template's own rendering of it: token by token
-    (`strict`), without white space (`ignore_strippable`), or not at all (`disable`). Differences are counted as
-    `template_mismatch` (docs/tokens.md)."""
+    """How the tokens of a finished conversation are compared with the chat template's rendering of the same messages. `strict`:
+    token by token. `ignore_strippable`: without white space. `disable`: not at all. Conversations with differences are counted
+    in the metric `template_mismatch` (docs/tokens.md)."""
     thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
-    """What happens to the reasoning of earlier turns when a conversation continues: it stays (`keep`); or a new segment without
-    it begins wherever the chat template leaves it out (`branch`), or at every user message (`strip_at_user`)."""
+    """What happens to the reasoning of earlier turns when a conversation continues. `keep`: it stays in the prompt. `branch`:
+    where the chat template leaves it out, a new segment (token sequence) without it begins. `strip_at_user`: at every user
+    message, a new segment without it begins."""
     use_inference_chat_template: bool = False
-    """verl's name for `thinking: branch`: train on the prompts that the chat template gives at inference, without the reasoning
-    of earlier turns."""
+    """verl's name for `thinking: branch`: the model is trained on the prompts that the chat template makes at inference, without
+    the reasoning of earlier turns."""
     tool_format: NonEmpty = "auto"
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
     reward: Reward = Reward()
     credit: Credit = Credit()
     loss_mask: Use = Use(use="all")
-    """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function from a turn to its
-    weight in the loss (docs/loss_masks.md)."""
+    """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the
+    weight of a turn in the loss (docs/loss_masks.md)."""
     train: Train = Train()
     eval: Evaluation = Evaluation()
     rollout: Rollout = Rollout()
@@ -129,18 +131,19 @@ class Config(Part):
     max_concurrent: Positive = 256
     """The number of conversations that run at the same time."""
     output: NonEmpty = "runs/latest"
-    """The directory of the run: metrics, trajectories, checkpoints."""
+    """The directory to which the run writes metrics, trajectories and checkpoints."""
     seed: int = 0
-    """The seed of all random numbers: the order of rows, and the sampling of each conversation."""
+    """The seed of all random numbers, for the order of rows and for sampling."""
     deterministic: bool = False
-    """Whether two runs with one seed give bit-identical metrics. It runs on the CPU with one thread, and is slower."""
+    """Whether two runs with the same seed give bit-identical metrics (except times). The run then uses the CPU with one thread,
+    and is slower."""
     resume: Literal["never", "auto"] = "never"
-    """Whether to resume the run in `output`. `auto`: continue after its newest checkpoint, or start if there is none; `never`:
-    start a new run."""
+    """Whether to resume the run in `output`. `auto`: continue after its newest checkpoint, or start a run if there is no
+    checkpoint. `never`: start a new run."""
     resume_changes: list[str] = []
-    """The options that are meant to differ from the run that is resumed, such as `[train.lr]` (docs/record.md)."""
+    """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
     replace: bool = False
-    """Whether a run that is already in `output` is moved out of the way. False: a new run refuses to start there."""
+    """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
 
     @model_validator(mode="before")
     @classmethod

@@ -48,7 +48,7 @@ METRICS = (
     ),
     Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_SFT),
     Metric(
-        "conversations", "count", "", "Number of conversations; in fine-tuning, of the held-out conversations that have a loss.",
+        "conversations", "count", "", "Number of conversations. In fine-tuning: of the held-out conversations that have a loss.",
         lines="rollout, sft eval",
     ),
     Metric(
@@ -57,15 +57,15 @@ METRICS = (
     ),
     Metric(
         "reward/std", "reward", "standard deviation over finished conversations",
-        "Spread of the total rewards in the step, all groups together.", near=("reward_std",),
+        "Standard deviation of the total rewards of all groups of the step together.", near=("reward_std",),
     ),
     Metric(
         "rewards/<function>/mean", "reward", "mean over the finished conversations that the function applies to",
-        "Weighted part of one reward function in the total reward.", same=("rewards/<function>", "reward/<function>"),
+        "Result of one reward function, multiplied by its weight.", same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
-        "metrics/<name>", "any", "mean over the finished conversations that have it",
-        "A number that a reward function reported (TRL: `log_metric`). It is no part of the reward.",
+        "metrics/<name>", "any", "mean over the finished conversations for which the number was reported",
+        "A number that a reward function reported (TRL: `log_metric`). It is not part of the reward.",
     ),
     Metric(
         "groups/zero_std", "share", "groups",
@@ -78,14 +78,15 @@ METRICS = (
     ),
     Metric(
         "segments/mean", "segments", _FINISHED,
-        "Token sequences of a conversation: 1 unless the history was rewritten or reasoning was removed.",
+        "Segments (token sequences) of a conversation: 1, or more if the history was rewritten, tools changed or reasoning was "
+        "removed.",
     ),
     Metric(
-        "tool_calls/mean", "calls", _FINISHED, "Tool calls in a conversation, malformed calls included.",
+        "tool_calls/mean", "calls", _FINISHED, "Tool calls in a conversation, including malformed calls.",
         same=("tools/call_frequency",), near=("tool_call_counts/mean",),
     ),
     Metric(
-        "tool_errors/mean", "calls", _FINISHED, "Failed tool calls in a conversation, malformed calls included.",
+        "tool_errors/mean", "calls", _FINISHED, "Failed tool calls in a conversation, including malformed calls.",
         near=("tools/failure_frequency",),
     ),
     Metric(
@@ -97,11 +98,12 @@ METRICS = (
         near=("completions/clipped_ratio", "response_length/clip_ratio"),
     ),
     Metric(
-        "failed", "share", _ALL, "Conversations that failed with an error. They count in no mean and are not trained on.",
+        "failed", "share", _ALL, "Conversations that failed with an error. They are excluded from all means and not trained on.",
         lines="train, eval, rollout, sft, sft eval",
     ),
     Metric(
-        "template_mismatch", "share", _ALL, "Conversations whose tokens differ from the rendering of the chat template.",
+        "template_mismatch", "share", _ALL,
+        "Conversations whose tokens differ from the chat template's rendering of the same messages.",
         same=("drift",), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
@@ -114,27 +116,27 @@ METRICS = (
     ),
     Metric(
         "tokens/all", "tokens", f"sum over {_ALL}",
-        "All tokens: prompts, completions, tool results, user messages. In fine-tuning, of the conversations trained on.",
+        "All tokens: prompts, completions, tool results, user messages. In fine-tuning: of the conversations trained on.",
         same=("perf/total_num_tokens",), near=("num_tokens", "prompt_length/mean"), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
         "tokens/trained", "tokens", "sum over optimizer steps",
-        "Targets of the loss. Tokens of weight or advantage 0 are skipped; equal turns of a group are counted once.",
+        "Targets of the loss. Tokens with weight 0 or advantage 0 are not counted; equal turns of a group are counted once.",
         lines="train, sft, sft eval",
     ),
     Metric(
         "entropy", "nats", "mean over the sampled tokens of finished conversations",
-        "Estimate of the entropy: -log p of each sampled token. Null where the engine reports no such log-probabilities.",
+        "Estimate of the entropy: -log p of each sampled token. Null if the engine reports no log-probabilities for it.",
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(
-        "loss", "", _STEPS, "The loss that is minimized; in fine-tuning the negative log-likelihood of a token.",
+        "loss", "", _STEPS, "The loss that is minimized. In fine-tuning: the negative log-likelihood of a token.",
         same=("actor/loss", "train/loss", "train_loss", "eval_loss", "val/loss"), near=("actor/pg_loss", "policy_loss"),
         lines="train, sft, sft eval",
     ),
     Metric(
         "kl", "nats", "mean over trained tokens",
-        "KL divergence from the reference model with `train.kl_coef`, otherwise from the policy that sampled. Estimator: k3.",
+        "KL divergence (estimator k3). With `train.kl_coef`: from the reference model; otherwise: from the policy that sampled.",
         same=("actor/kl_loss",), near=("actor/ppo_kl", "rollout_corr/kl", "rollout_correction/kl", "objective/kl"), lines=_TRAIN,
     ),
     Metric("grad_norm", "", _STEPS, "Norm of the gradient before clipping.", same=("actor/grad_norm",), lines=_BOTH),
@@ -142,7 +144,7 @@ METRICS = (
     Metric(
         "ratio/max_deviation", "ratio", "maximum over trained tokens",
         "Largest difference from 1 of the probability ratio of trainer to engine, before the first optimizer step. "
-        "1e-4 or less: both compute the same.",
+        "If it is 1e-4 or less, trainer and engine compute the same probabilities.",
         near=(
             "training/rollout_probs_diff_max", "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/max",
         ),
@@ -155,14 +157,15 @@ METRICS = (
     ),
     Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
-        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.overlap` one step behind.",
+        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.overlap` it is one step "
+        "older.",
         same=("version",),
     ),
     Metric(
         "version/newest", "steps", f"maximum over the tokens of {_ALL}", "Version of the newest weights that sampled a token.",
     ),
     Metric(
-        "seconds/rollout", "seconds", "", "Time for the conversations and their rewards.", near=("timing_s/gen",),
+        "seconds/rollout", "seconds", "", "Time to run the conversations and compute their rewards.", near=("timing_s/gen",),
     ),
     Metric("seconds/replay", "seconds", "", "Time to turn conversations into tokens.", lines=_SFT),
     Metric(
@@ -170,11 +173,12 @@ METRICS = (
         near=("timing_s/update_actor",), lines=_BOTH,
     ),
     Metric(
-        "seconds/checkpoint", "seconds", "", "Time to write a checkpoint; 0 in a step without one.",
+        "seconds/checkpoint", "seconds", "", "Time to write a checkpoint; 0 in a step without a checkpoint.",
         same=("timing_s/save_checkpoint",), lines=_BOTH,
     ),
     Metric(
-        "seconds/step", "seconds", "", "Wall-clock time of the step. With `train.overlap` it is less than the sum of the parts.",
+        "seconds/step", "seconds", "",
+        "Wall-clock time of the step. With `train.overlap` it is less than the sum of the other times.",
         same=("timing_s/step", "perf/time_per_step", "step_time"), lines=_BOTH,
     ),
 )  # fmt: skip
