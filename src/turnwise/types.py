@@ -263,7 +263,7 @@ class Trajectory:
     def sampled_tokens(self) -> int:
         """Number of tokens that the model sampled, including those that were cut or masked. A trajectory that was read from a
         record does not know those, and does not count them."""
-        if all(turn.completion is None for turn in self.turns):
+        if self.turns and all(turn.completion is None for turn in self.turns):
             return sum(turn >= 0 for segment in self.segments for turn in segment.turn)
         return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
 

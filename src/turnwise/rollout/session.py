@@ -268,7 +268,7 @@ class Session:
         """Parse a turn that consists of the text `before` and of sampled tokens."""
         trajectory = self.trajectory
         # a resumed turn is parsed again with the turn that continues it, so its calls do not count
-        calls = sum(len(turn.calls) for turn in trajectory.turns if turn.kept_tokens is None)
+        calls = sum([len(turn.calls) for turn in trajectory.turns if turn.kept_tokens is None])
         return self._context.renderer.turn_parser.parse(
             token_ids, tools=trajectory.tools, first_call=calls, thought_opening=thought_opening, text_before=before
         )

@@ -170,4 +170,8 @@ _watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = weak
 
 def loop_watch() -> LoopWatch:
     """The watch of the running event loop."""
-    return _watches.setdefault(asyncio.get_running_loop(), LoopWatch())
+    loop = asyncio.get_running_loop()
+    watch = _watches.get(loop)
+    if watch is None:
+        watch = _watches[loop] = LoopWatch()
+    return watch
