@@ -65,6 +65,10 @@ class PartialTurn:
     """Whether the model's last turn is resumed. Then there are no new messages and no new generation prompt."""
 
 
+_NEW_TURN = PartialTurn()
+"""A turn that begins with its first sampled token."""
+
+
 class Session:
     """One running conversation. All methods that raise, raise Failed."""
 
@@ -81,7 +85,7 @@ class Session:
         """The current segment and its messages. Replaced when the environment rewrites the history."""
         self._new_messages: list[Message] = []
         """Messages of `trajectory.messages` that have no tokens yet, in order."""
-        self._partial = PartialTurn()
+        self._partial = _NEW_TURN
         """The beginning of the next turn."""
         self._prompt: EncodedMessages | None = None
         """`_new_messages` and `_partial` as tokens, once `stop_reason` has asked for their number; None until then."""
@@ -158,7 +162,8 @@ class Session:
         trajectory.messages.extend(messages)
         if not reply.done:
             self._new_messages.extend(messages)
-            self._partial = PartialTurn(text=reply.prefill, unencoded=reply.prefill)
+            if reply.prefill:
+                self._partial = PartialTurn(text=reply.prefill, unencoded=reply.prefill)
 
     def finish(self, stop: Stop) -> None:
         """The conversation has ended: compare its last segment with the template, and apply the masks."""
@@ -206,7 +211,7 @@ class Session:
         segment.append_context(prompt.token_ids, prompt.media)
         history.append_messages(prompt, position)
         self._new_messages, self._prompt = [], None
-        if not self._partial.continues:
+        if prompt.open_thought and not self._partial.continues:
             self._partial = replace(self._partial, thought_opening=prompt.open_thought)
         return segment
 
@@ -257,7 +262,7 @@ class Session:
         if partial.continues:  # the new message begins with the text of the one that it replaces
             trajectory.messages.pop()
             history.pop_turn()
-        self._partial = PartialTurn()
+        self._partial = _NEW_TURN
         turn.history, turn.message_index = len(trajectory.previous_histories), len(trajectory.messages)
         trajectory.messages.append(parsed.message)
         with boundary("tokens"):
