@@ -17,7 +17,7 @@ def register(commands: Subparsers) -> None:
         "doctor",
         help="check a model, and a recipe with it, before training",
         description="Check a model's chat template, tokenizer and weights, and a recipe with them (docs/doctor.md). The exit "
-        "status is 1 if a check finds an error.",
+        "status is 1 if a check fails.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a model directory or a hub name; used instead of the recipe's model"
