@@ -232,7 +232,7 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
     ("words", "message"),
     [
         (["train.lrr=1"], "there is no option train.lrr; did you mean 'lr'?"),
-        (["seed"], "'seed' is no override; write key=value"),
+        (["seed"], "'seed' is not an override; write key=value"),
         (["data.train=nowhere.jsonl"], "/nowhere.jsonl; paths are relative to the directory you run from"),
         (["data.columns.prompt=questoin"], "has no column 'questoin'; did you mean 'question'?"),
         (["engine.script=nowhere.jsonl"], "engine.script: there is no file "),

@@ -138,8 +138,8 @@ def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lr", "'train.lr' is no override; write key=value, for example train.lr=1e-4"),
-        ("=3", "'=3' is no override; write key=value"),
+        ("train.lr", "'train.lr' is not an override; write key=value, for example train.lr=1e-4"),
+        ("=3", "'=3' is not an override; write key=value"),
         ("train.lr=[1", "'train.lr=[1': the value is not YAML: "),
         ("seed.x=1", "seed is not a mapping of options"),
         ("tools.0.timeout=5", "tools is not a mapping of options"),

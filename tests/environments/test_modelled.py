@@ -14,7 +14,8 @@ import pytest
 from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
 from support.servers import Answer, serving
 from turnwise import build
-from turnwise.config.schema import Config
+from turnwise.build.references import named_callable
+from turnwise.config.schema import Config, Use
 from turnwise.environments.calculator import calculator
 from turnwise.environments.modelled_user import Endpoint, ModelledUser
 from turnwise.environments.service import ServiceError
@@ -319,3 +320,19 @@ def test_a_recipe_names_the_speaker(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})
     trajectory = hold(Says("a"), build.environment_factory(config))
     assert trajectory.messages[-1]["content"] == "I am your user."
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("speaker", "chat_model"),
+        ("system", "system_prompt"),
+        ("system_column", "system_prompt_column"),
+        ("stop", "stop_phrase"),
+        ("exchanges", "max_user_turns"),
+    ],
+)
+def test_an_old_argument_name_is_answered_with_the_new_name(old: str, new: str) -> None:
+    use = Use(use="turnwise.environments.modelled_user:ModelledUser", arguments={old: None})
+    with pytest.raises(ConfigError, match=f"unexpected keyword argument '{old}'; {old} is called {new} here$"):
+        named_callable(use, key="environment")

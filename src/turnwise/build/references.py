@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from turnwise.config.known_names import renamed_arguments
 from turnwise.config.schema import Use
 from turnwise.errors import ConfigError
 from turnwise.user_code.object_references import resolve
@@ -26,7 +27,10 @@ def named_callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functool
     try:
         inspect.signature(target).bind(*given, **use.arguments)
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-        raise ConfigError(f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}") from None
+        hint = renamed_arguments(use.use, use.arguments)
+        raise ConfigError(
+            f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}{hint}"
+        ) from None
     return functools.partial(target, **use.arguments)
 
 

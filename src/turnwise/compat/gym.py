@@ -1,11 +1,11 @@
-"""Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, as they are.
+"""Runs Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, unchanged.
 
     environment:
       use: turnwise.compat.gym:GymEnvironments
       arguments: {environment: recipes/quiz.py:Quiz, arguments: {questions: 3}}
 
-What the model says becomes an action, what the environment shows becomes a message. Each conversation has an environment of
-its own; it runs beside the event loop and is closed once.
+The model's answer becomes an action, and the observation becomes a message. Each conversation has its own environment object,
+which runs in a thread and is closed once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REGISTERED = re.compile(r"-v\d+$")
 
 
 class GymEnvironments:
-    """Makes the environment of each conversation: a game of a gymnasium environment.
+    """Makes the environment of each conversation from a gymnasium environment.
 
     Example::
 
@@ -54,18 +54,22 @@ class GymEnvironments:
         render: bool = False,
         info: bool = False,
     ) -> None:
-        """`environment` is a class, a function that makes one, a reference to either, or a registered id such as
-        `FrozenLake-v1`; `arguments` are what it is made with.
+        """Create the factory.
 
-        `action` makes an action of the model's answer, and raises ValueError for the model where it cannot; without it a
-        `Text` space gets the answer, and a `Discrete` one the last whole number in it. `observation` makes a text or messages
-        of what is shown; without it a text is told as it is, anything else as JSON.
-
-        `seed` and `options` name the columns that `reset` is given. Without them these are `seed` and `options` where a row
-        has them, and a row without a seed has one of its own. `invalid_reward` is what an answer earns that is no action.
-
-        `render` shows the text of `render()` behind the observation (make the game with `render_mode: ansi`), `info` the
-        information of `reset` and `step` as JSON.
+        Args:
+            environment: A class, a function that returns an environment, a reference to a class or function, or a registered
+                id such as `FrozenLake-v1`.
+            arguments: Keyword arguments with which the environment is created.
+            action: A function from the model's answer to an action. If it raises ValueError, the model receives the error's
+                text. The default is the answer itself for a `Text` space, and the last integer in it for a `Discrete` space.
+            observation: A function from an observation to a text or messages. By default a text is shown unchanged, and any
+                other observation as JSON.
+            seed: The column with the seed for `reset`. The default is the column `seed`; a row without it has a seed that is
+                computed from the row's id.
+            options: The column with the options for `reset`. The default is the column `options`, if the row has it.
+            invalid_reward: The reward of an answer that is not a valid action.
+            render: Append the text of `render()` to the observation. Create the environment with `render_mode: ansi`.
+            info: Append the information that `reset` and `step` return, as JSON.
 
         Raises ConfigError.
         """
@@ -84,7 +88,7 @@ class GymEnvironments:
         return _Game(self)
 
     def tools(self) -> Sequence[Tool]:
-        """None: a game has none of its own."""
+        """No tools: a gymnasium environment has none."""
         return ()
 
     def make(self, in_front: InFront) -> Environment:
@@ -99,38 +103,38 @@ class GymEnvironments:
             inspect.signature(made.reset).bind(seed=0, options=None)
         except TypeError as error:
             raise ConfigError(
-                f"its reset cannot be called with seed and options ({error}), as gymnasium does. A class with reset() and "
-                f"step(action) -> (observation, done) is played by turnwise.compat.gym:ToolEnvironments"
+                f"its reset cannot be called with seed and options ({error}), as gymnasium does. For a class with reset() and "
+                f"step(action) -> (observation, done), use turnwise.compat.gym:ToolEnvironments"
             ) from None
         if self.render and (mode := getattr(made, "render_mode", None)) != "ansi":
             raise ConfigError(
-                f"environment.arguments.render shows texts, and the game has the render_mode {mode!r}; set "
+                f"environment.arguments.render needs a text, and the environment has the render_mode {mode!r}; set "
                 f"environment.arguments.arguments.render_mode to ansi"
             )
         self.actions(made)
 
     def actions(self, made: Any) -> ActionParser:
-        """What reads the actions of an environment."""
+        """The parser of the actions of an environment."""
         return ActionParser(getattr(made, "action_space", None), self._read)
 
     def seed(self, row: Row) -> int:
-        """The same for all conversations of a row, so that they can be compared."""
+        """The seed for `reset`, the same for all conversations of a row, so that they can be compared. Raises DataError."""
         if self._seed is None and row.fields.get("seed") is None:
             return int.from_bytes(blake2b(row.id.encode(), digest_size=4).digest(), "big") >> 1
         name = self._seed or "seed"
         seed = row[name]
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise DataError(f"row {row.id!r} has {name}={seed!r:.80}; a seed is a whole number, 0 or more")
+            raise DataError(f"row {row.id!r} has {name}={seed!r:.80}; a seed must be an integer of at least 0")
         return seed
 
     def options(self, row: Row) -> dict[str, Any] | None:
-        """What `reset` is given beside the seed."""
+        """The options for `reset`; None if the row has none. Raises DataError."""
         if self._options is None and row.fields.get("options") is None:
             return None
         name = self._options or "options"
         options = row[name]
         if not isinstance(options, Mapping):
-            raise DataError(f"row {row.id!r} has {name}={options!r:.80}; options are a dictionary")
+            raise DataError(f"row {row.id!r} has {name}={options!r:.80}; options must be a dictionary")
         return dict(options)
 
 
@@ -149,7 +153,9 @@ class _Game:
         self._actions = self._rules.actions(self._made)
         answered = await self._foreign.ask(partial(self._made.reset, seed=seed, options=options))
         if not isinstance(answered, tuple) or len(answered) != 2:
-            raise TypeError(f"{self._name}.reset gave {_form(answered)}; gymnasium's gives (observation, info)")
+            raise TypeError(
+                f"{self._name}.reset returned {_form(answered)}; it must return (observation, info), as in gymnasium"
+            )
         return Opening(messages=opened(row.messages, await self._shown(*answered)))
 
     async def step(self, turn: Turn) -> Reply:
@@ -167,11 +173,12 @@ class _Game:
             )
         if not isinstance(answered, tuple) or len(answered) != 5:
             raise TypeError(
-                f"{self._name}.step gave {_form(answered)}; gymnasium's gives (observation, reward, terminated, truncated, info)"
+                f"{self._name}.step returned {_form(answered)}; it must return "
+                f"(observation, reward, terminated, truncated, info), as in gymnasium"
             )
         observation, reward, terminated, truncated, info = answered
         if not isinstance(info, Mapping):
-            raise TypeError(f"{self._name}.step gave the info {info!r:.80}; it must be a dictionary")
+            raise TypeError(f"{self._name}.step returned the info {info!r:.80}; it must be a dictionary")
         ends = {name: True for name, over in (("terminated", terminated), ("truncated", truncated)) if over}
         return Reply(
             messages=messages_of(await self._shown(observation, info), "user"),
@@ -193,21 +200,23 @@ class _Game:
             frame = await self._foreign.ask(self._made.render)
             if not isinstance(frame, str):
                 raise TypeError(
-                    f"{self._name}.render gave {frame!r:.80}; environment.arguments.render shows texts: make the game with "
-                    f"arguments: {{render_mode: ansi}}"
+                    f"{self._name}.render returned {frame!r:.80}; environment.arguments.render needs a text: create the "
+                    f"environment with arguments: {{render_mode: ansi}}"
                 )
             texts.append(frame.strip("\n"))
         if rules.info:
             texts.append(json.dumps(plain(info), ensure_ascii=False))
         if any(not isinstance(text, str) for text in texts):
-            raise TypeError("environment.arguments.render and info are shown behind a text; the observation is no text")
+            raise TypeError(
+                "environment.arguments.render and info can be appended to a text only; the observation is not a text"
+            )
         return "\n".join(texts)
 
 
 class ToolEnvironments:
-    """Makes the environment of each conversation of a class with `reset()` and `step(action) -> (observation, done)`.
+    """Makes the environment of each conversation from a class with `reset()` and `step(action) -> (observation, done)`.
 
-    Both may be async, and `step` may also give `(observation, reward, done)` or `(observation, reward, done, info)`.
+    Both may be async, and `step` may also return `(observation, reward, done)` or `(observation, reward, done, info)`.
     """
 
     def __init__(
@@ -218,10 +227,12 @@ class ToolEnvironments:
         tools: Mapping[str, str | Callable[..., Any]] | None = None,
         role: Literal["user", "tool"] = "user",
     ) -> None:
-        """`tools` is what the class is made with under this name: functions by their names, or references to them.
+        """Create the factory.
 
-        `step` is given all that the model said, its calls too. `reset` is given the columns of the row that it names. `role`
-        is that of the answers: some templates refuse `tool` where they know of no call (Gemma 4, gpt-oss).
+        `tools` is passed to the class as its argument `tools`: functions, or references to functions, by name. `step` receives
+        the complete text of the model's turn, tool calls included. `reset` receives the row's columns for which it has
+        parameters. `role` is the role of the messages with the observations: some chat templates refuse `tool` after a turn
+        without a tool call (Gemma 4, gpt-oss).
 
         Raises ConfigError.
         """
@@ -230,7 +241,9 @@ class ToolEnvironments:
         given = dict(arguments or {})
         if tools is not None:
             if "tools" in given:
-                raise ConfigError("environment.arguments has tools, and its own arguments have them too: remove one")
+                raise ConfigError(
+                    "environment.arguments.tools and environment.arguments.arguments.tools are both set: remove one"
+                )
             given["tools"] = {name: referred(one, f"tools.{name}") for name, one in tools.items()}
         self._maker = ObjectFactory.of(environment, given, wants=("reset", "step"))
         self._role = role
@@ -239,7 +252,7 @@ class ToolEnvironments:
         return _Steps(self._maker, self._role)
 
     def tools(self) -> Sequence[Tool]:
-        """None that we would run: it runs its own."""
+        """No tools: the environment runs its own tools."""
         return ()
 
     def make(self, in_front: InFront) -> Environment:
@@ -276,9 +289,9 @@ class _Steps:
                 observation, reward, done, info = None, 0.0, None, {}
         if not isinstance(answered, tuple) or not isinstance(done, bool | np.bool_):
             raise TypeError(
-                f"{self._name}.step gave {_form(answered)}; it must give (observation, done), (observation, reward, done) or "
-                f"(observation, reward, done, info), where done is True or False. A gymnasium environment is played by "
-                f"turnwise.compat.gym:GymEnvironments"
+                f"{self._name}.step returned {_form(answered)}; it must return (observation, done), "
+                f"(observation, reward, done) or (observation, reward, done, info), where done is True or False. "
+                f"For a gymnasium environment, use turnwise.compat.gym:GymEnvironments"
             )
         return Reply(
             messages=messages_of(observation, self._role),
@@ -295,7 +308,9 @@ def _registered(name: str) -> Callable[..., Any]:
     try:
         import gymnasium
     except ImportError:
-        raise ConfigError(f"{name!r} is looked up by the gymnasium package: pip install 'turnwise[gym]'") from None
+        raise ConfigError(
+            f"{name!r} is an id of the gymnasium package, which is not installed: pip install 'turnwise[gym]'"
+        ) from None
 
     def make(**arguments: Any) -> Any:
         return gymnasium.make(name, **arguments)
@@ -306,5 +321,5 @@ def _registered(name: str) -> Callable[..., Any]:
 
 def _form(answered: Any) -> str:
     if isinstance(answered, tuple):
-        return f"{len(answered)} values ({', '.join(type(one).__name__ for one in answered)})"
+        return f"{len(answered)} values ({', '.join(type(value).__name__ for value in answered)})"
     return f"{answered!r:.80}"

@@ -1,11 +1,11 @@
-"""TRL's environments (`environment_factory` of its GRPOTrainer), as they are.
+"""TRL's environments (`environment_factory` of its GRPOTrainer), unchanged.
 
     environment:
       use: turnwise.compat.trl:TrlEnvironments
       arguments: {environment: game.py:GuessEnv}
 
-A class with `reset(**row)`, whose public methods are tools, and which may have `get_reward()`. A turn that calls no tool ends
-the conversation. The facts are those of TRL 1.16.
+An environment is a class with `reset(**row)`. Its public methods are tools, and it may have `get_reward()`. A turn without a
+tool call ends the conversation. The behaviour is that of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Kind:
 
     maker: ObjectFactory
     box: Toolbox | None
-    """Its tools; None where it has none."""
+    """Its tools; None if it has none."""
     scores: bool
     """Whether it has `get_reward`."""
     pool: InstancePool
@@ -62,31 +62,34 @@ class TrlEnvironments:
         arguments: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
     ) -> None:
-        """`environment` is a class, a function that makes one, a reference to either, or several of them by names, of which a
-        row's column `environment` says one. `arguments` are what it is made with, `timeout` is that of a tool call in seconds.
+        """Create the factory.
+
+        `environment` is a class, a function that returns an environment, or a reference to a class or function. It may also be
+        a mapping from names to these; the column `environment` then selects a name for each row. `arguments` are the keyword
+        arguments with which an environment is created. `timeout` is the time limit of a tool call in seconds.
 
         Raises ConfigError.
         """
         self._named = isinstance(environment, Mapping)
         several = environment if isinstance(environment, Mapping) else {"": environment}
         if not several:
-            raise ConfigError("environment.arguments.environment names no environment at all; give one")
-        self._kinds = {name: _kind(one, arguments, timeout) for name, one in several.items()}
+            raise ConfigError("environment.arguments.environment is empty; name at least one environment")
+        self._kinds = {name: _kind(value, arguments, timeout) for name, value in several.items()}
 
     def __call__(self) -> Environment:
         return self.make(lambda tools, then: Tools(tools, then=then) if tools else then)
 
     def tools(self) -> Sequence[Tool]:
-        """Those of all the classes, one of each name."""
-        every = {tool.name: tool for kind in self._kinds.values() if kind.box is not None for tool in kind.box.tools}
-        return tuple(every.values())
+        """The tools of all classes, one for each name."""
+        by_name = {tool.name: tool for kind in self._kinds.values() if kind.box is not None for tool in kind.box.tools}
+        return tuple(by_name.values())
 
     def make(self, in_front: InFront) -> Environment:
-        """An environment with its tools, and the recipe's, in front. Which tools these are, the row says."""
+        """An environment behind its own tools and the recipe's tools. The row determines its own tools."""
         return _Chosen(self._kind_of, in_front)
 
     async def aclose(self) -> None:
-        """Close the instances, which conversations have used one after the other."""
+        """Close the instances; each of them was used by one conversation after the other."""
         for kind in self._kinds.values():
             for made in kind.pool.drain():
                 with boundary("environment"):
@@ -101,15 +104,17 @@ class TrlEnvironments:
         if name not in self._kinds:
             have = ", ".join(self._kinds)
             raise KeyError(
-                f"row {row.id!r} has {_COLUMN}={name!r}, which is none of environment.arguments.environment: "
+                f"row {row.id!r} has {_COLUMN}={name!r}, which is not a name in environment.arguments.environment: "
                 f"{have}{nearest(str(name), self._kinds)}"
             )
-        # as in TRL, the column that chooses is not handed on
-        return self._kinds[name], replace(row, fields={key: one for key, one in row.fields.items() if key != _COLUMN})
+        # as in TRL, `reset` does not receive the column that selects the environment
+        return self._kinds[name], replace(
+            row, fields={key: value for key, value in row.fields.items() if key != _COLUMN}
+        )
 
 
 class _Chosen:
-    """One conversation. Its tools are known only when there is a row."""
+    """One conversation. Its tools are known when it begins, because the row selects the class."""
 
     def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: InFront) -> None:
         self._kind_of = kind_of
@@ -140,7 +145,7 @@ class _Chosen:
 
 
 class _Played:
-    """What is behind the tools: `reset` and `get_reward`."""
+    """The environment behind the tools: calls `reset` and `get_reward`."""
 
     def __init__(self, kind: _Kind) -> None:
         self._kind = kind
@@ -149,7 +154,7 @@ class _Played:
         self._foreign: ThreadedObject[Any] = ThreadedObject(self._make, self._end, name=self._name)
         self._lease: Lease | None = None
         self._exposed = False
-        self._running: list[str] = []  # the tools that have been called and have not answered
+        self._running: list[str] = []  # names of the tools whose calls have not returned
 
     async def begin(self, row: Row) -> Opening:
         self._made = await self._instance()
@@ -158,7 +163,7 @@ class _Played:
         shown = await self._foreign.ask(partial(self._made.reset, **columns))
         if not isinstance(shown, str | list | None):
             raise TypeError(
-                f"{self._name}.reset gave {shown!r:.80}; it must give None, a text, a list of content blocks or a list of "
+                f"{self._name}.reset returned {shown!r:.80}; it must return None, a text, a list of content blocks or a list of "
                 f"messages"
             )
         return Opening(messages=opened(row.messages, shown, between=""))
@@ -173,14 +178,14 @@ class _Played:
         return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
 
     def environment_handle(self) -> EnvironmentHandle:
-        """The instance. When it is released, another conversation may have it."""
+        """A handle of the instance. After the handle is released, another conversation may use the instance."""
         assert self._lease is not None
         self._exposed = True
         self._lease.played()
         return EnvironmentHandle(self._made, self._give_back)
 
     async def _instance(self) -> Any:
-        """A free instance or a new one. Where no more can be made, one that another conversation gives back."""
+        """A free or a new instance. If no new instance can be created, wait until another conversation gives one back."""
         while True:
             self._lease = await self._pool.lease()
             if self._lease.instance is not None:
@@ -207,13 +212,13 @@ class _Played:
         try:
             await self._foreign.close()
         finally:
-            # an instance whose conversation broke is closed and not used again; one without `close` can be reset
+            # an instance with `close` is closed here and not used again; without `close`, it is reset and used again
             if self._lease is not None and not self._exposed:
                 closes = callable(getattr(self._lease.instance, "close", None))
                 self._lease.give_back(usable=not (closes or self._running or self._foreign.busy), closed=True)
 
     def tools(self) -> Any:
-        """The methods of this conversation's instance, told as TRL tells them."""
+        """The methods of this conversation's instance, with results in TRL's form."""
         assert self._kind.box is not None
         methods = {tool.name: getattr(self._made, tool.name) for tool in self._kind.box.tools}
         return SimpleNamespace(**{name: _told(method, self._running) for name, method in methods.items()})
@@ -225,7 +230,7 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
     def look(made: Any) -> None:
         public = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if not name.startswith("_")]
         methods = [getattr(made, name) for name in public if name not in _NO_TOOLS]
-        # of this instance, which nobody will ask: each conversation has its own
+        # these tools are read for their schemas only: each conversation calls the methods of its own instance
         tools = tuple(Tool.of(method, timeout=timeout) for method in methods)
         box = Toolbox(make=object, name=type(made).__name__, tools=tools) if tools else None
         boxes.append((box, "get_reward" in public))
@@ -237,7 +242,7 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
 
 
 def _told(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
-    """A tool whose result is told as in TRL: content blocks as they are, anything else as `str` has it."""
+    """The method with its result in TRL's form: content blocks stay, any other value becomes `str(value)`."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)

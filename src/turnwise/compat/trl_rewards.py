@@ -1,10 +1,10 @@
-"""TRL's reward functions (`reward_funcs` of its GRPOTrainer), as they are.
+"""TRL's reward functions (`reward_funcs` of its GRPOTrainer), unchanged.
 
     reward:
       group:
         - {use: turnwise.compat.trl_rewards:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
 
-A function that makes one is named with its arguments:
+For a function that returns a reward function, give its arguments:
 
         - use: turnwise.compat.trl_rewards:TrlReward
           arguments:
@@ -12,8 +12,8 @@ A function that makes one is named with its arguments:
             arguments: {max_completion_len: 1024, soft_punish_cache: 256}
 
 A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
-one item for each conversation, and gives a list of numbers; sync or async. It is asked once for each row, about all
-conversations of it. The facts are those of TRL 1.16.
+an item per conversation, and returns a list of numbers. It may be sync or async. It is called once per row, with all
+conversations of this row. The behaviour is that of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class TrlReward:
-    """A reward function of TRL, as a function of the trajectories of a group.
+    """Makes a TRL reward function a function of the trajectories of a group.
 
-    None and NaN say that it does not apply to a conversation. What it logs by `log_extra` and `log_metric` is kept in the
-    `info` of the last turns.
+    None and NaN mean that the function does not apply to a conversation. Values that it logs with `log_extra` and `log_metric`
+    are recorded in the `info` of the last turn of each trajectory.
     """
 
     def __init__(self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None) -> None:
-        """`function` is a function, or a reference to one. With `arguments` it is called with them and returns the function.
+        """`function` is a function or a reference to a function. If `arguments` are given, it is called with them and must
+        return the reward function.
 
-        Raises ConfigError if it cannot be called as TRL does, or asks for the state of TRL's trainer.
+        Raises ConfigError if the reward function cannot be called as TRL calls it, or needs the state of TRL's trainer.
         """
         found = resolve(function, key=_KEY) if isinstance(function, str) else function
         if arguments is not None:
@@ -56,25 +57,29 @@ class TrlReward:
                 f"{_KEY}: {function} is a {type(found).__name__}; it must be a function of prompts, completions and columns"
             )
         parameters = inspect.signature(found).parameters.values()
-        self._everything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        self._names = {one.name for one in parameters}
+        self._everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in parameters}
         if not self._everything and not self._names & _GIVEN:
             raise ConfigError(
-                f"{_KEY}: {self.__name__}({', '.join(one.name for one in parameters)}) takes none of "
-                f"{', '.join(sorted(_GIVEN))}, so it is no reward function of TRL. If it returns one, give the arguments that "
-                f"it is called with: arguments: {{function: ..., arguments: {{...}}}}"
+                f"{_KEY}: {self.__name__}({', '.join(parameter.name for parameter in parameters)}) takes none of "
+                f"{', '.join(sorted(_GIVEN))}, so it is not a reward function of TRL. If it returns a reward function, give its "
+                f"arguments: arguments: {{function: ..., arguments: {{...}}}}"
             )
-        self._needs_environments = any(one.name == "environments" and one.default is one.empty for one in parameters)
+        self._needs_environments = any(
+            parameter.name == "environments" and parameter.default is parameter.empty for parameter in parameters
+        )
         if "trainer_state" in self._names:
             raise ConfigError(
-                f"{_KEY}: {self.__name__} asks for trainer_state, the state of TRL's trainer, which "
-                f"there is none of here: take the parameter out"
+                f"{_KEY}: {self.__name__} has the parameter trainer_state, the state of TRL's trainer, which "
+                f"turnwise does not have: remove the parameter"
             )
         self._function = found
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None] | Awaitable[list[float | None]]:
         given = self._given(trajectories)
-        values = self._function(**{name: one for name, one in given.items() if self._everything or name in self._names})
+        values = self._function(
+            **{name: value for name, value in given.items() if self._everything or name in self._names}
+        )
         return self._awaited(values) if inspect.isawaitable(values) else self._numbers(values)
 
     async def _awaited(self, values: Awaitable[Any]) -> list[float | None]:
@@ -87,36 +92,40 @@ class TrlReward:
 
     def _given(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         def log_extra(column: str, values: Iterable[Any]) -> None:
-            for one, value in zip(trajectories, values, strict=True):
-                _last_info(one)[column] = value
+            for trajectory, value in zip(trajectories, values, strict=True):
+                _last_info(trajectory)[column] = value
 
         def log_metric(name: str, value: float) -> None:
-            for one in trajectories:
-                _last_info(one)[name] = float(value)
+            for trajectory in trajectories:
+                _last_info(trajectory)[name] = float(value)
 
-        prompts, completions = zip(*(_parted(one) for one in trajectories), strict=True)
-        names = dict.fromkeys(name for one in trajectories for name in one.row.fields if name not in _NOT_COLUMNS)
-        given: dict[str, Any] = {name: [one.row.fields.get(name) for one in trajectories] for name in names}
+        prompts, completions = zip(*(_parted(trajectory) for trajectory in trajectories), strict=True)
+        names = dict.fromkeys(
+            name for trajectory in trajectories for name in trajectory.row.fields if name not in _NOT_COLUMNS
+        )
+        given: dict[str, Any] = {
+            name: [trajectory.row.fields.get(name) for trajectory in trajectories] for name in names
+        }
         given |= {
             "prompts": list(prompts),
             "completions": list(completions),
-            "completion_ids": [_completion_ids(one) for one in trajectories],
+            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        handles = [one.environment for one in trajectories]
+        handles = [trajectory.environment for trajectory in trajectories]
         if all(handle is not None for handle in handles):
             given["environments"] = [handle.instance for handle in handles if handle is not None]
         elif self._needs_environments:
             raise TypeError(
-                f"{self.__name__} wants `environments`, and the recipe's environment has no objects to look at; use "
+                f"{self.__name__} needs `environments`, and the recipe's environment provides none; use "
                 f"turnwise.compat.trl:TrlEnvironments"
             )
         return given
 
 
 def _made(found: Any, arguments: Mapping[str, Any]) -> Any:
-    """The reward function that `found` makes of its arguments. Raises ConfigError if it cannot."""
+    """The reward function that `found` returns for the arguments. Raises ConfigError if it raises an exception."""
     name = getattr(found, "__name__", type(found).__name__)
     try:
         with boundary("reward"):
@@ -126,9 +135,9 @@ def _made(found: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
-    """The messages before the model spoke for the first time, and those from there on.
+    """The prompt and the completion: the messages before the model's first turn, and the messages from that turn on.
 
-    Without tools the model's own words are whole, thoughts included; with tools they are parsed, as in TRL.
+    As in TRL, the model's texts are complete (reasoning included) without tools, and parsed with tools.
     """
     turns = {id(turn.message): turn for turn in trajectory.turns}
     messages = trajectory.messages
@@ -142,7 +151,7 @@ def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
 
 
 def _completion_ids(trajectory: Trajectory) -> list[int]:
-    """The tokens of the last segment from the first one on that the model sampled."""
+    """The tokens of the last segment, from the first sampled token on."""
     if not trajectory.segments:
         return []
     segment = trajectory.segments[-1]

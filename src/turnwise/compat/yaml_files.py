@@ -1,6 +1,6 @@
-"""YAML files of Hydra and OmegaConf, read without either: mappings, defaults lists, overrides and `${...}`.
+"""Reads YAML files of Hydra and OmegaConf without these packages: mappings, defaults lists, overrides and `${...}`.
 
-As much of them as configurations of verl use. What cannot be resolved is told by its key, and never guessed.
+Supports the part of both that verl's configurations use. A value that cannot be resolved is reported by its key, never guessed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from turnwise.json_yaml import PlainLoader, parse_yaml, read_text
 __all__ = ["MISSING", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
 
 MISSING = object()
-"""What `at` gives where there is nothing."""
+"""Returned by `at` if there is no value."""
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
-_DEEPEST = 20  # interpolations of interpolations
+_DEEPEST = 20  # nested interpolations
 
 
 class _Yaml(PlainLoader):
-    """YAML in which `1e-6` is a number, a date a text and a key that stands twice an error, as OmegaConf has it."""
+    """YAML as OmegaConf reads it: `1e-6` is a number, a date is a text, and a repeated key is an error."""
 
 
 _Yaml.yaml_implicit_resolvers = {key: list(value) for key, value in PlainLoader.yaml_implicit_resolvers.items()}
@@ -34,7 +34,7 @@ _Yaml.add_implicit_resolver(
 
 
 def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
-    """The mapping in a YAML file; `what` says in messages what it should have been.
+    """The mapping in a YAML file; `what` names the file's purpose in error messages.
 
     Raises ConfigError.
     """
@@ -44,16 +44,16 @@ def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
         raise ConfigError(f"{what} {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(
-            f"{what} {path} must hold a mapping; it holds {'nothing' if tree is None else repr(tree)[:80]}"
+            f"{what} {path} must contain a mapping; it contains {'nothing' if tree is None else repr(tree)[:80]}"
         )
     return tree
 
 
 def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lambda target: False) -> dict[str, Any]:
-    """Read `folder/name.yaml`, what its defaults list names being merged in from the files beside it.
+    """Read `folder/name.yaml` and merge the files of its defaults list, which are in the same directory.
 
-    A file's own keys go over those of its defaults unless `_self_` stands elsewhere in the list, as in Hydra 1.1 and later.
-    `leaving_out` says which of the defaults are not read. Raises ConfigError.
+    A file's own keys override those of its defaults, unless `_self_` has another position in the list, as in Hydra 1.1 and
+    later. Files for which `leaving_out` returns True are not read. Raises ConfigError.
     """
     path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     own = read_mapping(path, what="the configuration")
@@ -72,7 +72,7 @@ def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lam
                 continue
             beside = folder / f"{target}.yaml"
             if not os.path.isfile(beside):
-                raise ConfigError(f"{path}: the defaults list names {target}, and there is no {beside}")
+                raise ConfigError(f"{path}: the defaults list names {target}, but the file {beside} does not exist")
             part = compose(folder, target, leaving_out=leaving_out)
             _merge(tree, _under(_package(beside, package), part))
     return tree
@@ -88,7 +88,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         key = key.strip()
         *parents, last = key.lstrip("+~").split(".")
         if not last or (not equals and not key.startswith("~")):
-            raise ConfigError(f"{text!r} is no override; write key=value, for example trainer.total_epochs=15")
+            raise ConfigError(f"{text!r} is not an override; write key=value, for example trainer.total_epochs=15")
         node = tree
         for parent in parents:
             child = node.get(parent)
@@ -99,14 +99,14 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             node = child
         if key.startswith("~"):
             if last not in node:
-                raise ConfigError(f"{text!r}: the configuration says nothing of {key[1:]}")
+                raise ConfigError(f"{text!r}: the configuration has no key {key[1:]}")
             del node[last]
             continue
         node[last] = _parse(value, where=f"{text!r}: the value")
 
 
 def at(tree: Any, key: str) -> Any:
-    """What stands at a dotted key, or `MISSING`."""
+    """The value at a dotted key, or `MISSING`."""
     for part in key.split("."):
         if isinstance(tree, Mapping) and part in tree:
             tree = tree[part]
@@ -118,7 +118,7 @@ def at(tree: Any, key: str) -> Any:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no mapping, by its dotted key."""
+    """All values that are not mappings, with their dotted keys."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -127,7 +127,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: MISSING) -> tuple[Any, list[str]]:
-    """The tree with `${a.b}`, `${oc.env:NAME,default}` and `${oc.select:a.b,default}` replaced, and the keys left as they were.
+    """The tree with `${a.b}`, `${oc.env:NAME,default}` and `${oc.select:a.b,default}` replaced, and the unresolved keys.
 
     `fallback` gives the value of a key that the tree does not have, or `MISSING`.
     """
@@ -136,7 +136,7 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
     def value_of(expression: str, key: str, depth: int) -> Any:
         name, colon, rest = expression.partition(":")
         first, comma, default = rest.partition(",")
-        if colon and name.strip() in ("oc.env", "env"):  # texts, defaults too, as OmegaConf has them
+        if colon and name.strip() in ("oc.env", "env"):  # texts, also the defaults, as in OmegaConf
             text = _parse(default.strip(), where=f"{key}: the default") if comma else MISSING
             text = str(text) if isinstance(text, int | float) else text
             return os.environ.get(first.strip(), text)
@@ -149,7 +149,7 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
         return _parse(default.strip(), where=f"{key}: the default") if found is MISSING and comma else found
 
     def look_up(wanted: str, key: str, depth: int) -> Any:
-        if wanted.startswith("."):  # relative to the key's own mapping, a further dot for each one above
+        if wanted.startswith("."):  # relative to the mapping of the key; each further dot goes up by one level
             steps = len(wanted) - len(wanted.lstrip("."))
             above = key.split(".")[:-steps]
             wanted = ".".join([*above, wanted.lstrip(".")])
@@ -196,7 +196,7 @@ def _merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _default(entry: Any) -> Iterator[tuple[str, str]]:
-    """The file, without its ending, and the package of an entry of a defaults list."""
+    """The file (without its suffix) and the package of an entry of a defaults list."""
     if isinstance(entry, str):
         target, _, package = entry.removeprefix("optional ").lstrip("/").partition("@")
         yield target, package or ".".join(target.split("/")[:-1])
@@ -208,11 +208,11 @@ def _default(entry: Any) -> Iterator[tuple[str, str]]:
             if option is not None:
                 yield f"{group}/{option}", package or group.replace("/", ".")
     else:
-        raise ConfigError(f"the defaults list has an entry {entry!r:.80}; it may hold names and `group: name`")
+        raise ConfigError(f"the defaults list has an entry {entry!r:.80}; an entry is a name or `group: name`")
 
 
 def _package(path: Path, package: str) -> str:
-    """Where a file's keys belong; a comment in its first lines may say so itself."""
+    """The package under which a file's keys are put; a `# @package` comment in the file overrides it."""
     head = read_text(path, error=ConfigError)[:1000]
     found = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
     if found is None:

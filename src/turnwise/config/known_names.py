@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "CALLED", "RENAMED", "called_here"]
+from collections.abc import Iterable
+
+__all__ = ["ABSENT", "CALLED", "RENAMED", "RENAMED_ARGUMENTS", "called_here", "renamed_arguments"]
 
 CALLED: dict[str, tuple[str, ...]] = {
     "train.lr": ("learning_rate",),
@@ -105,8 +107,25 @@ RENAMED: dict[str, str] = {
 }
 """Options of earlier versions of turnwise, and their present names."""
 
+RENAMED_ARGUMENTS: dict[str, dict[str, str]] = {
+    "turnwise.environments.modelled_user:ModelledUser": {
+        "exchanges": "max_user_turns",
+        "speaker": "chat_model",
+        "stop": "stop_phrase",
+        "system": "system_prompt",
+        "system_column": "system_prompt_column",
+    },
+}
+"""Arguments of turnwise's own classes in earlier versions, and their present names."""
+
 _CALLED = {name: option for option, names in CALLED.items() for name in names}
 _ABSENT = {name: hint for hint, names in ABSENT.items() for name in names}
+
+
+def renamed_arguments(reference: str, arguments: Iterable[str]) -> str:
+    """A hint for a message: `; speaker is called chat_model here`, or the empty text if no argument was renamed."""
+    names = RENAMED_ARGUMENTS.get(reference, {})
+    return "".join(f"; {name} is called {names[name]} here" for name in arguments if name in names)
 
 
 def called_here(name: str, *, section: str = "", options: frozenset[str] = frozenset()) -> str:

@@ -57,7 +57,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{override!r} is no override; write key=value, for example train.lr=1e-4")
+            raise ConfigError(f"{override!r} is not an override; write key=value, for example train.lr=1e-4")
         value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
         *parents, last = key.split(".")
         if not all([*parents, last]):

@@ -270,9 +270,9 @@ def test_a_row_may_say_the_seed_and_the_options() -> None:
 @pytest.mark.parametrize(
     ("row", "rules", "message"),
     [
-        (a_row(seed="x"), {}, "row '1' has seed='x'; a seed is a whole number, 0 or more"),
-        (a_row(seed=-1), {}, "row '1' has seed=-1; a seed is a whole number, 0 or more"),
-        (a_row(options=[1]), {}, "row '1' has options=[1]; options are a dictionary"),
+        (a_row(seed="x"), {}, "row '1' has seed='x'; a seed must be an integer of at least 0"),
+        (a_row(seed=-1), {}, "row '1' has seed=-1; a seed must be an integer of at least 0"),
+        (a_row(options=[1]), {}, "row '1' has options=[1]; options must be a dictionary"),
         (a_row(), {"seed": "n"}, "KeyError: row '1' has no column 'n'; its columns are: none. Add the column to the data, or "
                                  "map one to it: data.columns.n=<column>"),
         (a_row(options={"colour": 1}), {}, "KeyError: secret"),
@@ -303,20 +303,20 @@ def raises() -> Any:
 
 
 FINITE = "it must be a finite number"
-FIVE = "gymnasium's gives (observation, reward, terminated, truncated, info)"
+FIVE = "it must return (observation, reward, terminated, truncated, info), as in gymnasium"
 
 
 @pytest.mark.parametrize(
     ("reset", "step", "message"),
     [
         (raises, None, "RuntimeError: no luck"),
-        (lambda: "hello", None, "TypeError: Wrong.reset gave 'hello'; gymnasium's gives (observation, info)"),
+        (lambda: "hello", None, "TypeError: Wrong.reset returned 'hello'; it must return (observation, info), as in gymnasium"),
         (None, raises, "RuntimeError: no luck"),
-        (None, lambda: ("a", 0.0, True, {}), f"TypeError: Wrong.step gave 4 values (str, float, bool, dict); {FIVE}"),
-        (None, lambda: "abcde", f"TypeError: Wrong.step gave 'abcde'; {FIVE}"),
+        (None, lambda: ("a", 0.0, True, {}), f"TypeError: Wrong.step returned 4 values (str, float, bool, dict); {FIVE}"),
+        (None, lambda: "abcde", f"TypeError: Wrong.step returned 'abcde'; {FIVE}"),
         (None, lambda: ("a", float("nan"), True, False, {}), "TypeError: Wrong.step gave the reward nan; " + FINITE),
         (None, lambda: ("a", None, True, False, {}), "TypeError: Wrong.step gave the reward None; " + FINITE),
-        (None, lambda: ("a", 0.0, True, False, None), "TypeError: Wrong.step gave the info None; it must be a dictionary"),
+        (None, lambda: ("a", 0.0, True, False, None), "TypeError: Wrong.step returned the info None; it must be a dictionary"),
         (None, lambda: exit(3), "it tried to exit the process (status 3)"),
     ],
 )  # fmt: skip

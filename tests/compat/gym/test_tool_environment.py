@@ -160,8 +160,8 @@ def raises() -> Any:
 
 
 GIVES = (
-    "it must give (observation, done), (observation, reward, done) or (observation, reward, done, info), where done is True or "
-    "False. A gymnasium environment is played by turnwise.compat.gym:GymEnvironments"
+    "it must return (observation, done), (observation, reward, done) or (observation, reward, done, info), where done is True or "
+    "False. For a gymnasium environment, use turnwise.compat.gym:GymEnvironments"
 )
 
 
@@ -170,12 +170,12 @@ GIVES = (
     [
         ("reset", "OSError: no board"),
         (raises, "RuntimeError: no luck"),
-        (None, f"TypeError: Answers.step gave None; {GIVES}"),
-        ("ab", f"TypeError: Answers.step gave 'ab'; {GIVES}"),
-        (["a", True], f"TypeError: Answers.step gave ['a', True]; {GIVES}"),
-        (("a",), f"TypeError: Answers.step gave 1 values (str); {GIVES}"),
-        (("a", "no"), f"TypeError: Answers.step gave 2 values (str, str); {GIVES}"),
-        (("a", 0.0, False, False, {}), f"TypeError: Answers.step gave 5 values (str, float, bool, bool, dict); {GIVES}"),
+        (None, f"TypeError: Answers.step returned None; {GIVES}"),
+        ("ab", f"TypeError: Answers.step returned 'ab'; {GIVES}"),
+        (["a", True], f"TypeError: Answers.step returned ['a', True]; {GIVES}"),
+        (("a",), f"TypeError: Answers.step returned 1 values (str); {GIVES}"),
+        (("a", "no"), f"TypeError: Answers.step returned 2 values (str, str); {GIVES}"),
+        (("a", 0.0, False, False, {}), f"TypeError: Answers.step returned 5 values (str, float, bool, bool, dict); {GIVES}"),
         (("a", "much", True), "TypeError: Answers.step gave the reward 'much'; it must be a finite number"),
     ],
 )  # fmt: skip
@@ -209,7 +209,10 @@ def test_eight_of_them_wait_together() -> None:
     [
         ({"role": "system"}, "environment.arguments.role is 'system'; it must be user or tool"),
         ({"tools": {"add": "json:no"}}, "environment.arguments.tools.add: json has no 'no'"),
-        ({"tools": {}, "arguments": {"tools": {}}}, "has tools, and its own arguments have them too"),
+        (
+            {"tools": {}, "arguments": {"tools": {}}},
+            "environment.arguments.tools and environment.arguments.arguments.tools are both set",
+        ),
         ({"arguments": {"tool": {}}}, "ToolEnvironment cannot be made with the arguments {'tool': {}}"),
     ],
 )

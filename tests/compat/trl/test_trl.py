@@ -242,7 +242,8 @@ def test_several_environments_are_chosen_by_the_row() -> None:
     bare = hold(Says("a"), make, row=a_row(environment="bare"))
     assert (bare.stop, list(bare.tools)) == ("done", [])
     assert failure(hold(Says("a"), make, row=a_row(environment="gess"))) == (
-        "KeyError: row '1' has environment='gess', which is none of environment.arguments.environment: guess, bare; did you mean "
+        "KeyError: row '1' has environment='gess', which is not a name in "
+        "environment.arguments.environment: guess, bare; did you mean "
         "'guess'?"
     )
     assert "row '1' has no column 'environment'" in failure(hold(Says("a"), make))
@@ -281,7 +282,7 @@ class RewardIsNone(Bare):
         (Wants, "KeyError: Wants.reset wants the column 'colour', and row '1' has none of that name; its columns are: prompt, "
                 "secret. Add it to the data, or map one to it: data.columns.colour=<column>"),
         (ResetRaises, "OSError: no board"),
-        (ResetGives, "TypeError: ResetGives.reset gave 5; it must give None, a text, a list of content blocks or a list of "
+        (ResetGives, "TypeError: ResetGives.reset returned 5; it must return None, a text, a list of content blocks or a list of "
                      "messages"),
         (RewardRaises, "RuntimeError: no judge"),
         (RewardIsNone, "TypeError: RewardIsNone.get_reward gave the reward inf; it must be a finite number"),
@@ -330,7 +331,7 @@ def test_a_tool_that_hangs_is_told_to_the_model() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, "names no environment at all"),
+        ({}, "is empty; name at least one environment"),
         ("no.such.module:X", "environment.arguments.environment: no.such.module could not be imported"),
         (object, "object makes a object without reset"),
         (7, "environment.arguments.environment is a int, 7; it must be a class or a function"),

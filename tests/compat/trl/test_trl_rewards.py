@@ -113,9 +113,9 @@ def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
 
     (reward,) = build.scorer(recipe("tagged")).groups
     assert reward.name == "tagged"
-    with pytest.raises(ConfigError, match="by_state asks for trainer_state"):
+    with pytest.raises(ConfigError, match="by_state has the parameter trainer_state"):
         build.scorer(recipe("by_state"))
-    with pytest.raises(ConfigError, match=r"maker\(most\) takes none of .* give the arguments that it is called with"):
+    with pytest.raises(ConfigError, match=r"maker\(most\) takes none of .* give its arguments"):
         build.scorer(recipe("maker"))
     with pytest.raises(ConfigError, match="has no 'missing'"):
         build.scorer(recipe("missing"))

@@ -36,8 +36,8 @@ def refusal(folder: Path, **files: Any) -> str:
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ("- a\n- b\n", "the interaction file interaction.yaml must hold a mapping; it holds ['a', 'b']"),
-        ("", "the interaction file interaction.yaml must hold a mapping; it holds nothing"),
+        ("- a\n- b\n", "the interaction file interaction.yaml must contain a mapping; it contains ['a', 'b']"),
+        ("", "the interaction file interaction.yaml must contain a mapping; it contains nothing"),
         ("a: [", "the interaction file interaction.yaml is not YAML: "),
         ({"interactions": []}, "has a key 'interactions'; did you mean 'interaction'?"),
         ({"interaction": []}, "`interaction` must be a list of {class_name: ..., config: ...}; it is []"),
@@ -52,7 +52,7 @@ def refusal(folder: Path, **files: Any) -> str:
         ({"interaction": [{"class_name": "no.such.Thing"}]}, "no.such could not be imported: ModuleNotFoundError"),
         ({"interaction": [{"class_name": "nowhere.py:Thing"}]}, "there is no file "),
         ({"interaction": [an_interaction("Counsellor")]}, "did you mean 'CounsellorInteraction'?"),
-        ({"interaction": [an_interaction("not_a_class")]}, "verl_user.not_a_class is a int, and must be a class"),
+        ({"interaction": [an_interaction("not_a_class")]}, "verl_user.not_a_class is of type int; it must be a class"),
         (
             {"interaction": [{"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteractoin"}]},
             "is a class of verl that turnwise does not have; did you mean "
@@ -64,13 +64,13 @@ def refusal(folder: Path, **files: Any) -> str:
         ),
         (
             {"interaction": [an_interaction("NoResponse")]},
-            "NoResponse does not define generate_response, so it would answer nothing",
+            "NoResponse does not define generate_response: define it",
         ),
-        ({"interaction": [an_interaction("PickyInteraction")]}, "PickyInteraction cannot be made: KeyError: needed"),
+        ({"interaction": [an_interaction("PickyInteraction")]}, "PickyInteraction cannot be created: KeyError: needed"),
         ({"interaction": [{**an_interaction(), "config": [1]}]}, "interaction[0].config must be a mapping; it is [1]"),
         (
             {"interaction": [an_interaction(), an_interaction(name="counsellor")]},
-            "interaction[1]: two interactions have the name 'counsellor'; rows choose by name: rename one",
+            "interaction[1]: two interactions have the name 'counsellor'; rows select an interaction by name: rename one",
         ),
         ({"interaction": [an_interaction(key="${oc.env:NOT_SET_ANYWHERE}")]}, "config.key has an interpolation"),
     ],
@@ -89,20 +89,20 @@ def with_schema(**function: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ("just text", "the tools file tools.yaml must hold a mapping; it holds 'just text'"),
+        ("just text", "the tools file tools.yaml must contain a mapping; it contains 'just text'"),
         ({"tools": [a_tool(), a_tool("OldTool")]}, "tools[1]: two tools have the name 'count'"),
-        ({"tools": [a_tool("IdleTool")]}, "IdleTool does not define execute, so it would do nothing"),
+        ({"tools": [a_tool("IdleTool")]}, "IdleTool does not define execute: define it"),
         ({"tools": [an_interaction()]}, "has no method create, execute, calc_reward, release"),
         (
             {"tools": [{**a_tool(), "tool_schema": None}]},
-            "CounterTool cannot be made: ValueError: CounterTool has no schema",
+            "CounterTool cannot be created: ValueError: CounterTool has no schema",
         ),
-        ({"tools": [{**a_tool(), "tool_schema": [1]}]}, "tools[0].tool_schema is no schema of a tool"),
+        ({"tools": [{**a_tool(), "tool_schema": [1]}]}, "tools[0].tool_schema is not a schema of a tool"),
         ({"tools": [{**a_tool(), "tool_schema": {"type": "function"}}]}, "function: Field required"),
         ({"tools": [with_schema(parameters={"type": "object", "properties": [1]})]}, "properties: Input should be"),
         ({"tools": [with_schema(parameters={"properties": {"a": {"type": "strin"}}})]}, "tool_schema: "),
         ({"tools": [with_schema(parameters={"properties": {"a": {"minLength": "x"}}})]}, "tool_schema: "),
-        ({"tools": [{**a_tool(), "config": {"type": "remote"}}]}, "config.type is 'remote'; there are native and mcp"),
+        ({"tools": [{**a_tool(), "config": {"type": "remote"}}]}, "config.type is 'remote'; it must be native or mcp"),
         ({"tools": [{**a_tool(), "mcp": {}}]}, "mcp has no effect with config.type=native"),
         (
             {"tools": [{"class_name": "verl_user.CounterTool", "config": {"type": "mcp"}}]},
@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     for options, told in [
-        ({}, "neither interactions nor tools: name one of verl's files"),
+        ({}, "neither interactions nor tools is set: name one of verl's files"),
         ({"tools": "t.yaml", "max_user_turns": 2}, "max_user_turns=2 has no effect without interactions"),
         ({"interactions": "i.yaml", "max_user_turns": 0}, "max_user_turns=0 must be above 0"),
         ({"interactions": "i.yaml", "then": "a:b"}, "would both answer the model: choose one"),

@@ -56,7 +56,7 @@ def test_tools_are_made_in_the_order_of_the_file(tmp_path: Path, monkeypatch: py
     assert [tool.name for tool in made] == ["count", "described"]
     assert made[1].config == {"type": "native"}
     remote = {**described, "config": {"type": "mcp"}}
-    with pytest.raises(ConfigError, match="is of an MCP server, which is connected for a run"):
+    with pytest.raises(ConfigError, match="is a tool of an MCP server, which only a run can connect"):
         initialize_tools_from_config(written(tmp_path / "t.yaml", {"tools": [remote]}))
     with pytest.raises(ConfigError, match="`tools` must be a list"):
         initialize_tools_from_config(written(tmp_path / "t.yaml", {"interaction": [an_interaction()]}))

@@ -1,7 +1,7 @@
-"""verl's multi-turn system: `BaseInteraction`, `BaseTool`, their YAML files and its data sets, as they are (docs/verl.md).
+"""verl's multi-turn system: `BaseInteraction`, `BaseTool`, their YAML files and its data sets, unchanged (docs/verl.md).
 
-In a recipe, `turnwise.compat.verl:Conversations` is the environment; `turnwise convert` writes such recipes of verl's own
-configuration. `with verl_names():` lets code that imports from verl be loaded where there is none.
+In a recipe, `turnwise.compat.verl:Conversations` is the environment; `turnwise convert` writes such recipes from
+verl's configuration. Within `with verl_names():`, code that imports from verl can be loaded without verl.
 """
 
 from turnwise.compat.verl.base import BaseInteraction, BaseTool

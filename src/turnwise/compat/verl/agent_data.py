@@ -1,7 +1,6 @@
-"""What a tool of verl v0.7 is handed with each call: `execute(..., agent_data=AgentData)`, the state of its conversation.
+"""The argument `agent_data` of `execute` in verl v0.7: the state of the tool's conversation.
 
-An environment sees messages and not the conversation's tokens, so those of the last turn are there, and those of the whole
-prompt are not.
+An environment sees messages, not tokens. `AgentData` has the tokens of the last turn, and not those of the prompt.
 """
 
 from __future__ import annotations
@@ -20,37 +19,37 @@ _TOKENS = ("prompt_ids", "response_mask", "response_logprobs", "routed_experts")
 
 @dataclass(slots=True)
 class FunctionCall:
-    """A call of the turn that is answered: `verl.experimental.agent_loop.tool_parser.FunctionCall`."""
+    """A tool call of the current turn: `verl.experimental.agent_loop.tool_parser.FunctionCall`."""
 
     name: str
     arguments: str
-    """JSON."""
+    """The arguments as JSON text."""
 
 
 @dataclass
 class AgentData:
-    """One conversation as its tools see it. The same object in every call: `extra_fields` is for what tools keep there."""
+    """One conversation as its tools see it. All calls receive the same object; `extra_fields` is for the tools' own data."""
 
     messages: list[Message] = field(default_factory=list)
-    """The conversation so far, the turn that made the call included. Copies: changing them changes nothing else."""
+    """Copies of all messages so far, the turn with the call included."""
     image_data: list[Any] | None = None
-    """The images in it, in order; None where there is none."""
+    """The images of the conversation in order; None if there are none."""
     video_data: list[Any] | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
-    """The conversation's id, which is also that of its interaction and its tools."""
+    """The id of the conversation, its interaction and its tools."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The row's."""
+    """`tools_kwargs` of the row."""
     interaction: Any = None
     interaction_kwargs: Mapping[str, Any] = field(default_factory=dict)
     response_ids: list[int] = field(default_factory=list)
-    """The token ids of the turn that made the call."""
+    """The token ids of the turn with the call."""
     turn_scores: list[float] = field(default_factory=list)
-    """What the interaction has given so far."""
+    """The interaction's scores so far."""
     tool_rewards: list[float] = field(default_factory=list)
-    """What earlier calls have given."""
+    """The rewards of earlier calls."""
     user_turns: int = 0
-    """How often the model was answered, by tools or by the interaction."""
+    """The number of answers to the model, by tools or by the interaction."""
     assistant_turns: int = 0
     tool_calls: list[FunctionCall] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class AgentData:
     def __getattr__(self, name: str) -> Any:
         if name in _TOKENS:
             raise AttributeError(
-                f"agent_data.{name}: tools see the messages of a conversation and not its tokens; those of the last turn are "
+                f"agent_data.{name}: tools see the messages of a conversation, not its tokens; the tokens of the last turn are "
                 f"agent_data.response_ids"
             )
         raise AttributeError(f"agent_data has no {name!r}")
@@ -76,14 +75,14 @@ class AgentData:
                     self.video_data = [*(self.video_data or ()), part.get("video")]
 
     def said(self, turn: Turn, message: Message) -> None:
-        """Take in a turn of the model, which `message` is."""
+        """Append a turn of the model; `message` is its message."""
         self.hear([message])
         self.assistant_turns += 1
         self.response_ids = list(turn.completion.token_ids) if turn.completion is not None else []
         self.tool_calls = [FunctionCall(call.name, json.dumps(dict(call.arguments))) for call in turn.calls]
 
     def rewritten(self, messages: Sequence[Message]) -> None:
-        """The history was replaced."""
+        """Replace all messages."""
         self.messages.clear()
         self.image_data = self.video_data = None
         self.hear(messages)

@@ -1,7 +1,7 @@
-"""What users of verl derive from: `BaseInteraction` and `BaseTool`, with verl's signatures and defaults.
+"""The base classes for users of verl: `BaseInteraction` and `BaseTool`, with verl's signatures and defaults.
 
-One object serves all conversations and tells them apart by their `instance_id`. Here every conversation has one id, the same
-for its interaction and its tools.
+One object serves all conversations and distinguishes them by `instance_id`. In turnwise, a conversation has one id for its
+interaction and its tools.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ __all__ = ["BaseInteraction", "BaseTool"]
 
 
 class BaseInteraction:
-    """Somebody who answers the model: verl's `verl.interactions.base.BaseInteraction`."""
+    """Answers the model: verl's `verl.interactions.base.BaseInteraction`."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.name: str = config.get("name", "interaction_agent")
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """A conversation begins; `kwargs` are the row's `interaction_kwargs`. Returns the conversation's id."""
+        """Begin a conversation; `kwargs` are the row's `interaction_kwargs`. Returns the conversation's id."""
         return instance_id if instance_id is not None else str(uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answer the model: (is the conversation over, what is said, the turn's score, what else is to be kept)."""
+        """Answer the model. Returns (is the conversation over, the answer, the turn's score, data to record)."""
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self) -> float:
-        """A score; subclasses may take `instance_id` and keywords."""
+        """The score of the conversation; subclasses may take `instance_id` and keywords."""
         return 0.0
 
     async def finalize_interaction(self) -> None:
-        """The conversation is over; subclasses may take `instance_id` and keywords."""
+        """End a conversation; subclasses may take `instance_id` and keywords."""
 
 
 class BaseTool:
@@ -55,22 +55,22 @@ class BaseTool:
         self.name: str = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
-        """What the model is told of the tool; asked by the constructor where the tool file does not say it."""
+        """The tool's schema. The constructor calls this if the tool file has no `tool_schema`."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """A conversation begins; `kwargs` are the row's `create_kwargs`. Returns the conversation's id."""
+        """Begin a conversation; `kwargs` are the row's `create_kwargs`. Returns the conversation's id and a response."""
         return (instance_id if instance_id is not None else str(uuid4())), ToolResponse()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
-        """A call: (what the model is told, the call's reward, what else is to be kept)."""
+        """Run a call. Returns (the response for the model, the call's reward, metrics to record)."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """What the conversation's calls were worth, asked when it is over."""
+        """The reward of the conversation's calls, computed after the conversation."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """The conversation is over."""
+        """End a conversation."""

@@ -6,7 +6,7 @@ __all__ = ["last_boxed_only_string", "remove_boxed"]
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""The last `\boxed{...}` or `\fbox{...}` with its braces balanced, or `\boxed x` up to a dollar sign; None without one."""
+    r"""The last `\boxed{...}` or `\fbox{...}` with its braces balanced, or `\boxed x` up to a dollar sign; else None."""
     if "\\boxed " in string:
         return "\\boxed " + string.rpartition("\\boxed ")[2].partition("$")[0]
     start = max(string.rfind("\\boxed"), -1)
@@ -22,7 +22,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    r"""What is inside of `\boxed{...}`, or behind `\boxed `. Raises ValueError for any other text."""
+    r"""The text inside `\boxed{...}`, or after `\boxed `. Raises ValueError for any other text."""
     if s.startswith("\\boxed "):
         return s.removeprefix("\\boxed ")
     if not (s.startswith("\\boxed{") and s.endswith("}")):

@@ -1,6 +1,6 @@
-"""Calling the methods of a user's class: sync or async, in any of the signatures that verl's generations had.
+"""Calls the methods of a user's class: sync or async, with the signatures of all versions of verl.
 
-Sync methods run beside the event loop. While a method runs, verl's names are ours, since methods import too.
+Sync methods run in a thread. While a method runs, turnwise provides verl's names, because methods may also import them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ async def call(
 ) -> Any:
     """Call a method and wait for it.
 
-    Positional arguments are left off from the end where the method does not take them: verl's base classes have
-    `finalize_interaction(self)`, users write `finalize_interaction(self, instance_id, **kwargs)`. Raises Failed, of `kind`.
+    If the method takes fewer positional arguments, the last ones are left out: verl's base classes have
+    `finalize_interaction(self)`, users write `finalize_interaction(self, instance_id, **kwargs)`. Raises Failed with `kind`.
     """
     with boundary(kind):
         bound = _fitting(method, arguments, keywords or {})
@@ -41,23 +41,23 @@ async def call(
 
 
 def takes(method: Callable[..., Any], keyword: str, *, anything: bool = False) -> bool:
-    """Whether a method has a parameter of that name; with `anything`, or one that swallows all keywords."""
+    """Whether a method has a parameter of this name. With `anything`, `**kwargs` counts too."""
     parameters = inspect.signature(method).parameters
     swallows = anything and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return swallows or keyword in parameters
 
 
 def defines(kind: type, method: str, base: type) -> bool:
-    """Whether a class has a method that is not just that of `base`, or of a copy of it by the same name."""
+    """Whether a class overrides a method of `base`, or of a copy of `base` with the same class name."""
     own = getattr(kind, method, None)
-    owner = next((one for one in kind.__mro__ if method in vars(one)), kind)
+    owner = next((parent for parent in kind.__mro__ if method in vars(parent)), kind)
     return callable(own) and owner.__name__ != base.__name__
 
 
 class Lease(Generic[T]):
-    """Something that is taken for a conversation, and given back exactly once if it was taken.
+    """A resource of one conversation: acquired with `take`, and released exactly once with `give` if it was acquired.
 
-    What was still being taken when the conversation ended is given back as soon as it is there.
+    If `take` is still running when the conversation ends, the resource is released as soon as `take` returns.
     """
 
     def __init__(self, take: Callable[[], Awaitable[T]], give: Callable[[T], Awaitable[Any]], name: str) -> None:
@@ -72,7 +72,7 @@ class Lease(Generic[T]):
         return await asyncio.shield(self._taking)
 
     async def give(self) -> None:
-        """Give it back. What could not be taken is not given back, and a second time does nothing."""
+        """Release the resource. Has no effect if it was not acquired, or if it was released before."""
         if self._taking is None or self._given:
             return
         self._given = True
@@ -93,7 +93,7 @@ class Lease(Generic[T]):
 
 
 _late: set[asyncio.Future[Any]] = set()
-"""The event loop itself remembers tasks weakly only."""
+"""Strong references to running tasks: the event loop has weak references only."""
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:
@@ -105,7 +105,7 @@ def _result(taking: asyncio.Future[T]) -> T | None:
 
 
 def _fitting(method: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Callable[[], Any]:
-    """The method with as many of the arguments as it takes, and all of the keywords."""
+    """The method, bound to as many positional arguments as it takes and to all keywords. Raises TypeError."""
     signature = inspect.signature(method)
     first: TypeError | None = None
     for count in range(len(arguments), -1, -1):

@@ -1,8 +1,8 @@
-"""Conversations with verl's interactions and tools: one Environment, as the loop knows it, around the user's classes.
+"""Conversations with verl's interactions and tools: one Environment around the user's classes.
 
-`Conversations` reads the files once for a run; each `Conversation` is a row's. The interaction is an environment, the tools are
-the same layer in front of it as any others, and this one stands in front of both: it knows all that was said, which verl hands
-to interactions, and it asks the tools what they were worth.
+`Conversations` reads the files once per run, and makes one `Conversation` per trajectory. The interaction is an environment,
+and the tools are the usual tool layer in front of it. `Conversation` is in front of both: it collects all messages, which verl
+passes to interactions, and calls `calc_reward` of the tools.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from turnwise.user_code.object_references import resolve
 
 __all__ = ["Conversation", "Conversations", "InFront"]
 
-_SECONDS = 25.0  # for giving back, within what the loop allows for closing
+_SECONDS = 25.0  # for the release of tools; less than the time that the rollout loop allows for closing
 
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 """Puts tools in front of an environment."""
 
 
 class Conversations:
-    """Who answers the model, by verl's files: made once for a run.
+    """The environment factory for verl's interaction file and tool file; created once per run.
 
     Example, in a recipe::
 
@@ -56,15 +56,16 @@ class Conversations:
         tool_timeout: float = 30.0,
         rewards: Literal["add", "record"] = "add",
     ) -> None:
-        """`then` is an environment of ours behind the tools, in an interaction's place; as text, a reference.
+        """Read the files.
 
-        After `max_user_turns` answers of the interaction the conversation is over. `tool_timeout` bounds the seconds of a
-        call, unless a tool's own `timeout` is longer. `rewards` says what becomes of what tools and interactions give:
-        `add` adds it to the turns' rewards; `record` keeps it in the record only, so that the reward functions alone are the
-        objective, as in verl's trainer. Raises ConfigError.
+        `then` is an environment of turnwise behind the tools, instead of an interaction; a text is a reference. The
+        conversation ends after `max_user_turns` answers of the interaction. `tool_timeout` is the time limit of a call in
+        seconds, unless a tool's own `timeout` is longer. `rewards` is `add` or `record`: `add` adds the rewards of tools and
+        interactions to the turns' rewards; `record` only records them, so that the reward functions alone are the objective,
+        as in verl's trainer. Raises ConfigError.
         """
         if interactions is None and tools is None:
-            raise ConfigError("neither interactions nor tools: name one of verl's files")
+            raise ConfigError("neither interactions nor tools is set: name one of verl's files")
         if interactions is not None and then is not None:
             raise ConfigError(f"interactions={interactions} and then={then} would both answer the model: choose one")
         if max_user_turns is not None and (interactions is None or max_user_turns < 1):
@@ -75,31 +76,33 @@ class Conversations:
         if rewards not in ("add", "record"):
             raise ConfigError(f"rewards={rewards!r}; there are add and record")
         if rewards == "record" and then is not None:
-            raise ConfigError(f"rewards=record leaves out what verl's classes give, and then={then} is none of them")
+            raise ConfigError(
+                f"rewards=record has no effect on then={then}, which is not a class of verl: remove one of the two"
+            )
         self.records_rewards = rewards == "record"
-        """Whether what tools and interactions give is kept out of the turns' rewards."""
+        """Whether the rewards of tools and interactions are only recorded, and not added to the turns' rewards."""
         self._interactions = read_interactions(interactions) if interactions is not None else {}
         self._then = resolve(then, key="then") if isinstance(then, str) else then
         self._most_answers = max_user_turns
         self._tools, self._servers = read_tools(tools, timeout=tool_timeout) if tools is not None else ([], [])
 
     def tools(self) -> Sequence[Tool]:
-        """The tools of the tool file, of no conversation yet: to be checked and shown."""
+        """The tools of the tool file, not bound to a conversation: for checks and for display."""
         return [tool.tool for tool in self._tools]
 
     def make(self, in_front: InFront | None = None) -> Conversation:
-        """The environment of one conversation. `in_front` puts tools in front of an environment, its own ones too."""
+        """The environment of one conversation. `in_front` puts tools in front of an environment, also verl's own tools."""
         return Conversation(self, in_front or (lambda tools, then: Tools(tools, then=then) if tools else then))
 
     __call__ = make
 
     async def aclose(self) -> None:
-        """Leave the MCP servers: after the last conversation."""
+        """Disconnect from the MCP servers, after the last conversation."""
         for server in self._servers:
             await server.aclose()
 
     def instances(self, row: Row, data: AgentData) -> tuple[list[ToolInstance], Environment]:
-        """The tools and the partner of a row's conversation, not begun yet. Raises Failed."""
+        """The tools and the environment behind them for a conversation of the row, not begun yet. Raises Failed."""
         id = data.request_id
         wants = wanted(row, [tool.name for tool in self._tools])
         offered = [tool for tool in self._tools if wants.selection is None or tool.name in wants.selection]
@@ -140,7 +143,9 @@ class Conversation:
     async def step(self, turn: Turn) -> Reply:
         assert self._behind is not None, "step before begin"
         self._data.said(turn, _assistant(turn))
-        if len(turn.calls) >= len(turn.message.get("tool_calls") or ()):  # not a copy with a part of its calls
+        if len(turn.calls) >= len(
+            turn.message.get("tool_calls") or ()
+        ):  # not a copy of the turn with a part of its calls
             self._last = turn
         reply = await self._behind.step(turn)
         if reply.rewrite is not None:
@@ -166,18 +171,18 @@ class Conversation:
         await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
 
     async def _rewards(self) -> dict[str, float]:
-        """What the tools say that the conversation was worth."""
+        """`calc_reward` of each tool, by tool name."""
         rewards = await asyncio.gather(*(tool.calc_reward() for tool in self._tools))
         return {tool.of.name: reward for tool, reward in zip(self._tools, rewards, strict=True)}
 
 
 def _assistant(turn: Turn) -> Message:
-    """The turn as verl tells it: a turn with calls has them beside its words, any other is what was said, word for word."""
+    """The message in verl's form: a turn with calls has its text and its calls, any other turn the unchanged text."""
     return dict(turn.message) if turn.calls else {"role": "assistant", "content": turn.text}
 
 
 def _message(tool: ToolInstance) -> Message:
-    """What a tool said when it was created."""
+    """A tool message with the response of `create`."""
     response: ToolResponse = tool.response
     parts = [
         *({"type": "image", "image": image} for image in response.image or ()),
@@ -201,8 +206,8 @@ def _closing(environment: Environment | None) -> list[Awaitable[None]]:
 
 
 async def _together(awaitables: Iterable[Awaitable[Any]], *, seconds: float | None = None) -> None:
-    """Wait for all, whatever becomes of some; then raise what the first of them raised."""
-    tasks = [asyncio.ensure_future(one) for one in awaitables]
+    """Wait for all, also if some raise; then raise the first exception. Raises Failed after `seconds`."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     if not tasks:
         return
     try:

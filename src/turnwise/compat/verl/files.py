@@ -1,6 +1,6 @@
-"""verl's two files: who answers the model (`interaction:`) and which tools it has (`tools:`).
+"""Reads verl's two files: the interactions that answer the model (`interaction:`), and its tools (`tools:`).
 
-A `class_name` is `package.module.Class`, importable from the working directory or by one of verl's names, or
+A `class_name` is `package.module.Class` (importable from the working directory, or one of verl's names), or
 `path/to/file.py:Class`.
 """
 
@@ -28,7 +28,7 @@ from turnwise.user_code.object_references import resolve
 
 __all__ = ["load_class", "read_interactions", "read_tools"]
 
-_SLACK = 5.0  # seconds that a call has beyond a tool's own `timeout`
+_SLACK = 5.0  # seconds; added to a tool's own `timeout` for the time limit of a call
 
 
 def read_interactions(path: str | Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def read_interactions(path: str | Path) -> dict[str, Any]:
     Example::
 
         interaction:
-          - name: gsm8k          # where it is missing: the class's name in small letters, without `Interaction`
+          - name: gsm8k          # default: the class's name in small letters, without `Interaction`
             class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
             config: {}
 
@@ -49,18 +49,20 @@ def read_interactions(path: str | Path) -> dict[str, Any]:
         kind = load_class(entry["class_name"], key=f"{place}.class_name")
         _refuse_without(kind, ("start_interaction", "generate_response", "finalize_interaction"), place)
         if not defines(kind, "generate_response", BaseInteraction):
-            raise ConfigError(f"{place}: {kind.__name__} does not define generate_response, so it would answer nothing")
+            raise ConfigError(f"{place}: {kind.__name__} does not define generate_response: define it")
         name = entry.get("name") or kind.__name__.removesuffix("Interaction").lower() or "base"
         if name in interactions:
-            raise ConfigError(f"{place}: two interactions have the name {name!r}; rows choose by name: rename one")
+            raise ConfigError(
+                f"{place}: two interactions have the name {name!r}; rows select an interaction by name: rename one"
+            )
         interactions[name] = _made(kind, place, {**_mapping(entry, "config", place), "name": name})
     return interactions
 
 
 def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], list[McpServers]]:
-    """The tools of a file, and the MCP servers that some of them are of: connected, and to be closed.
+    """The tools of a file, and their connected MCP servers, which the caller must close.
 
-    `timeout` bounds the seconds of a call, unless a tool's own `timeout` is longer. Raises ConfigError.
+    `timeout` is the time limit of a call in seconds, unless a tool's own `timeout` is longer. Raises ConfigError.
     """
     path = Path(path)
     tools: list[VerlTool] = []
@@ -70,7 +72,7 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
             kind = load_class(entry["class_name"], key=f"{place}.class_name")
             _refuse_without(kind, ("create", "execute", "calc_reward", "release"), place)
             if not defines(kind, "execute", BaseTool):
-                raise ConfigError(f"{place}: {kind.__name__} does not define execute, so it would do nothing")
+                raise ConfigError(f"{place}: {kind.__name__} does not define execute: define it")
             config = _mapping(entry, "config", place)
             if _is_mcp(entry, config, kind, place):
                 found, server = _mcp_tools(entry, config, kind, place, path, timeout)
@@ -80,7 +82,7 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
             for tool in found:
                 if any(tool.name == other.name for other in tools):
                     raise ConfigError(
-                        f"{place}: two tools have the name {tool.name!r}; a model could not distinguish them: rename one"
+                        f"{place}: two tools have the name {tool.name!r}; the model could not distinguish them: rename one"
                     )
                 tools.append(tool)
     except BaseException:
@@ -91,12 +93,12 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
 
 
 def load_class(name: Any, *, key: str) -> type:
-    """The class that a file names. Raises ConfigError."""
+    """The class of a `class_name`. Raises ConfigError."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{key} is {name!r}; write package.module.Class or path/to/file.py:Class")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # where `python -m verl...` would look too
+        sys.path.append(here)  # `python -m verl...` also finds modules there
     module, _, attribute = name.rpartition("." if ":" not in name else ":")
     found: Any
     if module.partition(".")[0] == "verl" and (module in NAMES or not _installed()):
@@ -104,7 +106,9 @@ def load_class(name: Any, *, key: str) -> type:
         if found is None:
             known = [f"{home}.{place.rpartition(':')[2]}" for home, places in NAMES.items() for place in places]
             classes = [
-                one for one in known if one.rpartition(".")[2][:1].isupper() and not one.startswith("verl.tools.sch")
+                name
+                for name in known
+                if name.rpartition(".")[2][:1].isupper() and not name.startswith("verl.tools.sch")
             ]
             raise ConfigError(
                 f"{key}: {name} is a class of verl that turnwise does not have{nearest(name, classes)}; it has: "
@@ -114,7 +118,7 @@ def load_class(name: Any, *, key: str) -> type:
         with verl_names():
             found = resolve(f"{module}:{attribute}", key=key)
     if not isinstance(found, type):
-        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, and must be a class")
+        raise ConfigError(f"{key}: {name} is of type {type(found).__name__}; it must be a class")
     return found
 
 
@@ -125,15 +129,13 @@ def _installed() -> bool:
 
 
 def _entries(path: Path, key: str, known: Sequence[str]) -> list[tuple[Mapping[str, Any], str]]:
-    """The entries of a file's one list, and how each is called in messages."""
+    """The entries of the list under `key`, each with its place for error messages."""
     tree, left = resolved(read_mapping(path, what=f"the {key} file"))
     if left:
         raise ConfigError(f"{path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names")
     for name in tree:
         if name != key:
-            raise ConfigError(
-                f"{path} has a key {name!r}{nearest(name, [key])}; it must hold `{key}:` and nothing else"
-            )
+            raise ConfigError(f"{path} has a key {name!r}{nearest(name, [key])}; it must contain only `{key}:`")
     entries = tree.get(key)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: `{key}` must be a list of {{class_name: ..., config: ...}}; it is {entries!r:.80}")
@@ -171,18 +173,18 @@ def _made(kind: type, place: str, *arguments: Any) -> Any:
         with boundary("class"), verl_names():
             return kind(*arguments)
     except Failed as failed:
-        raise ConfigError(f"{place}: {kind.__name__} cannot be made: {failed.failure.message}") from failed
+        raise ConfigError(f"{place}: {kind.__name__} cannot be created: {failed.failure.message}") from failed
 
 
 def _schema(schema: Any, place: str) -> OpenAIFunctionToolSchema | None:
     try:
         found = read_schema(schema)
         if found is None and schema is not None:
-            raise ConfigError(f"{place}.tool_schema is no schema of a tool: it is {schema!r:.80}")
+            raise ConfigError(f"{place}.tool_schema is not a schema of a tool: it is {schema!r:.80}")
         return found
     except ValidationError as problem:
         lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.errors(include_url=False)]
-        raise ConfigError(f"{place}.tool_schema is no schema of a tool: {'; '.join(lines)}") from None
+        raise ConfigError(f"{place}.tool_schema is not a schema of a tool: {'; '.join(lines)}") from None
 
 
 def _tool(
@@ -190,13 +192,15 @@ def _tool(
 ) -> VerlTool:
     instance = _made(kind, place, config, schema)
     describe = getattr(instance, "get_openai_tool_schema", None)
-    if callable(describe):  # of verl's base class, or of a copy of it
+    if callable(describe):  # a method of verl's base class, or of a copy of it
         schema = _schema(describe(), place)
     if schema is None:
-        raise ConfigError(f"{place} has no tool_schema, and {kind.__name__} makes none itself")
+        raise ConfigError(
+            f"{place} has no tool_schema, and {kind.__name__}.get_openai_tool_schema returns none: write one of the two"
+        )
 
     async def unbound() -> None:
-        raise RuntimeError("a tool that is no conversation's was called")
+        raise RuntimeError("the tool was called outside of a conversation")
 
     try:
         tool = Tool.from_schema(
@@ -215,16 +219,18 @@ def _seconds(config: Mapping[str, Any], timeout: float) -> float:
 def _is_mcp(entry: Mapping[str, Any], config: Mapping[str, Any], kind: type, place: str) -> bool:
     type_ = config.get("type", "mcp" if "mcp" in entry else "native")
     if type_ not in ("native", "mcp"):
-        raise ConfigError(f"{place}.config.type is {type_!r}; there are native and mcp")
+        raise ConfigError(f"{place}.config.type is {type_!r}; it must be native or mcp")
     if type_ == "native":
         if "mcp" in entry:
             raise ConfigError(f"{place}: mcp has no effect with config.type=native; write type: mcp")
         return False
     if entry.get("tool_schema") is not None:
         raise ConfigError(
-            f"{place}: tool_schema has no effect with config.type=mcp; the server says what its tools are"
+            f"{place}: tool_schema has no effect with config.type=mcp; the server defines its tools: remove tool_schema"
         )
-    if not callable(getattr(kind, "_parse_tool_result", None)):  # by its shape: it may be of a copy of verl's class
+    if not callable(
+        getattr(kind, "_parse_tool_result", None)
+    ):  # not isinstance: the class may derive from a copy of verl's class
         raise ConfigError(f"{place}: {kind.__name__} must be a subclass of verl.tools.mcp_base_tool.MCPBaseTool")
     return True
 
@@ -240,7 +246,7 @@ def _mcp_tools(
     file = options.get("mcp_servers_config_path")
     if not isinstance(file, str):
         raise ConfigError(f"{place}.mcp needs mcp_servers_config_path: a JSON file with mcpServers")
-    selected = options.get("tool_selected_list") or None  # documented with `{}` for all of them
+    selected = options.get("tool_selected_list") or None  # verl's documentation writes `{}` for all tools
     if selected is not None and not (isinstance(selected, list) and all(isinstance(name, str) for name in selected)):
         raise ConfigError(f"{place}.mcp.tool_selected_list must be a list of names; it is {selected!r:.80}")
     beside = path.parent / file

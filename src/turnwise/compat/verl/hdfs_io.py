@@ -1,6 +1,6 @@
 """File functions that verl's preprocessing scripts import (`verl.utils.hdfs_io`, `verl.utils.fs`): local paths and hdfs://.
 
-hdfs:// paths need the command line tool `hdfs`; nothing of this is used by training.
+hdfs:// paths need the command line tool `hdfs`. Training does not use this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def exists(path: str, **kwargs: Any) -> bool:
 
 
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
-    """Make a directory and those above it. Raises FileExistsError if a local one is there and `exist_ok` is false."""
+    """Create a directory and its parents. Raises FileExistsError if a local directory exists and `exist_ok` is false."""
     if name.startswith(_REMOTE):
         _hdfs("-mkdir", "-p", name)
     else:
@@ -30,7 +30,7 @@ def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any
 
 
 def copy(src: str, dst: str, **kwargs: Any) -> Any:
-    """Copy a file or a directory. Returns the copy's path, or True where one of the two is on HDFS."""
+    """Copy a file or a directory. Returns the path of the copy, or True if the source or the target is on HDFS."""
     if src.startswith(_REMOTE) or dst.startswith(_REMOTE):
         action = (
             ["-get"] if not dst.startswith(_REMOTE) else ["-cp", "-f"] if src.startswith(_REMOTE) else ["-put", "-f"]
@@ -41,7 +41,7 @@ def copy(src: str, dst: str, **kwargs: Any) -> Any:
 
 
 def copy_to_local(src: str, cache_dir: str | None = None, **kwargs: Any) -> str:
-    """The path of a local copy: a local path is its own; of hdfs:// there is a copy in `cache_dir`, made once."""
+    """The path of a local copy. A local path is returned unchanged; an hdfs:// path is copied once into `cache_dir`."""
     if not src.startswith(_REMOTE):
         return src
     folder = Path(cache_dir or "~/.cache/verl").expanduser()

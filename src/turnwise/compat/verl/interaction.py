@@ -1,4 +1,4 @@
-"""verl's interactions as environments: one object serves all conversations, and answers each turn that calls no tool."""
+"""verl's interactions as environments: one object serves all conversations, and answers each turn without a tool call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Interaction", "choose", "interaction_keywords"]
 
 
 def choose(interactions: Mapping[str, Any], wanted: Wanted, row: Row) -> tuple[str, Any]:
-    """The interaction that a row names, or the only one.
+    """The interaction that a row names, or the only interaction.
 
-    Raises Failed where there is none of that name, or the row must name one and does not.
+    Raises Failed if the name is unknown, or if there are several interactions and the row names none.
     """
     name = wanted.interaction.get("name")
     have = ", ".join(sorted(interactions))
@@ -34,10 +34,10 @@ def choose(interactions: Mapping[str, Any], wanted: Wanted, row: Row) -> tuple[s
 
 
 def interaction_keywords(interaction: Any, wanted: Wanted, row: Row) -> dict[str, Any]:
-    """What the interaction is handed of the row.
+    """The keyword arguments that the interaction receives from the row.
 
-    Raises Failed where `start_interaction` has a parameter `ground_truth`, and the row gives it neither in
-    `interaction_kwargs` nor in `reward_model`: nobody could grade the conversation.
+    Raises Failed if `start_interaction` has a parameter `ground_truth`, and the row has it neither in `interaction_kwargs` nor
+    in `reward_model`, because the conversation could not be graded.
     """
     keywords = dict(wanted.interaction)
     if takes(interaction.start_interaction, "ground_truth") and keywords.get("ground_truth") is None:
@@ -54,9 +54,9 @@ def interaction_keywords(interaction: Any, wanted: Wanted, row: Row) -> dict[str
 class Interaction:
     """A user's interaction in one conversation.
 
-    `start_interaction` when it begins, `generate_response` for each turn, `calculate_score` where the class has its own, once
-    when the interaction ends the conversation or where `generate_response` gives no score, `finalize_interaction` exactly once
-    on every path out on which it was started.
+    Calls `start_interaction` at the beginning and `generate_response` for each turn. If the class overrides `calculate_score`,
+    calls it when the interaction ends the conversation, and when `generate_response` returns no score. Calls
+    `finalize_interaction` exactly once if the interaction was started, however the conversation ends.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Interaction:
         agent_data: AgentData,
         most_answers: int | None = None,
     ) -> None:
-        """`agent_data` holds the conversation up to and with the turn to be answered; `most_answers` ends it after so many."""
+        """`agent_data` has the messages up to the current turn. The conversation ends after `most_answers` answers."""
         self._interaction = interaction
         self._kind = type(interaction).__name__
         self._id = id
@@ -83,7 +83,7 @@ class Interaction:
 
     async def step(self, turn: Turn) -> Reply:
         answer = await self._call(
-            "generate_response", self._id, [dict(one) for one in self._agent_data.messages], with_row=True
+            "generate_response", self._id, [dict(message) for message in self._agent_data.messages], with_row=True
         )
         if not isinstance(answer, tuple | list) or len(answer) != 4:
             raise TypeError(

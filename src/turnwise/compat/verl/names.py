@@ -86,19 +86,19 @@ NAMES: dict[str, tuple[str, ...]] = {
     "verl.utils.rollout_trace": (f"{_HERE}.names:rollout_trace_op", f"{_HERE}.names:rollout_trace_attr"),
     "verl.utils.dataset.vision_utils": (f"{_HERE}.vision:process_image", f"{_HERE}.vision:process_video"),
 }
-"""The modules that are ours, and what is in them."""
+"""The modules of verl that turnwise provides, and the objects in them."""
 
 _FOLDERS = {name.rsplit(".", depth)[0] for name in NAMES for depth in range(1, name.count(".") + 1)}
 
 
 def rollout_trace_op(function: Any) -> Any:
-    """verl's decorator for traces. Conversations are recorded anyway (docs/record.md), so it leaves a function as it is."""
+    """verl's decorator for traces. Conversations are always recorded (docs/record.md), so it returns the function unchanged."""
     return function
 
 
 @contextmanager
 def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """verl's context for traces, likewise."""
+    """verl's context manager for traces; has no effect here."""
     yield
 
 
@@ -109,7 +109,7 @@ def _places(module: str) -> dict[str, tuple[str, str]]:
 
 
 def ours(module: str, name: str) -> Any | None:
-    """What we have under a name of verl's, or None."""
+    """turnwise's object for a name of verl, or None."""
     place = _places(module).get(name)
     return None if place is None else getattr(importlib.import_module(place[0]), place[1])
 

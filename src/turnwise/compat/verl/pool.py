@@ -1,4 +1,4 @@
-"""Where verl's service tools run their sync functions: `execution_pool.execute.remote(function, ...)`, without Ray."""
+"""The pool in which verl's service tools run sync functions: `execution_pool.execute.remote(function, ...)`, without Ray."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ T = TypeVar("T")
 
 
 class PoolMode(Enum):
-    """What runs the functions; verl has threads only, too."""
+    """How functions are run. As in verl, only threads are supported."""
 
     ThreadMode = 1
     ProcessMode = 2
 
 
 class Rate:
-    """At most `per_second` calls a second, evenly spaced, over all conversations; None is no limit."""
+    """Allows at most `per_second` calls per second over all conversations, evenly spaced. None means no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._pause = 1.0 / per_second if per_second else 0.0
         self._next = 0.0
 
     async def turn(self) -> None:
-        """Wait for the next free place in time."""
+        """Wait until the next call may begin."""
         now = time.monotonic()
         mine, self._next = max(now, self._next), max(now, self._next) + self._pause
         if mine > now:
@@ -39,11 +39,11 @@ class Rate:
 
 
 class ExecutionPool:
-    """Runs functions in threads: `workers` at once, `per_second` of them begun in a second."""
+    """Runs functions in threads: at most `workers` at the same time, at most `per_second` started per second."""
 
     def __init__(self, workers: int, per_second: float | None) -> None:
         self.execute = self
-        """So that `pool.execute.remote(...)` is what it is on verl's Ray actor."""
+        """The pool itself, so that `pool.execute.remote(...)` works as with verl's Ray actor."""
         self._workers = workers
         self._rate = Rate(per_second)
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -51,7 +51,7 @@ class ExecutionPool:
         )
 
     async def remote(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """What the function returns. Raises Failed, of the kind `tool`, with what it raised as the cause."""
+        """Run a function and return its result. Raises Failed of kind `tool`, with the function's exception as the cause."""
         slot = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
         async with slot:
             await self._rate.turn()
@@ -65,7 +65,7 @@ def init_execution_pool(
     rate_limit: float = 10,
     mode: PoolMode = PoolMode.ThreadMode,
 ) -> ExecutionPool:
-    """A pool as verl's tools make theirs. Raises NotImplementedError for ProcessMode."""
+    """Create a pool, with verl's arguments. Raises NotImplementedError for ProcessMode."""
     if mode is not PoolMode.ThreadMode:
         raise NotImplementedError("functions are run in threads: mode=PoolMode.ThreadMode")
     return ExecutionPool(num_workers, rate_limit if enable_global_rate_limit else None)

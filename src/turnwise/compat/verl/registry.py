@@ -1,7 +1,7 @@
-"""verl's own functions that make interactions and tools of its two files (`verl.interactions.utils`, `verl.tools.utils`).
+"""verl's functions that create interactions and tools from its two files (`verl.interactions.utils`, `verl.tools.utils`).
 
-For code that calls them. A recipe reads the same files by `files`, which is stricter and names the place of a mistake; these
-take what verl takes, and raise what verl raises.
+For code that calls these functions: they accept the same arguments and raise the same exceptions as in verl. For a recipe, the
+module `files` reads the same files; it is stricter, and its errors name the place of a mistake.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def get_tool_class(cls_name: str) -> Any:
 
 
 def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, Any]:
-    """The interactions of a file by name: that of the entry, or the class's in small letters without `Interaction`.
+    """The interactions of a file by name: the entry's name, or the class's name in small letters without `Interaction`.
 
-    Raises ValueError where two have one name.
+    Raises ValueError if two have the same name.
     """
     made: dict[str, Any] = {}
     for entry in _entries(interaction_config_file, "interaction"):
@@ -73,8 +73,8 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
         config = dict(entry.get("config") or {})
         if ToolType(config.get("type", "native")) is ToolType.MCP:
             raise ConfigError(
-                f"{tools_config_file}: {entry['class_name']} is of an MCP server, which is connected for a run: name the file in "
-                f"a recipe, environment.arguments.tools"
+                f"{tools_config_file}: {entry['class_name']} is a tool of an MCP server, which only a run can connect: "
+                f"name the file in a recipe, environment.arguments.tools"
             )
         kind = get_tool_class(entry["class_name"])
         schema = entry.get("tool_schema")

@@ -1,7 +1,7 @@
-"""verl's reward functions as rewards of trajectories: a user's `compute_score`, and the one that `data_source` selects.
+"""verl's reward functions as rewards of trajectories: a user's `compute_score`, and the grader of the row's `data_source`.
 
-They are handed what the model said and nothing else, turn by turn, a line each: a tool that echoes the answer earns nothing.
-(verl hands over the decoded response, tools' words included.)
+They receive the texts of the model's turns, joined by line breaks, so a tool that echoes the answer earns no reward.
+(verl passes the decoded response, which includes the results of tools.)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HANDED = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 def data_source_score(trajectory: Trajectory) -> float:
-    """What verl's own graders give for the row's `data_source`: GSM8K's, strictly, is the one there is."""
+    """The score of verl's grader for the row's `data_source`. Only the strict GSM8K grader exists. Raises ValueError."""
     row = trajectory.row
     source = row["data_source"]
     if source not in GRADED:
         raise ValueError(
-            f"row {row.id!r} has the data_source {source!r}, for which turnwise has no grader of verl's (it has: "
-            f"{', '.join(GRADED)}): write one, and name it in custom_reward_function.path"
+            f"row {row.id!r} has the data_source {source!r}, for which turnwise has no grader (it has graders for: "
+            f"{', '.join(GRADED)}): write a grader, and name its file in custom_reward_function.path"
         )
     return compute_score("\n".join(trajectory.assistant_texts), _truth(trajectory))
 
@@ -40,10 +40,10 @@ def data_source_score(trajectory: Trajectory) -> float:
 class CustomScore:
     """`compute_score(data_source, solution_str, ground_truth, extra_info, **arguments)` in a user's file, as a reward function.
 
-    The function may be sync or async, and returns a number or a mapping with `score`; the mapping's other numbers are metrics of
-    the trajectory, and what else is in it is kept in the info of its last turn under the function's name.
+    The function may be sync or async, and returns a number or a mapping with `score`. The mapping's other numbers are metrics of
+    the trajectory. Its other values are recorded in the info of the last turn, under the function's name.
 
-    Raises ConfigError, when it is made, if the file cannot be imported or the function cannot be called so.
+    The constructor raises ConfigError if the file cannot be imported, or the function does not take these arguments.
     """
 
     def __init__(self, path: str, name: str = "compute_score", arguments: Mapping[str, Any] | None = None) -> None:
@@ -82,7 +82,7 @@ class CustomScore:
         return reward_number(score, f"the reward function {self.__name__!r}")
 
     def _keep(self, trajectory: Trajectory, more: Mapping[str, Any]) -> None:
-        """Numbers are metrics, everything else is in the record."""
+        """Add numbers to the trajectory's metrics, and other values to the last turn's info."""
         numbers = {
             str(name): float(value) for name, value in more.items() if isinstance(value, Real) and math.isfinite(value)
         }
@@ -95,21 +95,26 @@ class CustomScore:
 def num_turns(trajectory: Trajectory) -> int:
     """verl's `num_turns`: the prompt, the model's turns, and the answers to them that the model could read."""
     first = next(
-        (n for n, one in enumerate(trajectory.messages) if trajectory.turns and one is trajectory.turns[0].message), 0
+        (
+            n
+            for n, message in enumerate(trajectory.messages)
+            if trajectory.turns and message is trajectory.turns[0].message
+        ),
+        0,
     )
-    answers, among = 0, True  # `among`: an answer is counted once, however many messages it has
+    answers, among = 0, True  # `among`: consecutive messages of one answer count once
     for message in trajectory.messages[first:]:
         model = message.get("role") == "assistant"
         answers += not model and not among
         among = not model
     if not trajectory.turns:
         return 1
-    unread = among and trajectory.stop is not Stop.DONE  # the loop had ended before anybody read it
+    unread = among and trajectory.stop is not Stop.DONE  # the conversation ended before the model read the last answer
     return 1 + len(trajectory.turns) + max(0, answers - unread)
 
 
 def _rollout_info(trajectory: Trajectory) -> dict[str, Any]:
-    """What verl puts into `extra_info` beside the row's own."""
+    """The fields that verl adds to the row's `extra_info`."""
     infos = [turn.info for turn in trajectory.turns]
     scores = [info["turn_score"] for info in infos if "turn_score" in info]
     outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]

@@ -1,7 +1,6 @@
-"""What a row of verl's data sets says of its interaction and its tools: `interaction_kwargs`, `tools_kwargs`, `tool_selection`.
+"""The fields of a verl row for its interaction and its tools: `interaction_kwargs`, `tools_kwargs`, `tool_selection`.
 
-They stand in `extra_info`, or as columns of their own. parquet gives every row the keys of all rows, so a null is as good as
-nothing.
+They are in `extra_info`, or columns of their own. In parquet, each row has the keys of all rows, so null means not set.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwar
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a row wants."""
+    """The fields of a row for its interaction and its tools."""
 
     interaction: Mapping[str, Any]
     """`interaction_kwargs`."""
     tools: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """`tools_kwargs`: of each tool, of each kind."""
+    """`tools_kwargs`, by tool name and by kind such as `create_kwargs`."""
     selection: tuple[str, ...] | None
-    """The tools that are offered; None is all."""
+    """The names of the tools that the model is offered; None means all."""
     truth: Any
     """`reward_model.ground_truth`."""
 
@@ -40,15 +39,15 @@ class Wanted:
 
 
 def refuse(row: Row, problem: str) -> Failed:
-    """A failure of the row itself."""
+    """A failure of kind `row`."""
     return Failed(Failure("row", f"row {row.id!r}: {problem}"))
 
 
 def wanted(row: Row, tools: Sequence[str]) -> Wanted:
-    """Read a row; `tools` are the names of those that there are.
+    """Read a row; `tools` are the names of the existing tools.
 
-    Keywords for a tool that is not there are ignored, and told once. Raises Failed where the row contradicts itself, or selects
-    a tool that is not there.
+    Keywords for an unknown tool are ignored, with one warning. Raises Failed if the row contradicts itself, or selects an
+    unknown tool.
     """
     tools = tuple(tools)
     info = _mapping(row, "extra_info", row.fields.get("extra_info"))
@@ -78,7 +77,7 @@ def wanted(row: Row, tools: Sequence[str]) -> Wanted:
             have = ", ".join(sorted(tools)) or "none"
             raise refuse(row, f"tool_selection names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
     if found("need_tools_kwargs") and not found("tools_kwargs"):
-        raise refuse(row, "it says need_tools_kwargs, and has no tools_kwargs")
+        raise refuse(row, "need_tools_kwargs is set, and the row has no tools_kwargs")
     reward_model = row.fields.get("reward_model")
     return Wanted(
         interaction=_mapping(row, "interaction_kwargs", found("interaction_kwargs")),
@@ -90,7 +89,7 @@ def wanted(row: Row, tools: Sequence[str]) -> Wanted:
 
 @functools.cache
 def _tell_of(tool: str, tools: tuple[str, ...]) -> None:
-    """Say once that rows have keywords for a tool that is not there."""
+    """Warn once that rows have keywords for an unknown tool."""
     have = ", ".join(sorted(tools)) or "none"
     _log.warning(
         "rows have tools_kwargs for a tool %r%s: they are not used (the tools are: %s)",

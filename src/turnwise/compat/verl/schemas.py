@@ -1,4 +1,4 @@
-"""What verl's tools speak in: schemas, calls and responses, by verl's names (`verl.tools.schemas`).
+"""The data classes of verl's tools: schemas, calls and responses, with verl's names (`verl.tools.schemas`).
 
 Unlike the originals these keep every key that they are given: `items`, `default`, nested `properties` and `anyOf` reach the
 chat template, and a property without `type` is no error.
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class _Whole(BaseModel):
-    """Keeps keys that it does not know."""
+    """A model that keeps unknown keys."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -65,7 +65,7 @@ class OpenAIFunctionToolSchema(_Whole):
 
 
 class OpenAIFunctionParsedSchema(BaseModel):
-    """A call as it was read from the model's words; the arguments are JSON still."""
+    """A call as parsed from the model's text; the arguments are JSON text."""
 
     name: str
     arguments: str
@@ -81,7 +81,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call, and whether its arguments could not be read; there are none then."""
+        """The call, and whether its arguments could not be parsed; if so, the call has no arguments."""
         try:
             arguments = json.loads(parsed_schema.arguments)
         except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool says: a text, and lists of images and videos."""
+    """The response of a tool: a text, and lists of images and videos."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -116,17 +116,17 @@ class ToolResponse(BaseModel):
         return values
 
     def is_empty(self) -> bool:
-        """Whether it says nothing."""
+        """Whether the response has no content."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it is a text and nothing else."""
+        """Whether the response has a text only."""
         return bool(self.text) and not (self.image or self.video)
 
 
 @runtime_checkable
 class _ResponseShape(Protocol):
-    """A response of verl's or of a copy of verl's class."""
+    """A response of verl's class or of a copy of it."""
 
     text: str | None
     image: list[Any] | None
@@ -135,20 +135,20 @@ class _ResponseShape(Protocol):
 
 @runtime_checkable
 class _SchemaShape(Protocol):
-    """A schema of verl's or of a copy of verl's class."""
+    """A schema of verl's class or of a copy of it."""
 
     def model_dump(self, *, exclude_unset: bool) -> dict[str, Any]: ...
 
 
 def read_response(value: Any) -> ToolResponse | None:
-    """A response by its shape, ours or of another copy of the class; None for anything else."""
+    """The response if the value has its attributes, also from a copy of verl's class; otherwise None."""
     if isinstance(value, ToolResponse) or not isinstance(value, _ResponseShape):
         return value if isinstance(value, ToolResponse) else None
     return ToolResponse(text=value.text, image=value.image, video=value.video)
 
 
 def read_schema(value: Any) -> OpenAIFunctionToolSchema | None:
-    """A schema by its shape: ours, of another copy of the class, or a mapping; None for anything else.
+    """The schema from a mapping or from a value with its attributes, also from a copy of verl's class; otherwise None.
 
     Raises pydantic's ValidationError.
     """

@@ -1,4 +1,4 @@
-"""verl's shell scripts: the arguments of `python -m verl.trainer.main_ppo` in them. Scripts are read and never run.
+"""Reads the arguments of `python -m verl.trainer.main_ppo` from verl's shell scripts. Scripts are never run.
 
 Understood are variables and their defaults (`${NAME:-512}`), whole-number arithmetic, arrays, `$(pwd)` and the environment.
 """
@@ -36,7 +36,7 @@ _OPERATIONS = {
 
 @dataclass(slots=True)
 class Script:
-    """What a script gives to verl."""
+    """The arguments that a script passes to verl."""
 
     folder: str | None = None
     """`--config-path`."""
@@ -44,11 +44,11 @@ class Script:
     """`--config-name`."""
     overrides: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """Words that hold what only a shell could say: a command's output, a variable that is set nowhere."""
+    """Words that only a shell could expand: a command's output, or a variable that the script does not set."""
 
 
 def read_script(path: Path) -> Script:
-    """The arguments of the one command in a script that starts verl's trainer.
+    """The arguments of the command in a script that starts verl's trainer.
 
     Raises ConfigError if there is none, or several, or the file cannot be read.
     """
@@ -93,7 +93,7 @@ def _script(words: list[str]) -> Script:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """The commands of a script; one goes on behind a backslash, and while a quotation or an array is open."""
+    """The commands of a script. A command continues after a backslash, and while a quotation or an array is open."""
     waiting = ""
     for line in text.splitlines():
         if line.lstrip().startswith("#"):
@@ -121,9 +121,9 @@ def _open(text: str) -> bool:
 
 
 def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
-    """The words of a command, with what is known put in."""
+    """The words of a command, with known variables expanded."""
     text = text.replace("$(pwd)", os.getcwd()).replace("`pwd`", os.getcwd())
-    while (match := _ARITHMETIC.search(text)) is not None:  # before it is split: it may hold blanks
+    while (match := _ARITHMETIC.search(text)) is not None:  # before splitting: the expression may contain blanks
         value = _number(match.group(1), variables)
         if value is None:
             break
@@ -144,14 +144,14 @@ def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
 
 
 def _put(word: str, variables: Mapping[str, list[str]]) -> str:
-    """A word with its variables put in; those that are set nowhere stay."""
+    """A word with its variables expanded; variables that are not set stay."""
 
     def value(match: re.Match[str]) -> str:
         name = match.group(1) or match.group(2)
         known = " ".join(variables[name]) if name in variables else os.environ.get(name)
         return known if known else match.group(0) if match.group(3) is None else match.group(3)
 
-    for _ in range(10):  # a default may hold another variable
+    for _ in range(10):  # a default may contain another variable
         before, word = word, _VARIABLE.sub(value, word)
         if word == before:
             break
@@ -159,7 +159,7 @@ def _put(word: str, variables: Mapping[str, list[str]]) -> str:
 
 
 def _number(expression: str, variables: Mapping[str, list[str]]) -> int | None:
-    """What whole-number arithmetic gives, or None where it is anything else."""
+    """The result of integer arithmetic, or None for any other expression."""
     named = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: _put(f"${match.group(1)}", variables), expression)
 
     def of(node: ast.AST) -> int:

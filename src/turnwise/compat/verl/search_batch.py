@@ -1,5 +1,4 @@
-"""A search as verl's helper does it (`verl.tools.utils.search_r1_like_utils`): the documents as JSON text, and what is known of
-the request."""
+"""verl's search helper (`verl.tools.utils.search_r1_like_utils`): returns documents as JSON text, and the request's metadata."""
 
 from __future__ import annotations
 
@@ -22,9 +21,10 @@ def perform_single_search_batch(
     concurrent_semaphore: Any = None,
     timeout: float = 30,
 ) -> tuple[str, dict[str, Any]]:
-    """Ask a retrieval service, blocking. Returns `{"result": text}` as JSON, and the request's metadata.
+    """Send queries to a retrieval service and wait. Returns `{"result": text}` as JSON, and the request's metadata.
 
-    A service that does not answer is told in both, and raises nothing. `concurrent_semaphore` is held meanwhile.
+    If the service does not answer, both contain the error, and nothing is raised. `concurrent_semaphore` is held during the
+    request.
     """
     search = Search(retrieval_service_url, topk=topk, timeout=float(timeout))
     problem, text = None, ""

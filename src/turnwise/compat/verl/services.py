@@ -29,7 +29,7 @@ _Executed = tuple[ToolResponse, float | None, dict[str, Any] | None]
 
 
 class _Instances(BaseTool):
-    """A tool with verl's `_instance_dict`: for each conversation, what its subclasses keep."""
+    """A tool with verl's `_instance_dict`, in which subclasses keep their data of each conversation."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
@@ -46,11 +46,11 @@ class _Instances(BaseTool):
 
 
 class SearchTool(_Instances):
-    """`search(query_list)`, answered by a retrieval service; the model is told `{"result": documents}`.
+    """`search(query_list)`, answered by a retrieval service; the model receives `{"result": documents}`.
 
-    Options (`config`): `retrieval_service_url`, `topk`, `timeout` in seconds, `num_workers` requests at once over all
-    conversations, `rate_limit` requests a second (verl's bounded the requests at once by it too),
-    `enable_global_rate_limit: false` to have no such limit.
+    Options (`config`): `retrieval_service_url`; `topk`; `timeout` in seconds; `num_workers`, the number of simultaneous
+    requests over all conversations; `rate_limit`, the number of requests per second (verl also limited the simultaneous
+    requests by it); `enable_global_rate_limit: false` for no rate limit.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -69,7 +69,7 @@ class SearchTool(_Instances):
     def execute_search(
         self, instance_id: str, query_list: list[str], retrieval_service_url: str, topk: int, timeout: float
     ) -> tuple[str, dict[str, Any]]:
-        """Ask the service, blocking. Returns what the model is told, and the request's metadata."""
+        """Send the request and wait. Returns the text for the model, and the request's metadata."""
         return perform_single_search_batch(retrieval_service_url, query_list, topk=topk, timeout=timeout)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
@@ -117,7 +117,7 @@ class SandboxFusionTool(_Instances):
         self.execution_pool = init_execution_pool(self.num_workers, self.enable_global_rate_limit, self.rate_limit)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:
-        """Run a program, blocking. Returns what the model is told."""
+        """Run a program and wait. Returns the text for the model."""
         return ToolResponse(text=asyncio.run(self._server(timeout, language).code_interpreter(code)))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
@@ -138,7 +138,7 @@ class SandboxFusionTool(_Instances):
 
 
 class Content(tool_result.ToolResponse):
-    """A result as the server gave it, beside how we read it."""
+    """A tool response together with the original content blocks of the MCP server."""
 
     __slots__ = ("blocks",)
 
@@ -148,7 +148,7 @@ class Content(tool_result.ToolResponse):
 
 
 class RawServers(McpServers):
-    """Servers whose results keep their content, for `_parse_tool_result`."""
+    """MCP servers whose results keep the original content blocks, for `_parse_tool_result`."""
 
     def parse_result(self, content: list[Any]) -> tool_result.ToolResponse:
         return Content(super().parse_result(content), content)
@@ -158,7 +158,7 @@ AskServer = Callable[[dict[str, Any]], Awaitable[tool_result.ToolResponse]]
 
 
 def connect(instance: Any, ask: AskServer) -> None:
-    """Give a tool of an MCP server its server: one of ours, or of a copy of verl's class, by verl's `_call_tool`."""
+    """Connect a tool to its MCP server. A tool of a copy of verl's class is connected through verl's `_call_tool`."""
     if isinstance(instance, MCPBaseTool):
         instance.connect(ask)
         return
@@ -173,7 +173,7 @@ def connect(instance: Any, ask: AskServer) -> None:
 class MCPBaseTool(_Instances):
     """A tool of an MCP server. Override `_parse_tool_result` to read results in another way.
 
-    Options (`config`): `timeout` of a call in seconds, `rate_limit` calls a second.
+    Options (`config`): `timeout` of a call in seconds; `rate_limit`, the number of calls per second.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -185,7 +185,7 @@ class MCPBaseTool(_Instances):
         self._ask: AskServer | None = None
 
     def connect(self, ask: AskServer) -> None:
-        """Say how the server is asked; the loader of the tool file does."""
+        """Set the function that sends a call to the server. Called when the tool file is read."""
         self._ask = ask
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> _Executed:
@@ -197,11 +197,11 @@ class MCPBaseTool(_Instances):
         return ToolResponse(text=text, image=response.image, video=response.video), 0.0, metadata
 
     async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Ask the server, and read its result: (what the model is told, what else is to be kept)."""
+        """Call the server. Returns (the text for the model, metadata to record)."""
         return self._parse_tool_result(_blocks(await self._asked(parameters)))
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
-        """What the model is told of a result, and what else is to be kept. Images are told beside the text."""
+        """The text for the model, and metadata to record. Images of the result are added by the caller."""
         return " ".join(part.text for part in content if part.type == "text"), {}
 
     async def _asked(self, parameters: dict[str, Any]) -> tool_result.ToolResponse:
@@ -212,11 +212,11 @@ class MCPBaseTool(_Instances):
 
 
 class MCPSearchTool(MCPBaseTool):
-    """A search engine behind MCP: verl's example of `_parse_tool_result`. Its results are told as they are."""
+    """A search engine on an MCP server: verl's example of `_parse_tool_result`. The results reach the model unchanged."""
 
 
 def _blocks(response: tool_result.ToolResponse) -> list[Any]:
-    """The content of a result, as an MCP server gives it."""
+    """The content blocks of a result, as the MCP server sent them."""
     return response.blocks if isinstance(response, Content) else [SimpleNamespace(type="text", text=response.text)]
 
 

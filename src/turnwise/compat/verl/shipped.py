@@ -19,12 +19,12 @@ _WRONG = "Your response is incorrect! You need to reflect on your answer and try
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """A user who knows the answer and has the model try again until it is right.
+    """A user who knows the answer, and asks the model to try again until the answer is right.
 
     Options (`config`): `grader` is `strict` (the number after `####`, as text; the default), `flexible` (the last number) or
-    `robust` (numbers are compared as numbers: `#### 1,234.0` is 1234). `last_user: true` grades the last message of the *user*,
-    flexibly and with `#### ` put before it, as verl's documentation has it; verl itself corrected that to the last message of
-    the assistant, which is what is graded otherwise.
+    `robust` (numbers are compared as numbers: `#### 1,234.0` is 1234). The last assistant message is graded. With
+    `last_user: true`, the last *user* message is graded, with the flexible grader and with `#### ` put before it, as in verl's
+    documentation; verl itself has corrected this.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Gsm8kInteraction(BaseInteraction):
         self._grader: str = config.get("grader", "flexible" if self._last_user else "strict")
         _refuse_unknown("Gsm8kInteraction", config, ("name", "last_user", "grader"))
         if self._grader not in ("strict", "flexible", "robust"):
-            raise ConfigError(f"Gsm8kInteraction: grader is {self._grader!r}; there are strict, flexible and robust")
+            raise ConfigError(f"Gsm8kInteraction: grader is {self._grader!r}; it must be strict, flexible or robust")
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any) -> str:
@@ -45,7 +45,9 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         role = "user" if self._last_user else "assistant"
-        response: str | None = next((_text(one) for one in reversed(messages) if one.get("role") == role), "")
+        response: str | None = next(
+            (_text(message) for message in reversed(messages) if message.get("role") == role), ""
+        )
         if self._last_user and not str(response).startswith("#### "):
             response = f"#### {response}"
         self._instance_dict[instance_id]["response"] = response
@@ -65,7 +67,7 @@ class Gsm8kInteraction(BaseInteraction):
 
 
 class WeatherInteraction(BaseInteraction):
-    """A user who is content if a tool was asked."""
+    """A user who rewards the model if it has called a tool."""
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
@@ -76,7 +78,7 @@ class WeatherInteraction(BaseInteraction):
 
 
 class Gsm8kTool(BaseTool):
-    """Grades an answer for the model. A call that is no better than the one before costs 0.05."""
+    """Grades an answer for the model. A call that does not improve the score has the reward -0.05."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)
@@ -115,7 +117,7 @@ class Gsm8kTool(BaseTool):
 
 
 def _text(message: Mapping[str, Any]) -> str | None:
-    """The words of a message; None if it has no content."""
+    """The text of a message; None if it has no content."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content)

@@ -1,7 +1,8 @@
-"""verl's tools in our layer of tools: one object serves all conversations, and has one instance in each.
+"""verl's tools in turnwise's tool layer: one object serves all conversations, and has one instance in each.
 
-`create` when the conversation begins, `execute` for each call, `calc_reward` once when it is over, `release` exactly once on
-every path out. Schemas, the checking of arguments, time limits and what the model is told of errors are those of any tool.
+`create` is called when the conversation begins, `execute` for each call, `calc_reward` once after the conversation, and
+`release` exactly once, however the conversation ends. Schemas, checks of arguments, time limits and error messages for the
+model are the same as for other tools.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ __all__ = ["ToolInstance", "VerlTool"]
 
 @dataclass(frozen=True, slots=True)
 class VerlTool:
-    """A user's tool object, and what the model is told of it."""
+    """A user's tool object, and its description for the model."""
 
     instance: Any
-    """With `create`, `execute`, `calc_reward` and `release`."""
+    """The object with `create`, `execute`, `calc_reward` and `release`."""
     tool: Tool
-    """Its schema and limits; its function is put in for each conversation."""
+    """Its schema and limits; each conversation sets the function."""
 
     @property
     def name(self) -> str:
-        """By which the model calls it."""
+        """The name by which the model calls the tool."""
         return self.tool.name
 
 
@@ -45,42 +46,42 @@ class ToolInstance:
     id: str
     wanted: Wanted
     agent_data: AgentData
-    """The conversation, as tools of v0.7 are handed it."""
+    """The state of the conversation, which `execute` receives in verl v0.7."""
     response: ToolResponse = field(default_factory=ToolResponse)
-    """What `create` said."""
+    """The response that `create` returned."""
     _lease: Lease[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self._lease = Lease(self._create, self._release, f"the tool {self.of.name!r}")
 
     async def create(self) -> None:
-        """Begin. Raises Failed."""
+        """Call `create`. Raises Failed."""
         self.id = await self._lease.take()
 
     @property
     def tool(self) -> Tool:
-        """The tool as the layer runs it."""
+        """The tool with this conversation's function."""
         return replace(self.of.tool, function=self._execute)
 
     async def calc_reward(self) -> float:
-        """What the conversation's calls were worth; of a list of numbers, their sum. Raises Failed.
+        """The reward of the conversation's calls; a list of numbers is summed. Raises Failed.
 
-        A list of texts is worth nothing: verl's own service tools return what they have said.
+        A list of texts counts as 0: `calc_reward` of verl's own service tools returns their responses.
         """
         reward = await self._call(self.of.instance.calc_reward, "calc_reward")
         with boundary("environment"):
             if isinstance(reward, list | tuple):
-                return 0.0 if any(isinstance(one, str) for one in reward) else float(sum(reward))
+                return 0.0 if any(isinstance(item, str) for item in reward) else float(sum(reward))
             return 0.0 if reward is None else reward_number(reward, f"{self.of.name}.calc_reward")
 
     async def release(self) -> None:
-        """End. Raises Failed."""
+        """Call `release`. Raises Failed."""
         await self._lease.give()
 
     async def _create(self) -> str:
         method = self.of.instance.create
         keywords = dict(self.wanted.keywords(self.of.name, "create_kwargs"))
-        # up to v0.6 they are handed over one by one, later under the one name `create_kwargs`: here both ways
+        # verl up to v0.6 passes separate keywords, later versions one keyword `create_kwargs`: both are supported
         whole = {"create_kwargs": keywords} if takes(method, "create_kwargs", anything=True) else {}
         if whole and not all(takes(method, name, anything=True) for name in keywords):
             keywords = {}
@@ -100,7 +101,7 @@ class ToolInstance:
     async def _execute(self, arguments: dict[str, Any]) -> Any:
         method = self.of.instance.execute
         keywords = dict(self.wanted.keywords(self.of.name, "execute_kwargs"))
-        if takes(method, "agent_data", anything=True):  # handed over since v0.7
+        if takes(method, "agent_data", anything=True):  # passed since v0.7
             keywords.setdefault("agent_data", self.agent_data)
         name = f"{self.of.name}.execute"
         result = await call(method, self.id, arguments, keywords=keywords, name=name, kind="tool")
@@ -119,7 +120,7 @@ class ToolInstance:
 
 
 def _read(result: Any, kind: str, name: str) -> tuple[Any, float | None, dict[str, Any]]:
-    """What `execute` gave, as our tools give it: an answer, or (answer, reward, info)."""
+    """The result of `execute` as (answer, reward, info)."""
     reward: Any = 0.0
     info: Any = {}
     if isinstance(result, tuple):

@@ -1,6 +1,6 @@
-"""Images and videos of tools, made ready as verl's helpers make them (`verl.utils.dataset.vision_utils`).
+"""Converts images and videos of tools like verl's helpers (`verl.utils.dataset.vision_utils`).
 
-Only the form is changed here: sizes and patches are the affair of the model's own processor.
+Only the Python type is converted here; the model's processor resizes and splits images.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["process_image", "process_video"]
 
 
 def process_image(image: Any, image_patch_size: int | None = None) -> Any:
-    """A PIL image in RGB, of a PIL image, a path, bytes, or a mapping `{"image": ...}` or `{"bytes": ...}`.
+    """A PIL image in RGB, from a PIL image, a path, bytes, or a mapping `{"image": ...}` or `{"bytes": ...}`.
 
-    `image_patch_size` is for verl's callers: the model's processor knows it.
+    `image_patch_size` is accepted for verl's callers and not used: the model's processor sets it.
     """
     if isinstance(image, Mapping) and image.get("image") is not None:
         image = image["image"]
@@ -24,14 +24,12 @@ def process_image(image: Any, image_patch_size: int | None = None) -> Any:
 
 
 def process_video(video: Any, *, image_patch_size: int | None = None) -> list[Any]:
-    """A list of frames as PIL images, of a list of images, or a mapping `{"video": [...]}`.
+    """A list of frames as PIL images, from a list of images, or a mapping `{"video": [...]}`.
 
-    Raises ValueError for a file: nothing here reads films.
+    Raises ValueError for a file: video files are not decoded here.
     """
     if isinstance(video, Mapping):
         video = video.get("video")
     if not isinstance(video, list | tuple):
-        raise ValueError(
-            f"a video must be a list of its frames here; got {video!r:.80}: read the file into frames first"
-        )
+        raise ValueError(f"a video must be a list of its frames; got {video!r:.80}: decode the file into frames first")
     return [process_image(frame) for frame in video]
