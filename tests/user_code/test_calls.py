@@ -246,7 +246,7 @@ def test_closing_ends_for_an_environment_that_swallows_cancellation(
 def test_a_tool_and_its_environment_that_both_hang_when_they_are_closed_are_both_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSE_TIMEOUT", 0.2)
 
     class Hangs:
         async def look(self) -> str:
@@ -266,7 +266,7 @@ def test_a_tool_and_its_environment_that_both_hang_when_they_are_closed_are_both
 
 
 def test_the_close_of_a_tool_that_swallows_cancellation_leaves_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr("turnwise.environments.tools.toolbox._CLOSE_TIMEOUT", 0.2)
 
     class Stays:
         async def look(self) -> str:

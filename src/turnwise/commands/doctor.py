@@ -24,11 +24,6 @@ def register(commands: Subparsers) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
     parser.add_argument("--recipe", metavar="FILE", help="a recipe to check with the model")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="after the checks, print the properties of the chat template, one on each line",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--weights",
@@ -42,11 +37,9 @@ def register(commands: Subparsers) -> None:
 def _run(options: argparse.Namespace, context: Context) -> int:
     if options.overrides and options.recipe is None:
         raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and there is none: add --recipe FILE")
-    if options.profile and options.json:
-        raise ConfigError("--profile prints text and --json prints one object: give one of them")
     from turnwise.config.recipe import load
     from turnwise.doctor.check import as_json, show, worst
-    from turnwise.doctor.examine import examine, template_profile
+    from turnwise.doctor.examine import examine
 
     config = None
     if options.recipe is not None:
@@ -56,8 +49,4 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         context.console.out(as_json(options.model, checks), highlight=False)
     else:
         show(checks, context.console)
-    if options.profile:
-        context.console.print(
-            str(template_profile(options.model, config)), highlight=False, markup=False, soft_wrap=True
-        )
     return int(worst([check.status for check in checks]) == "fail")

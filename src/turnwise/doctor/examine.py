@@ -10,7 +10,6 @@ from typing import Any, Literal
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.stop_tokens import generation_config_stops
-from turnwise.chat.template_profile import TemplateProfile
 from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
@@ -24,7 +23,7 @@ from turnwise.models.model_config import context_length
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Sampling
 
-__all__ = ["Weights", "examine", "template_profile"]
+__all__ = ["Weights", "examine"]
 
 Weights = Literal["auto", "always", "never"]
 """Whether the model is loaded. `auto`: only if its weights are small enough to load quickly."""
@@ -39,11 +38,6 @@ def examine(path: str, config: Config | None = None, *, weights: Weights = "auto
     A TurnwiseError becomes a failed check and is not raised.
     """
     return list(_checks(path, config, weights))
-
-
-def template_profile(path: str, config: Config | None = None) -> TemplateProfile:
-    """What the chat template of the model at `path` does, with the recipe's `tool_format`. Raises TurnwiseError."""
-    return _renderer(path, config).profile
 
 
 def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
