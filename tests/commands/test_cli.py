@@ -338,7 +338,10 @@ def test_show_prints_what_was_asked_for(place: Path, capsys: pytest.CaptureFixtu
             ["COMMAND", "train", "rollout", "show", "turnwise rollout recipes/calculator.yaml --out runs/look"],
         ),
         (["train", "--help"], ["recipe", "key=value", "train.lr=1e-4"]),
-        (["rollout", "--help"], ["--out DIR", "rollout.max_rows and rollout.samples_per_row say how many"]),
+        (
+            ["rollout", "--help"],
+            ["--out DIR", "rollout.max_rows and rollout.samples_per_row set the number of conversations"],
+        ),
         (["show", "--help"], ["--id ID", "--step N", "--worst N", "--failed", "--tokens"]),
     ],
 )
