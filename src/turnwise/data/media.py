@@ -1,8 +1,8 @@
-"""The images and videos of a row: its columns `images` and `videos`, put where its messages say.
+"""Inserts the images and videos of a row (columns `images` and `videos`) into its messages.
 
-A text says where with `<image>` and `<video>`; a message of parts with `{"type": "image"}` that holds nothing yet. Where no
-message says so, they stand at the start of the first user message, as in ms-swift and TRL. It knows where files lie and that
-an image begins like one; nothing is decoded here, and nothing is kept but where to find it.
+The placeholders are `<image>` and `<video>` in a text, and an empty part such as `{"type": "image"}` in a list of parts. If no
+message has a placeholder, the images or videos are inserted at the start of the first user message, as in ms-swift and TRL.
+This module resolves paths and checks the headers of images. It decodes no pixels and does not store the contents of files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turnwise.types import Message
 __all__ = ["COLUMNS", "with_media"]
 
 COLUMNS = {"image": "images", "video": "videos"}
-"""The columns, by what is in them."""
+"""Column names by kind of media."""
 
 _PLACEHOLDER = re.compile("(<image>|<video>)")
 
@@ -28,12 +28,13 @@ _PLACEHOLDER = re.compile("(<image>|<video>)")
 def with_media(
     messages: Sequence[Message], fields: Mapping[str, Any], *, place: str, folder: Path | None
 ) -> tuple[list[Message], dict[str, Any]]:
-    """The messages with the row's images in them, and the fields with their paths made whole.
+    """The messages with the row's images and videos inserted, and the fields with absolute paths.
 
     Example: `[{"role": "user", "content": "<image>What is it?"}]` and `{"images": ["a.png"]}` give a message of the parts
     `{"type": "image", "image": "/data/a.png"}` and `{"type": "text", "text": "What is it?"}`.
 
-    Raises DataError if there are not as many places as images, or one cannot be read.
+    Raises DataError if the number of placeholders differs from the number of images or videos, or a file is missing or
+    unreadable.
     """
     given = {
         kind: [
@@ -74,7 +75,7 @@ def with_media(
 
 
 def _marked(messages: Sequence[Message], counts: Mapping[str, int]) -> Sequence[Message]:
-    """The messages with places in the first user message for each kind that has no place anywhere."""
+    """The messages with placeholders added to the first user message, for each kind of media without a placeholder."""
     contents = [one for message in messages if isinstance(one := message.get("content"), str | list)]
     every = [part for content in contents for part in _parts(content, split=True)]
     empty = [kind for part in every if (kind := media_kind(part)) is not None and media_value(part) is None]
@@ -89,9 +90,9 @@ def _marked(messages: Sequence[Message], counts: Mapping[str, int]) -> Sequence[
 
 
 def _parts(content: Any, *, split: bool) -> Iterator[Mapping[str, Any]]:
-    """The content as parts; placeholders in texts become parts that hold nothing yet."""
+    """The content as parts. If `split` is set, placeholders in texts become empty parts."""
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        # parquet gives every part the keys of all of them
+        # in parquet, each part has the keys of all parts; absent values are null
         part = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
         text = part.get("text") if isinstance(part, Mapping) else part
         if not split or not isinstance(text, str) or not _PLACEHOLDER.search(text):
@@ -109,9 +110,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
-    """The value as it goes into the message: a path made whole, anything else as it is.
+    """The value for the message: paths are made absolute, other values are unchanged.
 
-    Raises DataError if there is no image.
+    Raises DataError if the image or video is missing, or the image is unreadable.
     """
     if kind == "image":
         probe_image(value, where=where, folder=folder)
@@ -129,7 +130,7 @@ def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
 
 
 def _whole(value: Any, folder: Path | None) -> Any:
-    """A relative path made whole; it is relative to the data file."""
+    """A relative path as an absolute path. It is relative to the folder of the data file."""
     if isinstance(value, Mapping):
         if value.get("bytes") is None and value.get("path") is not None:
             return _whole(value["path"], folder)

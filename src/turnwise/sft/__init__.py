@@ -1,1 +1,1 @@
-"""Fine-tuning on conversations that already exist."""
+"""Supervised fine-tuning on given conversations."""

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on given conversations, with the tokens and loss masks of reinforcement learning.
 
-Each step takes rows, replays their conversations (`replay`), packs a batch, updates the weights, and writes everything down.
+Each step takes rows, replays their conversations (`replay`), packs a batch, updates the weights, and records the step.
 `assemble` (run.py) builds the run from a recipe.
 """
 
@@ -43,7 +43,7 @@ async def fine_tune(run: SftRun, report: SftReport) -> None:
             batch = _pack(run, trajectories)
             _refuse_without_targets(run, trajectories)
             update = UpdateStats()
-            if batch.micro_batches:  # an update without targets would still move the weights, by the momentum
+            if batch.micro_batches:  # without targets, the optimizer's momentum would still change the weights
                 update = await run.learner.update(
                     [batch],
                     lr=run.learning_rate,
@@ -75,7 +75,7 @@ def _pack(run: SftRun, trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def _refuse_without_targets(run: SftRun, trajectories: Sequence[Trajectory]) -> None:
-    """Raise RolloutError if as many rows in succession as the data has cannot be trained on.
+    """Raise RolloutError if no row was trained on for as many successive rows as the data set has.
 
     A single step without targets is allowed: rows may be left out, and a small batch may have only such rows.
     """
@@ -98,7 +98,7 @@ def _finish_step(
     seconds: dict[str, float],
     started: float,
 ) -> None:
-    """Write down the step."""
+    """Compute the metrics of the step, record the step, and report it."""
     trained = [trajectory for trajectory in trajectories if trajectory.advantages]
     metrics: dict[str, Any] = {
         "epoch": round((run.step + 1) * run.config.sft.batch_size / len(run.rows), 4),
@@ -120,7 +120,10 @@ def _finish_step(
 
 
 async def _evaluate(run: SftRun, report: SftReport) -> None:
-    """Measure the loss on the held-out rows, averaged over all their tokens together."""
+    """Compute the loss on the held-out rows: the mean over all their trained tokens.
+
+    Raises RolloutError if no held-out row has a trained token.
+    """
     run.activity.part(run.step, "evaluation")
     first = run.evaluation is None
     if run.evaluation is None:
@@ -143,7 +146,7 @@ async def _evaluate(run: SftRun, report: SftReport) -> None:
 
 
 def _shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The shares of the conversations that are left out, and that failed."""
+    """The fractions of the conversations, from 0 to 1, that are left out and that failed."""
     return {
         "left_out": _share([not trajectory.failed and not trajectory.advantages for trajectory in trajectories]),
         "failed": _share([trajectory.failed for trajectory in trajectories]),

@@ -1,7 +1,8 @@
-"""Conversations that were held before, held again: rows with the model's part in them become trajectories to learn from.
+"""Replays given conversations: rows that contain assistant messages become trajectories to train on.
 
-A scripted engine says the model's part, `Replay` everything between. So it is the one loop that makes the tokens, and what is
-trained on is what reinforcement learning would have trained on for the same words. No torch, and no recipe.
+A scripted engine returns the assistant messages, and the environment `Replay` returns all other messages. The rollout loop
+produces the tokens, so the tokens and loss masks are the same as in reinforcement learning for the same text. This module
+imports no torch and does not read recipes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ async def replay(
     prefix: str = "",
     concurrent: int = 256,
 ) -> list[Trajectory]:
-    """Hold the rows' conversations again; the trajectories come in their order, with ids `<prefix><place>:<row id>/0`.
+    """Replay the conversations of the rows. Returns one trajectory per row, in the order of the rows.
 
-    `context` bounds their tokens: a longer one stops there, with a reason other than `done`. `tools` are for rows without a
-    column of that name. What the template cannot write comes back as a failed trajectory.
+    The id of a trajectory is `<prefix><place>:<row id>/0`, with places counted from 0. `context` is the maximum number of
+    tokens of a conversation: a longer conversation stops there, with a stop reason other than `done`. `tools` are used for
+    rows without a column `tools`. At most `concurrent` conversations run at the same time.
+
+    A conversation that the chat template cannot write is returned as a failed trajectory.
     """
     groups = [new_group(row, size=1, seed=0, prefix=f"{prefix}{place}:") for place, row in enumerate(rows)]
     scripts: dict[str, list[str]] = {}
@@ -53,7 +57,7 @@ async def replay(
         renderer=renderer,
         make_environment=functools.partial(Replay, tools),
         sampling=Sampling(),
-        # how long a conversation is, the data says
+        # the data determines the length of a conversation
         limits=Limits(
             turns=sys.maxsize, tokens_per_turn=sys.maxsize, context=context, seconds_per_turn=None, seconds=None
         ),
@@ -65,9 +69,11 @@ async def replay(
 
 
 def weigh(trajectory: Trajectory, mask: TurnWeighting | None = None, *, cut: bool = False) -> bool:
-    """Make a replayed conversation one to learn from: its turns weigh what `mask` and the row's `weights` say, multiplied.
+    """Set the turn weights and advantages of a replayed trajectory. Returns whether it is trained on.
 
-    Returns whether it is one: one that broke is not, nor one that did not fit, unless it may be `cut`.
+    The weight of a turn is the weight from `mask` times the entry of the row's `weights`; each advantage is 1. A failed
+    trajectory is not trained on. A trajectory that exceeded the context is trained on only if `cut` is set. If `weights`
+    has fewer numbers than the trajectory has turns, the trajectory fails.
     """
     if trajectory.failed or (trajectory.stop is not Stop.DONE and not cut):
         return False
@@ -87,7 +93,10 @@ def weigh(trajectory: Trajectory, mask: TurnWeighting | None = None, *, cut: boo
 
 
 def problems(trajectories: Sequence[Trajectory], *, context: int | None) -> list[str]:
-    """Why some of them are not learnt from, with the rows that it holds for: `rows 3 and 17: tokens: ...`."""
+    """The reasons why trajectories are not trained on, each with the ids of its rows.
+
+    Example: `rows 3, 17: row: ...`.
+    """
     found: dict[str, list[str]] = {}
     for one in trajectories:
         if one.error is not None:

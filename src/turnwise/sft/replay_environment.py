@@ -1,6 +1,6 @@
-"""A conversation that was held before, held again: who answered then says the same now, whatever the model says.
+"""An environment that replays a given conversation: its replies are the recorded messages and do not depend on the completion.
 
-It is how fine-tuning gets its tokens: the model's part is said by a scripted engine, and everything between is this one.
+Fine-tuning uses it to produce tokens: a scripted engine returns the assistant messages, and this environment all others.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from turnwise.types import Message, Opening, Reply, Row, ToolSchema, Turn
 __all__ = ["Replay", "rounds"]
 
 Round = tuple[Message, list[Message]]
-"""What the model said, and the messages after it."""
+"""An assistant message, and the messages between it and the next assistant message."""
 
 
 class Replay:
-    """Opens with the row's messages before the first of the assistant, and answers each turn with those that follow next.
+    """Begins with the row's messages before the first assistant message, and answers each turn with the messages that follow it.
 
-    The row's column `tools` says what is offered; `tools` is for rows without one. It ends with the last assistant message:
-    what stands behind that is recorded, and nobody answers it.
+    The row's column `tools` defines the tools of the conversation; the argument `tools` is used for rows without this column.
+    The conversation is done after the last assistant message. Messages after that one are recorded, and the model is not
+    called for them.
     """
 
     def __init__(self, tools: Sequence[ToolSchema] = ()) -> None:
@@ -43,13 +44,16 @@ class Replay:
 
 
 def _answering(message: Message, ids: Mapping[str, str]) -> Message:
-    """A tool's answer with the id that its call has in this conversation: templates that print no ids lose the data's."""
+    """A tool message with the id that its call has in this conversation.
+
+    The id in the data can differ from it: templates that print no ids lose the id of the data.
+    """
     id = str(message.get("tool_call_id"))
     return {**message, "tool_call_id": ids[id]} if message["role"] == "tool" and id in ids else message
 
 
 def rounds(messages: Sequence[Message]) -> tuple[list[Message], list[Round]]:
-    """The messages before the first one of the assistant, and then each of those with what follows it.
+    """The messages before the first assistant message, and each assistant message with the messages that follow it.
 
     Example: system, user, assistant, tool, assistant gives `[system, user]` and `[(assistant, [tool]), (assistant, [])]`.
     """

@@ -1,4 +1,4 @@
-"""A fine-tuning run: everything that the loop of `fine_tune` needs, assembled from a recipe."""
+"""Assembles a fine-tuning run from a recipe: all objects that the loop of `fine_tune` uses."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class SftRun(RunState):
     tools: Sequence[ToolSchema]
     """The recipe's tools, for rows without a column of tools."""
     max_tokens: int | None
-    """The most tokens of a conversation; None: no limit."""
+    """Maximum number of tokens of a conversation; None: no limit."""
     recorded: int
     """The number of conversations in trajectories.jsonl."""
     without_targets: int = 0
-    """The number of rows since the last one that could be trained on."""
+    """The number of rows since the last trained row, counted per step: a step with a trained row sets it to 0."""
     evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
-    """The held-out conversations, packed once: they are the same in each evaluation."""
+    """The held-out conversations as a packed batch, and their trajectories. Built once: they are the same in each evaluation."""
 
     def data_position(self) -> dict[str, int]:
         return {**RunState.data_position(self), "recorded": self.recorded}
 
 
 def assemble(config: Config) -> SftRun:
-    """Check a recipe, and load and build what it names. A run in `output` is resumed if the recipe says so.
+    """Check a recipe, load the model and the data, and build the run. A run in `output` is resumed if the recipe says so.
 
-    Raises TurnwiseError before anything is computed.
+    Raises TurnwiseError before the first training step.
     """
     refuse_sft_without_effect(config)
     weigh_turns = build.turn_weighting(config)

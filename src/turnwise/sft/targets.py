@@ -1,8 +1,8 @@
-"""What the model would have to sample for a conversation to come out as it was written: its lines, turn by turn.
+"""Computes the completion text of each assistant message: the text that the model would have to sample, turn by turn.
 
-The template is asked what it writes for each of the model's messages, given everything before it; calls, thoughts and the
-token that ends the turn are then in the model's own form. A template that would lose something (most leave out thoughts that
-stand in a message's content) is not believed: what was lost is put back, or the message is refused.
+Each assistant message is rendered by the chat template after all messages before it. Tool calls, reasoning and the stop token
+therefore have the format of the model. Invariant: no part of a message is lost. Most templates leave out reasoning that is
+part of a message's content; such reasoning is inserted again, or TemplateError is raised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.types import Message, ToolSchema
 __all__ = ["REASONING", "lines"]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which a message's thoughts may stand beside its content."""
+"""Keys of a message that can hold its reasoning separately from its content."""
 
 
 def lines(
@@ -28,10 +28,12 @@ def lines(
     rounds: Sequence[tuple[Message, Sequence[Message]]],
     tools: Sequence[ToolSchema] = (),
 ) -> list[str]:
-    """The text of each turn, the token that ends it included.
+    """The completion text of each turn, including the stop token; one text per round.
 
-    `rounds` holds the model's messages, each with those that follow it. Raises TemplateError if the template takes a message
-    in no way, or has no place for the thoughts or the calls in it.
+    `opening` has the messages before the first assistant message. `rounds` has the assistant messages, each with the messages
+    that follow it.
+
+    Raises TemplateError if the template cannot write a message, or cannot write its content, reasoning or tool calls.
     """
     template = renderer.template
     before = template.planned_opening(opening, tools)
@@ -48,7 +50,7 @@ def lines(
 
 
 def _asked(before: Sequence[Message]) -> Sequence[Message]:
-    """The messages without the model's own at their end: many templates write the last message in a way of its own."""
+    """The messages without assistant messages at the end: many templates write the last message in a different way."""
     end = len(before)
     while end > 1 and before[end - 1]["role"] == "assistant":
         end -= 1
@@ -57,15 +59,15 @@ def _asked(before: Sequence[Message]) -> Sequence[Message]:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A message, and what in it was thought."""
+    """A message, separated into reasoning and other content."""
 
     message: Message
-    """Without its thoughts where they stood beside the content; else as it was."""
+    """The message without the keys of `REASONING`. Reasoning inside the content stays there."""
     reasoning: str
     said: str
-    """The content without thoughts."""
+    """The content without reasoning."""
     beside: bool
-    """Whether the thoughts stood beside the content, and not in it."""
+    """Whether the reasoning was under a key of `REASONING`, and not in the content."""
 
 
 def _read(renderer: Renderer, message: Message) -> _Read:
@@ -79,7 +81,7 @@ def _read(renderer: Renderer, message: Message) -> _Read:
 
 
 def _with_thoughts(renderer: Renderer, read: _Read) -> Message:
-    """The message as the template takes it."""
+    """The message with its reasoning under the key that the template reads, if there is such a key."""
     key = renderer.profile.reasoning.key
     if not read.beside or key is None:
         return read.message
@@ -88,13 +90,13 @@ def _with_thoughts(renderer: Renderer, read: _Read) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The line of a turn after `before`."""
+    """Computes the completion text of a turn whose prompt has the messages `before`."""
 
     renderer: Renderer
     before: Sequence[Message]
     tools: Sequence[ToolSchema]
     prompt: str
-    """`before` as the template writes it, when the model is to speak."""
+    """The rendered text of `before`, with the generation prompt."""
 
     def of(self, message: Message, answers: Sequence[Message], stands: PriorConversation) -> str:
         read = _read(self.renderer, message)
@@ -110,7 +112,7 @@ class _Line:
         )
 
     def _ways(self, read: _Read, opened: str) -> list[str]:
-        """What the model may have to say, the template's own way first."""
+        """Candidate completion texts. Those that the template writes come first."""
         tried = [_with_thoughts(self.renderer, read)]
         if read.reasoning and self.renderer.profile.reasoning.key is not None:
             tried.append({**read.message, "content": read.said, self.renderer.profile.reasoning.key: read.reasoning})
@@ -120,32 +122,30 @@ class _Line:
             self._refuse_lost_calls(words, message)
             found.append(_inside(words, opened, self.renderer.profile.reasoning.marks))
         if read.reasoning and self.renderer.profile.reasoning.supported:
-            # the template leaves thoughts out of what it writes: they stand before the words all the same
+            # if the template leaves reasoning out, the reasoning is inserted before the content
             opening, closing = next(iter(self.renderer.profile.reasoning.marks.own), ("", ""))
             said = self._said({**read.message, "content": read.said})
             raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(
                 said, self.renderer.profile.reasoning.marks
             )
             if not read.beside and isinstance(read.message.get("content"), str) and not read.message.get("tool_calls"):
-                raw = (
-                    f"{read.message['content']}{self.renderer.profile.turn.closing}"  # word for word, as it was written
-                )
+                raw = f"{read.message['content']}{self.renderer.profile.turn.closing}"  # the content is used unchanged
             if opening or not read.beside:
                 found.append(_inside(raw, opened, self.renderer.profile.reasoning.marks))
         return found
 
     def _said(self, message: Message) -> str:
-        """What the template writes for the message."""
+        """The text that the template writes for the message."""
         template = self.renderer.template
         whole = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
         for begun in (self.prompt, self.renderer.profile.reasoning.marks.without_open_thought(self.prompt)):
             if whole.startswith(begun):
                 return whole[len(begun) :]
-        # what stands before it is changed by what follows: it is asked behind a plain question
+        # the message changes the text of the messages before it: it is rendered after a plain user message instead
         return template.completion_text(message, tools=self.tools)
 
     def _holds(self, words: str, read: _Read, opened: bool) -> bool:
-        """Whether all of the message is in the words, its thoughts as thoughts and nothing else as one."""
+        """Whether the text has the entire content, and exactly the reasoning of the message inside reasoning marks."""
         if not self._says(words, read):
             return False
         if not read.reasoning:
@@ -171,7 +171,7 @@ class _Line:
                 )
 
     def _ended(self, words: str, answers: Sequence[Message], stands: PriorConversation) -> str:
-        """The words up to the token that ends the turn."""
+        """The text up to and including the stop token."""
         template = self.renderer.template
         stops = [self.renderer.decode([token]) for token in self.renderer.stop_token_ids]
         closing = self.renderer.profile.turn.closing
@@ -183,7 +183,7 @@ class _Line:
             return words[:end]
         if not answers:
             return words
-        # nothing ends a turn but the header of the next one: the model says its first token
+        # the turn has no stop token of its own: the model samples the first stop token in the header of the next message
         plan = template.plan(answers, stands)
         roles = [str(answer["role"]) for answer in plan.apply(answers)]
         head = template.text_before_content(roles, plan.base_turns[0], plan.base_for(stands))
@@ -191,7 +191,7 @@ class _Line:
 
 
 def _inside(words: str, opened: str, marks: ReasoningMarks) -> str:
-    """The words of a turn whose generation prompt has opened a thought already."""
+    """The completion text if the generation prompt already contains the opening mark of reasoning (`opened`)."""
     if not opened:
         return words
     mark = opened.strip()
@@ -203,7 +203,7 @@ def _inside(words: str, opened: str, marks: ReasoningMarks) -> str:
 
 
 def _without_thought(words: str, marks: ReasoningMarks) -> str:
-    """The words without an empty thought that the template puts before them."""
+    """The text without the empty reasoning block that the template writes before it."""
     bare = words.lstrip()
     for opening, closing in marks.closing_of.items():
         if bare.startswith(opening) and not bare.removeprefix(opening).partition(closing)[0].strip():
