@@ -1,5 +1,5 @@
-"""Classes and files that were written for other systems, and work here as they are.
+"""Adapters that run classes and files of other systems unchanged.
 
-Each folder is one system. Adapters are environments like any other: recipes name them, and nobody imports them but the loader
-and the command line.
+Each folder is for one system. Adapters are ordinary environments: recipes name them, and only the loader and the command line
+import them.
 """

@@ -1,8 +1,8 @@
-"""The kind of every argument that the conversion computes with or that becomes an option: integer, number, text, list, mapping.
+"""The types of the arguments that the conversion computes with or converts to options: integer, number, text, list, mapping.
 
-Values come as words of a command line (always texts) or from a YAML or JSON file. Each argument is read once, here, as its
-kind; a value of another kind is an error that names the argument, the value and the kind. Other arguments are only reported,
-so their values are guessed from their text.
+Values are words of a command line (always texts) or values of a YAML or JSON file. Each argument is parsed once, here, as its
+type. A value of another type raises an error that names the argument, the value and the type. Other arguments are only
+reported, so the type of their values is guessed from the text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnwise.json_yaml import check_text, parse_json
 __all__ = ["ARGUMENT_TYPES", "parse_argument", "positive_integer"]
 
 ArgumentType = Callable[[Any], Any]
-"""Gives the value of a word or of a file's value. Raises ValueError with the rule that it breaks: `is not an integer`."""
+"""Converts a word or a value of a file. Raises ValueError with the violated rule as its text, such as `is not an integer`."""
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _MOST = 2**63
@@ -54,7 +54,7 @@ def _count(value: Any) -> int:
 
 
 def _steps(value: Any) -> int | float:
-    """A number of steps; a number between 0 and 1 is a share of all steps."""
+    """A number of steps; a number between 0 and 1 is a fraction of all steps."""
     number = _number(value)
     return number if 0 < number < 1 else _integer(value)
 
@@ -74,7 +74,7 @@ def _flag(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)  # YAML reads a name of digits as a number
+        value = str(value)  # YAML reads a name that consists of digits as a number
     if not isinstance(value, str):
         raise ValueError("is not a text")
     if (problem := check_text(value)) is not None:
@@ -94,7 +94,7 @@ def _texts_of_texts(value: Any) -> dict[str, str]:
 
 
 def _guess(value: Any) -> Any:
-    """A word as what it looks like: a number, true or false, JSON, or the text itself."""
+    """The value of a word, guessed from its text: a number, true or false, JSON, or the text itself."""
     if not isinstance(value, str):
         return value
     _text(value)
@@ -150,13 +150,13 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     ),
     "columns": _texts_of_texts,
 }  # fmt: skip
-"""The kind of an argument; of each value, where it is a list."""
+"""The type of each argument; for a list, the type of its items."""
 
 
 def parse_argument(key: str, values: list[Any]) -> Any:
-    """The value of the argument `key`, of its words or of its values in a file; None where it is `null`.
+    """The value of the argument `key`, from its words or from its values in a file; None if the value is `null`.
 
-    Raises ConfigError if a value is not of the argument's kind, or there are too many or none.
+    Raises ConfigError if a value is not of the argument's type, or if there are too many values or no value.
     """
     kind = ARGUMENT_TYPES.get(key, _guess)
     if key in LISTS:
@@ -177,12 +177,12 @@ def parse_argument(key: str, values: list[Any]) -> Any:
 
 
 def positive_integer(name: str, value: str) -> int:
-    """An integer of at least 1 that is no argument, such as a variable of the shell. Raises ConfigError."""
+    """An integer of at least 1 from another source than an argument, such as a shell variable. Raises ConfigError."""
     return _read(name, _count, value)
 
 
 def _items(value: Any) -> list[Any]:
-    """A word or a file's value as a list: JSON, or one thing (`[END]` is a stop word)."""
+    """A word or a file's value as a list: JSON, or a single item (`[END]` is a stop word)."""
     if isinstance(value, str) and value.strip().startswith("["):
         value = _guess(value)
     return list(value) if isinstance(value, list | tuple) else [value]

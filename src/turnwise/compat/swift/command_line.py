@@ -1,4 +1,4 @@
-"""Reading arguments of ms-swift as people write them: on a command line, in a script, in a YAML or JSON file."""
+"""Reads arguments of ms-swift from a command line, a script, or a YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _MOST_CHARACTERS = 10_000_000
 
 
 class SwiftArguments:
-    """The arguments that were given, those of several commands together."""
+    """The given arguments; those of several commands are merged."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.overridden: dict[str, Any] = {}
-        """Values that a later command gave differently."""
+        """Values for which a later command gave a different value."""
         self.environment: dict[str, str] = {}
-        """Variables of the shell that are set in front of a command."""
+        """Shell variables that are set before a command."""
         self.processes = 1
-        """Of the trainer: `NPROC_PER_NODE` times `NNODES`."""
+        """The number of processes of the trainer: `NPROC_PER_NODE` times `NNODES`."""
         self.rollout: Literal["given", "comment", "unknown"] = "unknown"
-        """Whether the arguments of `swift rollout` are there, and whether they stand in a comment."""
+        """Whether the arguments of `swift rollout` were given, and whether they were found in a comment."""
         self.folders: list[Path] = [Path()]
-        """Where files that are named may be: here, and in the folders around the files that were read."""
+        """Folders in which named files are searched: the working directory, and the folders around the files that were read."""
         self.files: list[Path] = []
         """The files that were read."""
 
     def find(self, name: str) -> Path | None:
         """The file of that name, relative to one of the folders, or None."""
         places = (folder / os.path.expanduser(name) for folder in self.folders)
-        return next((place for place in places if os.path.isfile(place)), None)  # False for a name that cannot be one
+        return next((place for place in places if os.path.isfile(place)), None)  # False for an invalid name
 
     def add(self, key: str, values: list[Any]) -> None:
-        """Add one argument: its words, or its values in a file. Raises ConfigError where they are not of its kind."""
+        """Add one argument: its words, or its values in a file. Raises ConfigError if they are not of the argument's type."""
         if re.fullmatch(r"[A-Za-z_][\w.-]*", key) is None:
             raise ConfigError(f"{key!r:.80} is no name of an argument of ms-swift")
         key = ALIASES.get(key.replace("-", "_"), key.replace("-", "_"))
@@ -125,7 +125,7 @@ def _file(given: SwiftArguments, path: Path) -> None:
     tree = parse(text, where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of arguments; it holds a {type(tree).__name__}")
-    for part in ("rollout", "train"):  # as files for Ray have them
+    for part in ("rollout", "train"):  # files for Ray have these two sections
         if isinstance(tree.get(part), dict):
             given.rollout = "given" if part == "rollout" else given.rollout
             tree = {**tree.pop(part), **tree}
@@ -134,7 +134,7 @@ def _file(given: SwiftArguments, path: Path) -> None:
 
 
 def _commented(text: str) -> str:
-    """A `swift rollout` that stands in the script's comments, because it is to be run in another terminal; or nothing."""
+    """The `swift rollout` command in the script's comments, which the user runs in another terminal; empty if there is none."""
     found: list[str] = []
     for line in text.splitlines():
         words = line.lstrip().removeprefix("#").strip()
@@ -149,9 +149,9 @@ def _commented(text: str) -> str:
 
 
 def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
-    """The words of each `swift rlhf` and `swift rollout` in a script, and which it is; what is set in front is included.
+    """The name and the words of each `swift rlhf` and `swift rollout` command in a script, with the variables set before it.
 
-    Variables that the script itself sets to plain texts are put in.
+    Variables that the script itself sets to plain texts are expanded.
     """
     found: list[tuple[str, list[str]]] = []
     variables: dict[str, str] = {}
@@ -177,7 +177,7 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
 
 
 def _launched(word: str) -> list[str]:
-    """A word, or the command that it stands for: launchers are given `swift/cli/rlhf.py`, and how many processes."""
+    """A word, or the command that it means: launchers receive `swift/cli/rlhf.py` and the number of processes."""
     if match := re.fullmatch(r"(?:.*/)?swift/cli/(rlhf|rollout)\.py", word):
         return ["swift", match.group(1)]
     if match := re.fullmatch(r"--nproc_per_node=(\d+)", word):
@@ -186,17 +186,17 @@ def _launched(word: str) -> list[str]:
 
 
 def _lines(text: str, path: Path) -> Iterator[list[str]]:
-    """The words of each command; one goes on behind a backslash, and as long as a quotation is open."""
+    """The words of each command. A command continues after a backslash, and while a quotation is open."""
     waiting, quoted = "", False
     for line in text.splitlines():
         if not quoted and line.lstrip().startswith("#"):
-            continue  # a comment does not go on behind a backslash
+            continue  # a comment does not continue after a backslash
         if not quoted and line.endswith("\\"):
             waiting += line[:-1] + " "
             continue
         waiting += line
         try:
-            words = shlex.split(re.sub(r"\\\n", " ", waiting))  # not its own comments: `dataset#500` holds none
+            words = shlex.split(re.sub(r"\\\n", " ", waiting))  # no comments of `shlex`: `dataset#500` has none
         except ValueError:
             waiting, quoted = waiting + "\n", True
             continue

@@ -1,8 +1,8 @@
 """`import swift...` in a plugin file, at any time: at its top, and inside a method that runs later, in any thread.
 
-A module looks `import` up in its own builtins. A plugin file, and what it imports from its own folder, is run with builtins
-whose `import` gives our modules under ms-swift's names. So nothing is patched for anybody else: `sys.modules` is left alone,
-and it is the same whether ms-swift is installed or not.
+A module looks up `import` in its own builtins. A plugin file, and the modules that it imports from its own folder, run with
+builtins whose `import` returns turnwise's modules under ms-swift's names. Other code is not affected: the modules under
+ms-swift's names are not put into `sys.modules`. The behaviour is the same whether or not ms-swift is installed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 __all__ = ["Modules", "run_file"]
 
 _ROOT = "swift"
-"""Always ours; modules of other names are where there is nothing installed by them."""
+"""turnwise always provides modules of this name. It provides modules of other names only if no such package is installed."""
 
 
 class Modules:
-    """Modules of ms-swift by name. ms-swift has moved names between them, so each has all of them."""
+    """Modules of ms-swift by name. ms-swift has moved names between its modules, so each module here has all names."""
 
     def __init__(self, listed: Sequence[str], names: Mapping[str, Any]) -> None:
         self._found: dict[str, ModuleType] = {}
@@ -33,36 +33,36 @@ class Modules:
         self._tops = tops - installed
         for name in (name for name in listed if name.partition(".")[0] in self._tops):
             module = self._found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
-            module.__path__ = []  # a package, which has the modules below it and no others
+            module.__path__ = []  # marks a package; its only submodules are those of this table
             vars(module).update(names)
             parent, _, child = name.rpartition(".")
             if parent:
                 setattr(self._found[parent], child, module)
 
     def __contains__(self, top: str) -> bool:
-        """Whether an outermost module is ours."""
+        """Whether turnwise provides the top-level module `top`."""
         return top in self._tops
 
     def get(self, name: str, *, top: bool) -> ModuleType:
-        """The module, or with `top` the outermost one above it. Raises ModuleNotFoundError if there is none of that name."""
+        """The module, or with `top` its top-level package. Raises ModuleNotFoundError if there is no module of that name."""
         if name not in self._found:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return self._found[name.partition(".")[0] if top else name]
 
 
 def run_file(name: str, path: Path, modules: Modules) -> ModuleType:
-    """Run a file as the module `name`; what it imports from its own folder is run in the same way.
+    """Run a file as the module `name`. Modules that it imports from its own folder run in the same way.
 
-    Raises whatever the file raises; the module is not in `sys.modules` then.
+    Raises the exceptions of the file; the module is then not in `sys.modules`.
     """
     folder = _Folder(path.parent, modules)
     spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path), folder))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module in `sys.modules`
     try:
-        with folder.importable():  # for importlib.import_module, which does not look into the builtins
+        with folder.importable():  # for importlib.import_module, which does not use the builtins
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -71,7 +71,7 @@ def run_file(name: str, path: Path, modules: Modules) -> ModuleType:
 
 
 class _Folder:
-    """Finds the modules of a plugin's folder and runs them as the plugin is run."""
+    """Finds the modules of a plugin's folder, and runs them in the same way as the plugin."""
 
     def __init__(self, folder: Path, modules: Modules) -> None:
         self._folder = str(folder)
@@ -87,7 +87,7 @@ class _Folder:
         fromlist: Sequence[str] | None = (),
         level: int = 0,
     ) -> ModuleType:
-        """What an `import` statement calls."""
+        """The function that an `import` statement calls."""
         top = name.partition(".")[0]
         if not level and top in self._modules:
             return self._modules.get(name, top=not fromlist)
@@ -97,7 +97,7 @@ class _Folder:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        """As a finder of `sys.meta_path`."""
+        """The method of a finder in `sys.meta_path`."""
         if path is not None and not any(str(one).startswith(self._folder) for one in path):
             return None
         spec: ModuleSpec | None = PathFinder.find_spec(name, [self._folder] if path is None else path)
@@ -108,7 +108,7 @@ class _Folder:
 
     @contextmanager
     def importable(self) -> Iterator[None]:
-        """While it is open, the modules of the folder can be imported, before installed ones of the same name."""
+        """In this context, the folder's modules can be imported; they take precedence over installed modules of the same name."""
         finders: list[Any] = sys.meta_path
         place = next((n for n, finder in enumerate(finders) if finder is PathFinder), len(finders))
         finders.insert(place, self)

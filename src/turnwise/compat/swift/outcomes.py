@@ -1,7 +1,7 @@
-"""The reward functions that come with ms-swift, by its names.
+"""The reward functions that ms-swift provides, with its names.
 
-`accuracy` is decided by math-verify (`pip install 'turnwise[math]'`), `cosine`, `repetition` and `soft_overlong` are shaped by
-arguments of ms-swift's, `format` and `react_format` ask for a form.
+`accuracy` uses math-verify (`pip install 'turnwise[math]'`). `cosine`, `repetition` and `soft_overlong` have ms-swift's
+arguments. `format` and `react_format` check the format of a completion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
 
 
 class MathAccuracy(ORM):
-    """1 where math-verify finds that the answer is the solution's, else 0.
+    """1 if math-verify finds that the answer equals the solution, else 0.
 
     The answer is what stands in `<answer>`; without it, what is boxed or else written as LaTeX. The solution is read in the
     same way, but numbers count without LaTeX. A solution that cannot be read gives 0.
@@ -42,21 +42,21 @@ class MathAccuracy(ORM):
 
 
 class Format(ORM):
-    """1 where a completion is `<think>...</think>` and `<answer>...</answer>` and nothing else."""
+    """1 if a completion consists only of `<think>...</think>` and `<answer>...</answer>`, else 0."""
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
         return [float(_FORMAT.fullmatch(one) is not None) for one in completions]
 
 
 class ReActFormat(ORM):
-    """1 where a completion is a thought, `Action:` and `Action Input:`."""
+    """1 if a completion begins with a thought, `Action:` and `Action Input:`, else 0."""
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
         return [float(_REACT.match(one) is not None) for one in completions]
 
 
 class CosineReward(ORM):
-    """A reward between two bounds, by the length in tokens: short is better where the answer is right, else worse.
+    """A reward between two bounds, by the length in tokens: a short answer is better if it is right, and worse if it is wrong.
 
     Paper: Demystifying long chain-of-thought reasoning, arXiv 2502.03373.
     """
@@ -116,7 +116,7 @@ class SoftOverlong(ORM):
 
 
 def _lengths(columns: dict[str, Any]) -> list[int]:
-    """The tokens that were sampled in each conversation; `response_token_ids` has a list for each turn, or one for all."""
+    """The number of sampled tokens per conversation. `response_token_ids` has one list per turn, or one list for all turns."""
     return [
         sum(len(one) if isinstance(one, list | tuple) else 1 for one in ids) for ids in columns["response_token_ids"]
     ]

@@ -1,4 +1,4 @@
-"""What a scheduler written for ms-swift is handed and hands back: its names, with the fields that its users touch.
+"""The data classes that an ms-swift scheduler receives and returns: ms-swift's names, with the fields that users access.
 
 Data only. ms-swift declares some of these with pydantic; here all are dataclasses, with the same constructors.
 """
@@ -36,7 +36,7 @@ Messages = list[Message]
 
 @dataclass
 class InferRequest:
-    """A conversation that is to be continued. `<image>` and `<video>` in a text stand for the next of `images`, `videos`."""
+    """A conversation to continue. Each `<image>` or `<video>` in a text refers to the next item of `images` or `videos`."""
 
     messages: Messages = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
@@ -55,18 +55,18 @@ class InferRequest:
 
 @dataclass
 class RolloutInferRequest(InferRequest):
-    """The same, with the row's other columns."""
+    """An `InferRequest` with the other columns of the row."""
 
     data_dict: dict[str, Any] = field(default_factory=dict)
     uuid: str | None = None
-    """Of the trajectory."""
+    """The id of the trajectory."""
     add_eos: bool | Literal["auto"] | None = None
 
 
 @dataclass
 class RequestConfig:
-    """How tokens are sampled. None, and an empty `stop`, are the recipe's values. A scheduler may change `max_tokens` and `stop`;
-    the others have one value in all conversations of a run, that of the recipe."""
+    """Sampling parameters. None, and an empty `stop`, mean the recipe's values. A scheduler may change `max_tokens` and `stop`.
+    The other parameters always have the recipe's values, in all conversations of a run."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -92,16 +92,16 @@ class RequestConfig:
 
 @dataclass
 class Function:
-    """What is called."""
+    """The called function."""
 
     name: str
     arguments: str | None
-    """JSON."""
+    """The arguments as JSON text."""
 
 
 @dataclass
 class ChatCompletionMessageToolCall:
-    """A call that the renderer has read in the model's answer."""
+    """A tool call that the renderer parsed from the model's answer."""
 
     function: Function
     type: str = "function"
@@ -110,7 +110,7 @@ class ChatCompletionMessageToolCall:
 
 @dataclass
 class ChatMessage:
-    """What the model said."""
+    """A message of the model."""
 
     role: str
     content: str | None
@@ -120,20 +120,20 @@ class ChatMessage:
 
 @dataclass
 class ChatCompletionResponseChoice:
-    """One answer of the model: the text of this turn, and its tokens as they were sampled."""
+    """One answer of the model: the text of this turn and its sampled tokens."""
 
     index: int
     message: ChatMessage
     finish_reason: Literal["stop", "length"] | None
     logprobs: dict[str, list[dict[str, Any]]] | None = None
-    """`{"content": [{"token": "token_id:17", "logprob": -0.4}, ...]}`, one for each of `token_ids`."""
+    """`{"content": [{"token": "token_id:17", "logprob": -0.4}, ...]}`, one item for each of `token_ids`."""
     messages: Messages | None = None
     token_ids: list[int] | None = None
 
 
 @dataclass
 class UsageInfo:
-    """How many tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -142,7 +142,7 @@ class UsageInfo:
 
 @dataclass
 class ChatCompletionResponse:
-    """What an engine answers."""
+    """The response of an engine."""
 
     model: str
     choices: list[ChatCompletionResponseChoice]
@@ -155,7 +155,7 @@ class ChatCompletionResponse:
 
 @dataclass
 class RolloutOutput:
-    """What `run` returns. `response_token_ids` and `response_loss_mask` have one list for each assistant message."""
+    """The return value of `run`. `response_token_ids` and `response_loss_mask` have one list for each assistant message."""
 
     response: ChatCompletionResponse | None = None
     messages: Messages | None = None
@@ -173,12 +173,12 @@ class RolloutOutput:
             setattr(self, name, [list(one) for one in value])
 
     def model_dump(self) -> dict[str, Any]:
-        """As a dictionary, by pydantic's name for it."""
+        """The fields as a dictionary. The method has pydantic's name."""
         return dataclasses.asdict(self)
 
 
 def choice_of(turn: Turn) -> ChatCompletionResponseChoice:
-    """A turn as the answer of an engine. Its lists are copies: schedulers append to them."""
+    """A turn as a choice of an engine's response. Its lists are copies, because schedulers append to them."""
     completion = turn.completion
     ids = list(completion.token_ids) if completion is not None else []
     logprobs = list(completion.logprobs) if completion is not None else []
@@ -207,5 +207,5 @@ def _json(arguments: Mapping[str, Any]) -> str:
 
 
 def response_of(choice: ChatCompletionResponseChoice, uuid: str | None) -> ChatCompletionResponse:
-    """A choice as the response that `infer_async` gives."""
+    """The response that `infer_async` returns for a choice."""
     return ChatCompletionResponse(model="turnwise", choices=[choice], id=uuid or "")

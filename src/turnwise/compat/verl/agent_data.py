@@ -1,6 +1,6 @@
 """The argument `agent_data` of `execute` in verl v0.7: the state of the tool's conversation.
 
-An environment sees messages, not tokens. `AgentData` has the tokens of the last turn, and not those of the prompt.
+An environment receives messages, not tokens. `AgentData` has the tokens of the last turn, but not the tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FunctionCall:
 
 @dataclass
 class AgentData:
-    """One conversation as its tools see it. All calls receive the same object; `extra_fields` is for the tools' own data."""
+    """A conversation's state for its tools. All calls receive the same object; `extra_fields` is for data of the tools."""
 
     messages: list[Message] = field(default_factory=list)
     """Copies of all messages so far, the turn with the call included."""

@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.total_epochs": 30,
 }
-"""verl's defaults, of keys that become options and whose default differs from ours or may differ."""
+"""verl's defaults of keys that become options, where verl's default differs or may differ from turnwise's default."""
 
 PLAIN: dict[str, str] = {
     "data.shuffle": "data.shuffle",
@@ -318,7 +318,7 @@ MACHINERY: dict[str, str] = {
     "trainer.val_before_train": "held-out rows are always evaluated before and after training",
     "rollout.engine": _ENGINE,
 }
-"""Keys that change how the work is done and not the result of training, and why."""
+"""Keys that change only the execution and not the result of training, and why."""
 
 
 def _of(table: dict[str, str], key: str) -> str | None:

@@ -1,10 +1,11 @@
-"""verl's module names, for as long as a user's code is loaded or called.
+"""Provides verl's module names while a user's code is loaded or called.
 
-Inside `with verl_names():` the modules of `NAMES` are ours, whether verl is installed or not, so that a recipe does not depend
-on what else is installed. Everything else comes from verl where it is installed: its other modules, what its packages define
-themselves (`verl.DataProto`), and names that our version of a module does not have. Such modules are executed once and kept for
-the next time, so that their caches and classes stay the same; a module that was imported outside is the same one inside.
-Outside, `sys.modules` is as it was: nothing is patched when turnwise is imported.
+Inside `with verl_names():`, turnwise provides the modules of `NAMES`, whether or not verl is installed. A recipe therefore does
+not depend on the other packages that are installed. The installed verl, if any, provides everything else: its other modules,
+the names that its packages define (`verl.DataProto`), and the names that turnwise's version of a module does not have. These
+modules are executed once and kept for the next use, so that their caches and classes stay the same. A module of verl that
+turnwise does not provide and that was imported outside is the same object inside.
+Outside, `sys.modules` is unchanged: importing turnwise patches nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "verl.tools.base_tool": (
         f"{_HERE}.base:BaseTool",
-        f"{_HERE}.registry:initialize_tools_from_config",  # there up to v0.4
+        f"{_HERE}.registry:initialize_tools_from_config",  # in this module up to v0.4
         f"{_HERE}.schemas:OpenAIFunctionToolSchema",
         f"{_HERE}.schemas:ToolResponse",
     ),
@@ -81,18 +82,18 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_HERE}.reward_score:compute_score",
         f"{_HERE}.reward_score:extract_solution",
     ),
-    "verl.utils.reward_score.math": _BOXED,  # up to v0.5
+    "verl.utils.reward_score.math": _BOXED,  # the name of this module up to v0.5
     "verl.utils.reward_score.math_reward": _BOXED,
     "verl.utils.rollout_trace": (f"{_HERE}.names:rollout_trace_op", f"{_HERE}.names:rollout_trace_attr"),
     "verl.utils.dataset.vision_utils": (f"{_HERE}.vision:process_image", f"{_HERE}.vision:process_video"),
 }
-"""The modules of verl that turnwise provides, and the objects in them."""
+"""The modules of verl that turnwise provides, and the objects in each module, as `module:name`."""
 
 _FOLDERS = {name.rsplit(".", depth)[0] for name in NAMES for depth in range(1, name.count(".") + 1)}
 
 
 def rollout_trace_op(function: Any) -> Any:
-    """verl's decorator for traces. Conversations are always recorded (docs/record.md), so it returns the function unchanged."""
+    """verl's decorator for traces. Returns the function unchanged, because conversations are always recorded (docs/record.md)."""
     return function
 
 
@@ -103,23 +104,23 @@ def rollout_trace_attr(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _places(module: str) -> dict[str, tuple[str, str]]:
-    """Where the names of a module are ours: name to (module of ours, name in it)."""
+    """The names that turnwise provides in a module of verl: name to (turnwise module, name in that module)."""
     split = [place.partition(":") for place in NAMES.get(module, ())]
     return {name: (home, name) for home, _, name in split}
 
 
 def ours(module: str, name: str) -> Any | None:
-    """turnwise's object for a name of verl, or None."""
+    """turnwise's object for a name in a module of verl; None if turnwise does not provide the name."""
     place = _places(module).get(name)
     return None if place is None else getattr(importlib.import_module(place[0]), place[1])
 
 
 class _LentModule(ModuleType):
-    """A module of verl's: the names of `NAMES` are ours, any other is that of the installed verl.
+    """A module of verl: turnwise provides the names in `NAMES`; the installed verl provides all other names.
 
-    Reading and writing our names reaches the module where they live, so that replacing one (`unittest.mock.patch`) is seen by
-    the classes that use it. The installed module is executed when it is first needed, and not before: importing verl takes
-    seconds, and fails where something that it needs is missing.
+    Reads and writes of turnwise's names go to the turnwise module that defines them. Classes that use a name therefore see a
+    replacement of it (`unittest.mock.patch`). The installed module is executed only when it is first needed: importing verl
+    takes seconds, and fails if one of its dependencies is missing.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -127,7 +128,7 @@ class _LentModule(ModuleType):
         if name in own:
             home, attribute = own[name]
             return getattr(importlib.import_module(home), attribute)
-        if name.startswith("__") and name != "__version__":  # asked by the import system and by inspect
+        if name.startswith("__") and name != "__version__":  # the import system and `inspect` read these names
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if "__path__" in vars(self) and _FINDER.find_spec(f"{self.__name__}.{name}", self.__path__, quiet=True):
             return importlib.import_module(f"{self.__name__}.{name}")
@@ -155,7 +156,7 @@ class _LentModule(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of `NAMES`, and the packages above them; others where verl is installed."""
+    """Finds the modules of `NAMES` and their parent packages; finds other modules only in an installed verl."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
@@ -170,7 +171,10 @@ class _Finder(MetaPathFinder, Loader):
         *,
         quiet: bool = False,
     ) -> ModuleSpec | None:
-        """`quiet`: None, instead of an error that says what there is, where there is no such module."""
+        """The spec of a module of verl; None for other packages.
+
+        If there is no such module: None with `quiet`; otherwise ModuleNotFoundError, which lists the available modules.
+        """
         if fullname.partition(".")[0] != "verl":
             return None
         lent, package = fullname in NAMES or fullname in _FOLDERS, fullname in _FOLDERS
@@ -190,14 +194,14 @@ class _Finder(MetaPathFinder, Loader):
         return real
 
     def installed(self, fullname: str, path: Sequence[str] | None) -> ModuleSpec | None:
-        """What others would find."""
+        """The spec that the other finders of `sys.meta_path` find; None if they find no spec."""
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(fullname, path)) is not None:
                 return spec
         return None
 
     def installed_module(self, lent: ModuleType) -> ModuleType | None:
-        """The installed module of a lent one's name, executed; None where there is none, or it is being executed."""
+        """The executed installed module with the name of `lent`; None if it does not exist or is still being executed."""
         name = lent.__name__
         with self._lock:
             if name not in self._modules:
@@ -208,13 +212,13 @@ class _Finder(MetaPathFinder, Loader):
                     try:
                         spec.loader.exec_module(module)
                     except BaseException:
-                        del self._modules[name]  # the next time says the same again
+                        del self._modules[name]  # so that the next access raises the same error again
                         raise
                     self._modules[name] = module
             return self._modules[name]
 
     def forget(self) -> None:
-        """Forget the installed modules: another verl is installed now."""
+        """Forget the installed modules, because the installation of verl has changed."""
         self._specs.clear()
         self._modules.clear()
 
@@ -230,16 +234,16 @@ _FINDER = _Finder()
 
 
 class _Names:
-    """Who uses the names now: they are there from the first one in until the last one is out."""
+    """Counts the active `verl_names()` contexts. The names exist while at least one context is active."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._inside = 0
         self._outside_modules: dict[str, ModuleType] = {}
         self._kept: dict[str, ModuleType] = {}
-        """The modules that were imported inside, for the next time."""
+        """The modules that were imported inside, kept for the next use."""
         self._kept_of: tuple[str, ...] | None = None
-        """Where the verl is installed that they are of."""
+        """The folders of the installed verl that the kept modules belong to; None if verl is not installed."""
 
     def enter(self) -> None:
         with self._lock:
@@ -268,7 +272,7 @@ class _Names:
 
 
 def _taken() -> dict[str, ModuleType]:
-    """Take verl's modules out of `sys.modules`."""
+    """Remove verl's modules from `sys.modules` and return them by name."""
     names = [name for name in list(sys.modules) if name == "verl" or name.startswith("verl.")]
     return {name: sys.modules.pop(name) for name in names}
 
@@ -278,7 +282,7 @@ _NAMES = _Names()
 
 @contextmanager
 def verl_names() -> Iterator[None]:
-    """Inside, verl's names are ours. May be entered from several conversations and threads at once."""
+    """Inside this context, turnwise provides verl's names. Several conversations and threads may enter it at the same time."""
     _NAMES.enter()
     try:
         yield

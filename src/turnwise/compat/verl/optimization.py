@@ -90,7 +90,7 @@ def _minibatches(builder: VerlRecipeBuilder) -> None:
             clip if builder.is_set(clip) else clips[0],
         )
     for clip in clips[:3]:
-        if clip not in builder.converted:  # null, or replaced by the two others
+        if clip not in builder.converted:  # null, or replaced by the other two keys
             builder.convert("train.clip_low, train.clip_high, from the other clip_ratio keys", clip)
     builder.reject(clips[3], "the loss has no second bound for negative advantages", changes_training=True)
 

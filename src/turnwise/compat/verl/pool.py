@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class PoolMode(Enum):
-    """How functions are run. As in verl, only threads are supported."""
+    """The way in which functions are run. As in verl, only threads are supported."""
 
     ThreadMode = 1
     ProcessMode = 2

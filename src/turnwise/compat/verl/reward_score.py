@@ -15,7 +15,7 @@ __all__ = ["GRADED", "compute_score", "default_compute_score", "extract_solution
 GRADED = ("openai/gsm8k",)
 """Values of `data_source` that have a grader."""
 
-_LOOKED_AT = 300  # characters at the end
+_LOOKED_AT = 300  # number of characters at the end of a text
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 

@@ -1,7 +1,7 @@
 """The data classes of verl's tools: schemas, calls and responses, with verl's names (`verl.tools.schemas`).
 
-Unlike the originals these keep every key that they are given: `items`, `default`, nested `properties` and `anyOf` reach the
-chat template, and a property without `type` is no error.
+Unlike verl's classes, these classes keep all given keys: the chat template receives `items`, `default`, nested `properties` and
+`anyOf`. A property without `type` is not an error.
 """
 
 from __future__ import annotations

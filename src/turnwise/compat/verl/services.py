@@ -1,7 +1,7 @@
-"""Tools that ask a service: search, a SandboxFusion server, and the servers of MCP, with verl's names, attributes and options.
+"""Tools that call a service: search, SandboxFusion servers and MCP servers, with verl's names, attributes and options.
 
-What speaks to the services is ours (`turnwise.environments`); here are verl's classes around it. Subclasses may override what
-they override in verl: `execute`, `execute_search`, `execute_code`, `_call_tool`, `_parse_tool_result`.
+The clients of the services are in `turnwise.environments`; this module contains verl's classes around them. Subclasses may
+override the same methods as in verl: `execute`, `execute_search`, `execute_code`, `_call_tool`, `_parse_tool_result`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SearchTool(_Instances):
         self.enable_global_rate_limit = config.get("enable_global_rate_limit", True)
         self.retrieval_service_url: str = config["retrieval_service_url"]
         self.topk = config.get("topk", 3)
-        Search(self.retrieval_service_url, topk=self.topk, timeout=float(self.timeout))  # refuses what is no address
+        Search(self.retrieval_service_url, topk=self.topk, timeout=float(self.timeout))  # raises if the URL is invalid
         self.execution_pool = init_execution_pool(self.num_workers, self.enable_global_rate_limit, self.rate_limit)
 
     def execute_search(
@@ -90,8 +90,9 @@ class SandboxFusionTool(_Instances):
     """`code_interpreter(code)`, run on a SandboxFusion server.
 
     Options (`config`): `sandbox_fusion_url`, `default_timeout` in seconds, `default_language`, `memory_limit_mb`,
-    `num_workers` programs at once over all conversations, `rate_limit` programs a second, `enable_global_rate_limit: false`
-    to have no such limit. A call may name its own `timeout` and `language`. Unlike verl's, it tells the model what went wrong.
+    `num_workers`, the number of simultaneous programs over all conversations; `rate_limit`, the number of programs per second;
+    `enable_global_rate_limit: false` for no rate limit. A call may set its own `timeout` and `language`. Unlike verl's tool,
+    this tool reports errors to the model.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
@@ -113,7 +114,7 @@ class SandboxFusionTool(_Instances):
         self.enable_global_rate_limit = config.get("enable_global_rate_limit", True)
         self.sandbox_fusion_url: str = config["sandbox_fusion_url"]
         self.memory_limit_mb = config.get("memory_limit_mb", 1024)
-        self._server(self.default_timeout, self.default_language)  # refuses what is no address
+        self._server(self.default_timeout, self.default_language)  # raises if the URL is invalid
         self.execution_pool = init_execution_pool(self.num_workers, self.enable_global_rate_limit, self.rate_limit)
 
     def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> ToolResponse:

@@ -78,7 +78,7 @@ class WeatherInteraction(BaseInteraction):
 
 
 class Gsm8kTool(BaseTool):
-    """Grades an answer for the model. A call that does not improve the score has the reward -0.05."""
+    """Grades an answer and returns the grade to the model. A call that does not improve the score has the reward -0.05."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema)

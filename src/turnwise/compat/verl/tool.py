@@ -1,4 +1,4 @@
-"""verl's tools in turnwise's tool layer: one object serves all conversations, and has one instance in each.
+"""verl's tools in turnwise's tool layer: one object serves all conversations, with one instance per conversation.
 
 `create` is called when the conversation begins, `execute` for each call, `calc_reward` once after the conversation, and
 `release` exactly once, however the conversation ends. Schemas, checks of arguments, time limits and error messages for the
@@ -30,7 +30,7 @@ class VerlTool:
     instance: Any
     """The object with `create`, `execute`, `calc_reward` and `release`."""
     tool: Tool
-    """Its schema and limits; each conversation sets the function."""
+    """The schema and the limits of the tool; each conversation sets the function."""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class VerlTool:
 
 @dataclass(slots=True)
 class ToolInstance:
-    """A tool in one conversation."""
+    """The instance of a tool in one conversation."""
 
     of: VerlTool
     id: str

@@ -1,4 +1,4 @@
-"""Converts images and videos of tools like verl's helpers (`verl.utils.dataset.vision_utils`).
+"""Converts images and videos of tools in the same way as verl's helpers (`verl.utils.dataset.vision_utils`).
 
 Only the Python type is converted here; the model's processor resizes and splits images.
 """
