@@ -1,4 +1,4 @@
-"""From a recipe to objects: environment, tools, rewards, engine, rows and values. `from turnwise import build` is the way in.
+"""Builds the objects of a recipe: environment, tools, rewards, engine, rows and values. Use `from turnwise import build`.
 
 Every object that a recipe names is imported and checked here, before a run begins.
 """

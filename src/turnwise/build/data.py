@@ -14,7 +14,8 @@ __all__ = ["drop_long_prompts", "rows"]
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
-    """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound beside data.max_rows.
+    """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound in addition to data.max_rows:
+    the smaller bound applies.
 
     Raises DataError.
     """

@@ -1,4 +1,4 @@
-"""The one choice of an engine: training, rollouts, fine-tuning and the doctor all get theirs here."""
+"""Builds the engine of a recipe. Training, rollouts, fine-tuning and `turnwise doctor` all use this module."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine(
 def engine_model(config: Config) -> Any | None:
     """The model that the recipe's engine samples from, loaded from model.path; None for an engine without weights.
 
-    For runs without training: a trainer has loaded its model already.
+    For runs without training. In training, the learner has already loaded the model.
     """
     if isinstance(config.engine, ScriptedEngine):
         return None
@@ -83,7 +83,7 @@ def read_scripts(path: str) -> list[list[str]]:
     if not os.path.isfile(file):
         raise DataError(f"engine.script: there is no file {file.absolute()}")
     scripts: list[list[str]] = []
-    # split, not splitlines: a text may hold U+2028
+    # split, not splitlines: a text may contain U+2028
     for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
         if not line.strip():
             continue

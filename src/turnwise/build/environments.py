@@ -1,4 +1,4 @@
-"""The environment of a recipe: checked once, then built for each conversation, with the recipe's tools in front."""
+"""The environment of a recipe: checked once, then built for each conversation and wrapped in the recipe's tools (`Tools`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 
 @runtime_checkable
 class EnvironmentSource(Protocol):
-    """An object that a recipe may name instead of an environment: built once per run, it makes the environments."""
+    """An object that a recipe can name instead of an environment. It is built once per run and makes the environments."""
 
     def tools(self) -> Sequence[Tool]:
-        """The tools that its environments will have, so that they can be checked before the run."""
+        """The tools of its environments. They are checked before the run."""
         ...
 
     def make(self, in_front: PutInFront) -> Environment:
-        """A new environment. `in_front(tools, environment)` puts these tools and the recipe's tools in front of it."""
+        """A new environment. `in_front(tools, environment)` wraps an environment in these tools and the recipe's tools."""
         ...
 
     async def aclose(self) -> None:
-        """Close what its environments share."""
+        """Close the resources that its environments share."""
         ...
 
 
 class Environments:
-    """Makes the environment of each conversation. Holds what the environments share, such as MCP servers, until `aclose`."""
+    """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
 
     def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
         self._make = make
@@ -49,14 +49,14 @@ class Environments:
         return self._make()
 
     async def aclose(self) -> None:
-        """Close what is shared. Call it after the last conversation, however the run ends."""
+        """Close the shared resources. Must be called after the last conversation, also if the run fails."""
         for resource in self._shared:
             if resource is not None:
                 await resource.aclose()
 
 
 def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
-    """The factory of the recipe's environments, with the recipe's tools in front of each.
+    """The factory of the recipe's environments, each wrapped in the recipe's tools.
 
     `encode` gives the token ids of a text; it is needed to truncate texts of tools by tokens. Raises ConfigError if a
     reference is wrong, the object is not an environment, an option has no effect, or an MCP server cannot be reached.
@@ -89,7 +89,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 def _check_environment(
     config: Config, make: Callable[[], Any], tools: Sequence[Tool | Toolbox]
 ) -> tuple[EnvironmentSource | None, Sequence[Tool]]:
-    """Build one environment and close it. Returns the source, if it is a source, and the tools that it has itself.
+    """Build one environment and close it. Returns the object if it is an EnvironmentSource, and that source's tools.
 
     Raises ConfigError.
     """

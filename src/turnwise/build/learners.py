@@ -1,4 +1,4 @@
-"""From a recipe to the learner: which model is loaded, which loss is minimised, and how the weights are changed."""
+"""Builds the learner of a recipe: the model to load, the loss, the optimizer and the learning rate."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sft_learner(config: Config, path: str | Path) -> LocalLearner:
     return _learner(
         config,
         path,
-        sampled_from=Sampling(),  # nothing is sampled: the loss is that of the model's own distribution
+        sampled_from=Sampling(),  # nothing is sampled: the loss uses the model's unmodified distribution
         loss=LossConfig(name="nll"),
         optimizer=optimizer_config(config.sft),
     )
@@ -87,7 +87,7 @@ def _learner(
 
 
 def model_options(config: Config, path: str | Path | None = None) -> ModelOptions:
-    """How the recipe's model is loaded; `path` is another model directory to load in its place."""
+    """The options for loading the recipe's model. If `path` is given, it replaces model.path."""
     from turnwise.models.loading import ModelOptions  # torch
 
     return ModelOptions(

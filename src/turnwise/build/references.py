@@ -35,5 +35,5 @@ def named_callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functool
 
 
 def reference_name(use: Use) -> str:
-    """The name behind the colon: `length` of `rewards.py:length`."""
+    """The name after the colon: `length` for `rewards.py:length`."""
     return use.use.rpartition(":")[2]

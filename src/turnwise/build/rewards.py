@@ -1,4 +1,4 @@
-"""How a recipe's conversations are scored: reward functions, credit assignment, and the weights of turns in the loss."""
+"""Builds the scoring of a recipe: reward functions, credit assignment, and the weights of turns in the loss."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def scorer(config: Config) -> Scorer:
 def _reward(use: RewardUse, *, key: str, given: Sequence[Any]) -> tuple[Callable[..., Any], str]:
     """A reward function and its name.
 
-    A class is constructed here, once per run, and its instance is the function. An instance with a `__name__` is named by it:
-    adapters use this to give the name of the wrapped function.
+    A class is constructed here, once per run, and its instance is the function. If the instance has a `__name__`, this is the
+    name of the reward function: adapters set it to the name of the wrapped function.
     """
     function = named_callable(use, key=key, given=() if isinstance(resolve(use.use, key=key), type) else given)
     if not isinstance(function.func, type):

@@ -1,4 +1,4 @@
-"""What every conversation of a recipe needs: its renderer, and the shared context of all rollouts."""
+"""Builds the objects that all conversations of a recipe share: the renderer and the rollout context."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rollout_context(
 ) -> RolloutContext:
     """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known.
 
-    Raises ConfigError if the recipe's limits are beyond it.
+    Raises ConfigError if the recipe's limits exceed it.
     """
     return RolloutContext(
         engine=engine,

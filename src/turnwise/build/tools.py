@@ -18,7 +18,7 @@ __all__ = ["mcp_servers", "refuse_unused_tool_options", "tool", "truncation"]
 
 
 def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
-    """The tool that a recipe names; a class is a toolbox, which is built once to check that it can be.
+    """The tool that a recipe names. A class is a toolbox: one instance is built to check that construction works.
 
     Raises ConfigError.
     """
@@ -66,7 +66,7 @@ def _threaded(box: Toolbox) -> Toolbox:
 
 
 def _check_construction(box: Toolbox, *, key: str) -> None:
-    """Build one instance and close it again, so that an error shows before the first conversation. Raises ConfigError."""
+    """Build one instance and close it, so that an error is raised before the first conversation. Raises ConfigError."""
     try:
         with boundary("tool"):
             instance = box.make()
@@ -88,7 +88,7 @@ def mcp_servers(config: Config) -> McpServers | None:
 
 
 def truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) -> Truncation | None:
-    """How long texts of tools are truncated; None keeps the default. `encode` gives a text's token ids."""
+    """The truncation of long tool responses; None keeps the default. `encode` gives a text's token ids."""
     options = config.tool_calls
     if options.max_tool_response_length is None:
         return None

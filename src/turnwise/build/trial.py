@@ -1,4 +1,4 @@
-"""Closing objects that were built only to check that they can be: environments and classes of tools, sync or async."""
+"""Closes objects that were built only to check their construction: environments and tool classes, sync or async."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def close_tried(close: Callable[[], Any]) -> None:
 
 
 def close_tried_environment(close: Callable[[], Any], name: str) -> None:
-    """`close_tried` for an environment. A failure is a warning only: an environment that never began may not be closable."""
+    """`close_tried` for an environment. An error is only logged: `close` may not work if `begin` was never called."""
     try:
         with boundary("environment"):
             close_tried(close)

@@ -2,7 +2,7 @@
 
 A row has a column `messages` in the OpenAI format, or the columns `prompt` and `completion` as in TRL. It may also have
 `tools`, `images` and `videos`. A conversation that cannot be trained on is an error at start-up, with the row's number.
-This module does not know chat templates.
+This module does not depend on chat templates.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ELSEWHERE = {
     "loss_scale": "use `weight`",
     "audio": "the model says texts",
 }
-"""Keys of messages that other systems read and turnwise does not, and what to write instead."""
+"""Keys of messages that other systems read and turnwise refuses, each with the replacement to write."""
 
 
 def read_conversations(
@@ -45,12 +45,12 @@ def read_conversations(
 ) -> list[Row]:
     """Read a data set of conversations; `source` and the options are those of `read_rows`.
 
-    A row's `messages` are the whole conversation. Its fields hold the other columns, `tools` as schemas, and `weights`, one for
-    each assistant message, where messages have a weight (`"weight": 0`, `"train": false`, `"loss": false`) or the row has a
-    column of that name.
+    A row's `messages` are the entire conversation. Its fields are the other columns: `tools` is a list of schemas, and
+    `weights` has one number per assistant message. `weights` is present only if a weight is not 1; it comes from the messages
+    (`"weight": 0`, `"train": false`, `"loss": false`) or from the column `weights`.
 
-    Raises DataError, with the row's number, where a conversation has no assistant message, an unknown role, a tool's message
-    without a call before it, or content of no known kind.
+    Raises DataError, with the row's number, if a conversation has no assistant message, an unknown role, a tool message without
+    a call before it, or content of an unknown kind.
     """
     mapping = columns or {}
     return build_rows(
@@ -105,7 +105,7 @@ def _messages(found: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:
         return _many(record[whole], f"{place}: {whole}")
     if pair:
         before = _many(record[prompt], f"{place}: {prompt}", role="user")
-        # assistant messages in the prompt are context and not trained on
+        # assistant messages in the prompt are context and are not trained on
         before = [
             {**one, "weight": 0} if isinstance(one, Mapping) and one.get("role") == "assistant" else one
             for one in before
@@ -162,7 +162,7 @@ def _check_order(messages: Sequence[Message], place: str) -> None:
 
 
 def _called(before: Sequence[Message]) -> bool:
-    """Whether the last message that is not a tool's is the assistant's. Its calls may be in its text, so they are not checked."""
+    """Whether the last message that is not a tool message is an assistant message. Its calls may be in its text: not checked."""
     last = next((message for message in reversed(before) if message["role"] != "tool"), None)
     return last is not None and last["role"] == "assistant"
 
@@ -215,7 +215,7 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
 
 
 def _without_empty(value: Any) -> Any:
-    """The value without keys that are null: parquet gives every row the keys of all rows."""
+    """The value without null keys: in parquet, each row has the keys of all rows."""
     if isinstance(value, Mapping):
         return {
             key: _without_empty(item) for key, item in value.items() if item is not None or key in ("default", "const")
@@ -224,7 +224,7 @@ def _without_empty(value: Any) -> Any:
 
 
 def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with the name of the tool in tool messages: some templates need it, few data sets have it."""
+    """The messages, with the name of the tool in tool messages: some templates need it, and few data sets have it."""
     names: dict[str, str] = {}
     found: list[Message] = []
     for message in messages:

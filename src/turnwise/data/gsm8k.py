@@ -2,8 +2,8 @@
 
 The rows have the columns of verl's preprocessing, so that files, rewards and environments written for verl work:
 `--kind interaction` as for `gsm8k_multiturn_w_interaction`, `--kind tool` as for `gsm8k_tool_agent_loop`. The source is a file
-of the data set (https://github.com/openai/grade-school-math): `{"question": ..., "answer": "... #### 72"}` per line. It may
-also be a hub id, `openai/gsm8k`, or a directory saved by `datasets`.
+of the data set (https://github.com/openai/grade-school-math) with `{"question": ..., "answer": "... #### 72"}` per line, a
+hub id (`openai/gsm8k`), or a directory saved by `datasets`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SYSTEM: dict[Kind, str] = {
 def make_row(question: str, answer: str, *, split: str, index: int, kind: Kind = "interaction") -> dict[str, Any]:
     """A row in verl's format.
 
-    Raises ValueError if the answer does not end in `#### number`.
+    `index` is the number of the row from 0. Raises ValueError if the answer does not contain `#### number`.
     """
     solution = solution_number(answer)
     if solution is None:
@@ -73,8 +73,10 @@ def preprocess(
 ) -> tuple[Path, int]:
     """Write the rows of a source to `out/<the file's name, or the split's>.<format>`. Returns that path and the number of rows.
 
-    `split` and `subset` select from a hub data set or a saved directory. Raises DataError if the source is missing or a row is
-    malformed, with the row's number.
+    `split` and `subset` select from a hub data set or a saved directory.
+
+    Raises DataError if the source is missing, a row is malformed (with the row's number), there are no rows, the output path
+    is the source, or the output cannot be written.
     """
     single = source.suffix in FILES or source.is_file()
     rows = _convert(
@@ -141,7 +143,7 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m turnwise.data.gsm8k`."""
+    """The command `python -m turnwise.data.gsm8k`. Returns the exit status: 0, or 1 after an error."""
     parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Convert GSM8K as published into rows.")
     parser.add_argument(
         "--source",

@@ -1,7 +1,7 @@
 """Opens images: paths, bytes, data URIs, and the formats of `datasets` and OpenAI.
 
-This module knows the sources of images, which parts of a message are images, and the hash that names an image. It does not
-know processors, models and tokens. PIL is an extra and is imported where an image is opened.
+This module defines the sources of images, which parts of a message are images, and the hash that identifies an image. It does
+not depend on processors, models or tokens. PIL is an optional dependency and is imported when an image is opened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turnwise.errors import DataError
 __all__ = ["MOST_PIXELS", "digest", "is_image", "load_image", "media_kind", "media_value", "probe_image"]
 
 MOST_PIXELS = 64_000_000
-"""Most pixels of an image that is opened: a larger one is a mistake, or a file made to fill the memory."""
+"""Maximum number of pixels of an image. A larger image is probably a mistake, or a file made to exhaust the memory."""
 
 _KEYS = {
     "image": ("image", "image_url", "url", "path", "base64", "bytes"),
@@ -57,13 +57,13 @@ def is_image(value: Any) -> bool:
 
 
 def load_image(value: Any, *, where: str, folder: Path | None = None) -> Any:
-    """The image as a PIL image in RGB, turned upright.
+    """The image as a PIL image in RGB, rotated as its EXIF data specify, with transparent pixels on white.
 
     `value` is a PIL image, a path (relative ones are relative to `folder`), a `file://` or `data:image/...;base64,` URI,
     the bytes of an image file, `{"bytes": ..., "path": ...}` as `datasets` has it, or a part in the OpenAI format. `where`
     names the image in error messages.
 
-    Raises DataError if there is none, it cannot be read, or it is too large.
+    Raises DataError if the image is missing, cannot be read, or has more than `MOST_PIXELS` pixels, or PIL is not installed.
     """
     if is_image(value):
         _refuse_large(value, value, where)
@@ -71,7 +71,7 @@ def load_image(value: Any, *, where: str, folder: Path | None = None) -> Any:
     with _opened(value, where=where, folder=folder) as image:
         try:
             image.load()
-        except (OSError, ValueError, SyntaxError) as error:  # PIL raises all three for a file that is cut short
+        except (OSError, ValueError, SyntaxError) as error:  # PIL raises all three for a truncated file
             raise DataError(_broken(value, where, str(error))) from error
         return _upright(image)
 
@@ -95,7 +95,7 @@ def digest(image: Any) -> str:
 
 
 def base64_bytes(text: Any) -> bytes:
-    """The decoded bytes; empty for a text that is not base64, which no image is."""
+    """The decoded bytes; empty if the text is not base64. No image has empty bytes, so opening them raises an error."""
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError, TypeError):
@@ -103,7 +103,7 @@ def base64_bytes(text: Any) -> bytes:
 
 
 def _opened(value: Any, *, where: str, folder: Path | None) -> Any:
-    """The opened image, its header read and its pixels not decoded."""
+    """The opened image: the header is read, the pixels are not decoded."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -111,7 +111,7 @@ def _opened(value: Any, *, where: str, folder: Path | None) -> Any:
     source = _source(value, where, folder)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below, with our own bound
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `_refuse_large` checks the size
             image = Image.open(source if isinstance(source, Path) else io.BytesIO(source))
     except UnidentifiedImageError as error:
         raise DataError(_broken(value, where, "it is no image that PIL knows")) from error
@@ -154,7 +154,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         path = path if path.is_absolute() or folder is None else folder / path
         try:
             found = path.is_file()
-        except (OSError, ValueError) as error:  # a name too long for a file, or with a NUL character
+        except (OSError, ValueError) as error:  # the name is too long for a file, or has a NUL character
             raise DataError(
                 f"{where} is {_short(value)}, which cannot be a path ({getattr(error, 'strerror', None) or error}); base64 "
                 f"begins with data:image/<kind>;base64,"
@@ -181,7 +181,7 @@ def _refuse_large(image: Any, value: Any, where: str) -> None:
 
 
 def _upright(image: Any) -> Any:
-    """The image in RGB, rotated as its EXIF data say, with transparent pixels on white."""
+    """The image in RGB, rotated as its EXIF data specify, with transparent pixels on white."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)

@@ -1,7 +1,7 @@
 """Checks a message of a data set and converts it to the form that the rest of turnwise uses.
 
 That form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. This module
-does not know rows, templates or loss weights.
+does not depend on rows, templates or loss weights.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ _PARTS = ("text", "image", "image_url", "video", "video_url")
 
 
 def clean_message(message: Any, where: str) -> Message:
-    """The message without empty keys, its calls with their arguments as mappings. `where` begins an error's text.
+    """The message without null keys, and with the arguments of calls as mappings. Error messages begin with `where`.
 
-    Raises DataError if the role is unknown, the content is neither a text nor a list of known parts, or a call has no name.
+    Raises DataError if the role is unknown, the content is neither a text nor a list of known parts, a call has no name, or
+    its arguments are not an object.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(f'{where} is {message!r:.80}; a message is {{"role": ..., "content": ...}}')
-    # parquet gives every message the keys of all of them
+    # in parquet, each message has the keys of all messages; absent values are null
     kept = {key: value for key, value in message.items() if value is not None}
     role = kept["role"]
     if role not in ROLES:
@@ -65,7 +66,7 @@ def _content(message: Message, where: str) -> Any:
 
 
 def _call(call: Any, number: int, where: str) -> dict[str, Any]:
-    """A call in the OpenAI format, its arguments as a mapping: templates write JSON text a second time as JSON."""
+    """A call in the OpenAI format, with its arguments as a mapping: templates would encode a JSON text as JSON again."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(

@@ -19,12 +19,12 @@ Grader = Literal["strict", "flexible", "robust"]
 """How an answer is parsed and compared.
 
 `strict`: the last `#### number` among the last 300 characters; the same text as the truth. verl's default.
-`flexible`: the last number among the last 300 characters, commas and all; the same text as the truth. As verl does it, so
-`1,234` and `72.` are wrong where the truth is `1234` and `72`.
-`robust`: the number after the last `####`, or else the last number; the same number as the truth.
+`flexible`: the last number among the last 300 characters, including its commas; the same text as the truth. This is verl's
+rule, so `1,234` and `72.` are wrong if the truth is `1234` and `72`.
+`robust`: the number after the last `####`, or the last number if there is no `####`; the same number as the truth.
 """
 
-_SPACED = r"\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d,])(?:\.\d+)?"  # 1 234: only where it is marked as one number
+_SPACED = r"\d{1,3}(?:[ \u00a0\u2009\u202f]\d{3})+(?![\d,])(?:\.\d+)?"  # 1 234: only after ####
 _MARKED = re.compile(rf"####[\s*_`(\\$€£]*((?:[-−][ \\$€£]*)?(?:{_SPACED}|[\d.,]*\d))")
 _NUMBER = re.compile(r"[-−]?\$?\d[\d,]*(?:\.\d+)?|[-−]?\.\d+")
 _IGNORED = re.compile(r"[,$€£\\\s]")
@@ -37,7 +37,8 @@ _VERL_NUMBER = re.compile(r"(\-?[0-9\.\,]+)")
 def final_answer(text: str, method: Method = "strict") -> str | None:
     """The final answer in a text, or None.
 
-    `strict` takes the number after the last `####`; `flexible` takes that, or else the last number of the text.
+    `strict` takes the number after the last `####`. `flexible` does the same, and takes the last number of the text if there is
+    no `####`.
 
     Example: `final_answer("so 3 + 4, that is #### 7")` is `"7"`.
     """
@@ -51,9 +52,9 @@ def final_answer(text: str, method: Method = "strict") -> str | None:
 
 
 def truth(answer: object) -> str:
-    """The number that a data set's answer column holds: `72`, `"72"`, or GSM8K's whole solution with `#### 72` at its end.
+    """The number that a data set's answer column holds: `72`, `"72"`, or a GSM8K solution with `#### 72` at its end.
 
-    Raises ValueError if it is neither a number nor a text: no answer could equal it.
+    Raises ValueError if the value is neither a number nor a text, or is an empty text: no answer could be equal to it.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise ValueError(
@@ -64,7 +65,7 @@ def truth(answer: object) -> str:
 
 
 def same_number(one: str | None, other: str | None) -> bool:
-    """Whether two answers are the same number: `1,234` and `1234.0` are. Texts that are no numbers are compared as texts."""
+    """Whether two answers are the same number: `1,234` and `1234.0` are. Other texts are compared as texts."""
     if one is None or other is None:
         return False
     try:
@@ -85,12 +86,12 @@ def parsed(text: str, grader: Grader = "strict") -> str | None:
         marked = _VERL_MARKED.findall(end)
         return marked[-1].replace(",", "").replace("$", "") if marked else None
     numbers = _VERL_NUMBER.findall(end)
-    # where nothing but full stops is found, verl ends with the first of them
+    # if all matches are full stops, verl returns the first match
     return next((number for number in reversed(numbers) if number != "."), "." if numbers else None)
 
 
 def grade(text: str, truth: str, grader: Grader = "strict") -> float:
-    """1 if the text's answer is the truth, else 0. The truth is a number as a text, as `solution_number` gives it."""
+    """1.0 if the text's answer is the truth, else 0.0. `truth` is a number as a text, as returned by `solution_number`."""
     answer = parsed(text, grader)
     if grader == "robust":
         return float(same_number(answer, truth))

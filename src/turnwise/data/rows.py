@@ -1,7 +1,7 @@
 """Reads data sets into rows, maps their columns, and defines the order in which rows are used.
 
 Reads jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). All rows are checked at start-up: a defective
-row is an error with its number, and not an error in the middle of a run.
+row raises an error with its number before the run starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build_rows(
     subset: str | None,
     limit: int | None,
 ) -> list[Row]:
-    """The rows that `make` builds from each record; its second argument is the folder that relative paths start from.
+    """The rows that `make` builds from the records. Its second argument is the folder to which paths are relative.
 
     Raises DataError if two rows have the same id, or there are no rows.
     """
@@ -82,9 +82,9 @@ def build_rows(
 def _all_records(
     source: str | Sequence[str], split: str, subset: str | None
 ) -> Iterator[tuple[SourceRecord, Path | None]]:
-    """The records of one or several data sets, each with the folder that its relative paths start from."""
+    """The records of one or several data sets, each with the folder to which its paths are relative."""
     sources = [source] if isinstance(source, str) else source
-    before = 0  # records of the sources that are read already
+    before = 0  # number of records of the previous sources
     for name in sources:
         path = Path(os.path.expanduser(name))
         folder = path.absolute().parent if path.suffix in FILES else path.absolute() if os.path.isdir(path) else None
@@ -131,7 +131,7 @@ class SourceRecord:
 
 
 def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRecord]:
-    """The records of a data set, with any contents.
+    """The records of a data set. Their contents are not checked.
 
     Raises DataError if the source is missing or cannot be read.
     """
@@ -165,7 +165,7 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
 
 
 def _packed(datasets: Any, table: Any) -> Any:
-    """The data set with images as encoded bytes: a decoded data set of images would fill the memory."""
+    """The data set with images as encoded bytes: decoded images would exhaust the memory."""
     many = getattr(datasets, "List", datasets.Sequence)  # `Sequence` was renamed in datasets 4
     for name, feature in (table.features or {}).items():
         if isinstance(feature, datasets.Image):

@@ -2,7 +2,7 @@
 
 Used for deterministic runs, and for engines that accept complete batches only. A batch starts when every running conversation
 has sent a request. Its order is the order of the conversations, so no result depends on timing. All conversations wait for the
-slowest one. The loop is the same as without the adapter.
+slowest one. The rollout loop is the same as without the adapter.
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ class ScriptedEngine:
 
     `scripts` maps conversation ids to lists of texts. A plain list of scripts is assigned in the order in which conversations
     send their first request. Each text is encoded, and `stop_token_id` is appended unless the text ends with a stop token. The
-    completion is cut at `Sampling.max_tokens`. `encode_behind(last_token, text)` encodes a text behind the prompt's last token,
-    for tokenizers that split a text differently when it stands alone.
+    completion is cut at `Sampling.max_tokens`. `encode_behind(last_token, text)` encodes a text after the prompt's last token,
+    for tokenizers that split a text differently at the start of an input.
+
+    `generate` raises EngineError if a conversation has no script, or no text is left in its script.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Loads models: all weights from the checkpoint, with an attention that computes all that the model needs, or an error.
+"""Loads models with all weights of the checkpoint, and an attention implementation that supports the model; else raises.
 
-This is the only place where a model is loaded; `ModelOptions` says how. transformers fills missing weights with random numbers
-and drops weights that the model has no place for. Both would train a different model, so both are refused here, and so are
+This is the only place where a model is loaded; `ModelOptions` has its options. transformers fills missing weights with random
+numbers and drops weights that the model does not have. Both would train a different model, so both are refused here, and so are
 weights that are NaN or infinite.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["ModelOptions", "load_model"]
 _log = logging.getLogger(__name__)
 
 _SHOWN = 3
-"""Most names of weights in an error message."""
+"""Maximum number of weight names in an error message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class ModelOptions:
     dtype: str
     """The name of a torch dtype: `float32`, `bfloat16`."""
     device: str
-    """A torch device, or `auto`: `cuda` where there is one, else `cpu`."""
+    """A torch device, or `auto`: `cuda` if available, else `cpu`."""
 
 
 def load_model(options: ModelOptions) -> Any:
     """Load a causal language model, to train or to sample from; a vision model with its vision part.
 
-    Raises ConfigError if there is no model at `options.path`, if weights are missing, left over or not finite, if tied
+    Raises ConfigError if there is no model at `options.path`, if weights are missing, unexpected or not finite, if tied
     weights are not equal, or if the device does not exist.
     """
     from transformers.utils import logging as transformers_logging

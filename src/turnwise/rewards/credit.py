@@ -2,7 +2,7 @@
 
 Rule: accumulate rewards first, centre them afterwards. If each turn's reward is centred before the rewards of a
 trajectory are summed, the gradient has the wrong sign when the policy controls how many turns it takes. Failed
-trajectories enter no statistics and get no advantage.
+trajectories are not part of the statistics and get no advantage.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def grpo(groups: Sequence[Group], *, scale: Literal["std", "none"] = "std") -> N
 
     R is the total reward of a trajectory: the rewards of its turns and its own. Mean and standard deviation are those of its
     group. The standard deviation is that of the sample (n - 1), as in most implementations; `scale="none"` does not divide
-    by it (Dr. GRPO). All advantages of a group are 0 where all rewards are equal, or where fewer than two trajectories did not
-    fail.
+    by it (Dr. GRPO). All advantages of a group are 0 if all rewards are equal, or if fewer than two trajectories have a reward
+    and did not fail.
 
     Papers: DeepSeekMath, arXiv 2402.03300 (GRPO); Understanding R1-Zero-like training, arXiv 2503.20783 (Dr. GRPO).
 

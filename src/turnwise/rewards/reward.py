@@ -9,7 +9,7 @@ There are three kinds of reward functions, sync or async:
   and ms-swift have this form: their adapters are callables of this kind.
 
 A function that raises, or that does not return a finite number, fails the trajectories that it was called for and no others:
-a failure is not a reward of zero, and does not enter the statistics of the group. Functions are not called for trajectories
+a failure is not a reward of zero, and is not part of the statistics of the group. Functions are not called for trajectories
 that have failed before.
 """
 
@@ -91,7 +91,8 @@ class Scorer:
     turns: Sequence[TurnReward] = ()
     groups: Sequence[GroupReward] = ()
     timeout: float | None = 120.0
-    """Seconds for all functions of one trajectory together, and for each function of a group; as far as they are async."""
+    """Time limit in seconds: for all functions of one trajectory together, and for each group function. Only async code can be
+    interrupted. None: no limit."""
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Score all trajectories that did not fail and are not scored yet."""
@@ -207,7 +208,7 @@ def _fail_all(pending: Sequence[_PendingScore], failure: Failure) -> None:
 
 
 async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    if len(coroutines) == 1:  # without a task: if nothing waits, the trajectory is scored before anything else runs
+    if len(coroutines) == 1:  # without a task: if no function awaits, the trajectory is scored before other tasks run
         await coroutines[0]
     else:
         await asyncio.gather(*coroutines)
@@ -221,7 +222,7 @@ async def _reward(name: str, function: Callable[..., Number], *arguments: Any) -
 async def _call(source: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a reward function of any kind. Raises Failed.
 
-    A sync function runs in the event loop's thread, which is the main thread: it may set alarms, and it blocks everything else.
+    A sync function runs in the event loop's thread, which is the main thread: it may set alarms, and it blocks all other work.
     """
     with boundary("reward", where=source):
         value = call_blocking(lambda: function(*arguments), kind="reward", name=source)

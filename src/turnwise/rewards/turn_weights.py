@@ -1,6 +1,6 @@
 """Turn weightings: functions that set `Turn.weight`, the weight of a turn's tokens in the loss.
 
-A weighting gets a finished trajectory. It uses turns and messages, not tokens: `training.batch` applies the weights to the loss.
+A weighting gets a finished trajectory. It reads turns and messages, not tokens: `training.batch` applies the weights to the loss.
 Rewards and advantages do not change; a turn of weight 0 keeps its reward.
 """
 
@@ -17,7 +17,7 @@ from turnwise.types import Failure, Trajectory, Turn
 __all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory"]
 
 TurnWeighting = Callable[[Trajectory], None]
-"""Sets the weight of each turn of a trajectory. A failure inside fails that trajectory; it raises nothing."""
+"""Sets the weight of each turn of a trajectory. An error inside fails that trajectory and is not raised."""
 
 
 def all_turns(trajectory: Trajectory) -> None:
@@ -33,8 +33,8 @@ def last_turn(trajectory: Trajectory) -> None:
 def after_last_user(trajectory: Trajectory) -> None:
     """Weight 1 for the turns after the last user message that the model answered, 0 for the others.
 
-    Tool messages do not count: all tool rounds of the last question are learnt from. So are turns that the environment
-    declares to be (`Reply.train_on`).
+    Tool messages do not count: all tool rounds of the last user message are trained on. Turns that the environment marked
+    (`Reply.train_on`) also have weight 1.
     """
     _keep_round(trajectory, ("user",))
 
@@ -43,7 +43,8 @@ def last_round(trajectory: Trajectory) -> None:
     """Weight 1 for the turns after the last user or tool message that the model answered, 0 for the others.
 
     This is `loss_scale last_round` of ms-swift as it is since its pull request 9923 (August 2026). Before that, only a
-    user began a round: `after_last_user`. As there, turns that the environment marked (`Reply.learn_from`) have weight 1.
+    user message began a round: `after_last_user`. As in ms-swift, turns that the environment
+    marked (`Reply.train_on`) have weight 1.
     """
     _keep_round(trajectory, ("user", "tool"))
 
@@ -82,7 +83,7 @@ def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:
 
 
 def takes_trajectory(function: Callable[..., Any]) -> bool:
-    """Whether a function of a turn takes the trajectory too: its second parameter is called `trajectory`."""
+    """Whether a function of a turn also takes the trajectory: its second positional parameter is named `trajectory`."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -136,7 +137,7 @@ def _answers_since(trajectory: Trajectory, roles: tuple[str, ...]) -> int:
     """Number of answers after the last message of one of these roles.
 
     A message after the last answer does not begin a round. The count is from the end, because an opening may have assistant
-    messages that the model did not sample, and a rewritten history may lack answers that it did.
+    messages that the model did not sample, and a rewritten history may lack answers that the model sampled.
     """
     count = 0
     for message in reversed(trajectory.messages):

@@ -1,8 +1,8 @@
 """A small retrieval service: BM25 over a corpus in one file, offline, for `turnwise.environments.search`.
 
 Speaks Search-R1's protocol: `POST /retrieve` with `{"queries": ["capital of France"], "topk": 3, "return_scores": true}` gives
-`{"result": [[{"document": {"id": "7", "contents": "Paris\\nParis is ..."}, "score": 2.5}, ...]]}`, the best first, and only
-documents that share a word with the query. It listens on 127.0.0.1 only. With a token, requests without it are refused.
+`{"result": [[{"document": {"id": "7", "contents": "Paris\\nParis is ..."}, "score": 2.5}, ...]]}`, best first. Only documents
+that share a word with the query are returned. It listens on 127.0.0.1 only. If a token is set, requests without it are refused.
 
     turnwise retrieval corpus.jsonl --port 8000
 """
@@ -49,7 +49,7 @@ class Document:
 def read_corpus(path: Path) -> list[Document]:
     """Read a corpus: one JSON object per line, `{"id", "title", "text"}` or `{"id", "contents"}`.
 
-    A document without an `id` has its line's number.
+    The id of a document without `id` is the number of its line.
 
     Raises DataError, with the line's number, if the file is missing or a line is not a document.
     """
@@ -77,7 +77,7 @@ def _documents(path: Path) -> Iterator[Document]:
                 raise DataError(f"{path}:{number}: a document must be a JSON object; this is a {type(record).__name__}")
             title, text, contents = (record.get(name) for name in ("title", "text", "contents"))
             if isinstance(title, str) and isinstance(text, str) and contents is None:
-                contents = f"{' '.join(title.split())}\n{text}"  # a title of two lines would be cut in two
+                contents = f"{' '.join(title.split())}\n{text}"  # the title is one line
             if not isinstance(contents, str):
                 have = ", ".join(record) or "none"
                 raise DataError(
@@ -92,7 +92,7 @@ def _documents(path: Path) -> Iterator[Document]:
 class Index:
     """BM25 (Lucene's variant, English stop words left out) over documents.
 
-    Raises ConfigError where the library is missing.
+    Raises ConfigError if the library `bm25s` is not installed.
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
@@ -125,12 +125,12 @@ class Index:
 
 
 class RetrievalServer:
-    """The service on 127.0.0.1. `port` 0 takes a free port; `server_port` is its number.
+    """The service on 127.0.0.1. `port` 0 selects a free port; `server_port` is its number.
 
     `serve_forever` answers requests until `shutdown` is called from another thread, or Ctrl-C. Leaving the `with` block frees
     the port.
 
-    Raises ConfigError if the port is taken, or the libraries are missing.
+    Raises ConfigError if the port is in use, or a library is not installed.
     """
 
     def __init__(self, index: Index, *, port: int = 0, token: str | None = None) -> None:

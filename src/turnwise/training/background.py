@@ -1,6 +1,6 @@
 """Long computations in a thread, which stop early if the asyncio task that waits for them is cancelled.
 
-Knows nothing of what is computed.
+This module does not depend on the computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StopFlag:
         self._event.set()
 
     def until_set(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until the flag is set. After that, the iterable is not asked for a next item."""
+        """The items, until the flag is set. After that, no further item is taken from the iterable."""
         if self._event.is_set():
             return
         for item in items:
@@ -38,7 +38,7 @@ class StopFlag:
 async def run_cancellable(work: Callable[[StopFlag], T]) -> T:
     """Run `work` in a thread. If the caller is cancelled, CancelledError is raised at once and the flag is set.
 
-    The result of work that was stopped early is dropped.
+    The result of work that was stopped early is discarded.
     """
     stop = StopFlag()
     try:

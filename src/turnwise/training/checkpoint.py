@@ -7,9 +7,9 @@
         checkpoint.json    position of the run, its options, and fingerprints of its data
         SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
 
-A checkpoint is written under a temporary name and then renamed; the link is replaced after that. The link therefore names a
-complete checkpoint at any moment, whenever the process is killed. Directories that turnwise has not written are ignored and
-never deleted.
+A checkpoint is written under a temporary name and then renamed; the link is replaced after that. Invariant: the
+link always names a complete checkpoint, even if the process is killed at any time. Directories that turnwise has not written
+are ignored and never deleted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SavedCheckpoint:
     folder: Path
     step: int
     about: Mapping[str, Any]
-    """What `finish` was given."""
+    """The contents of checkpoint.json: the mapping that `finish` received, and `step`."""
     note: str | None = None
     """Why this is not the checkpoint that the link names; None if it is."""
 
@@ -100,7 +100,7 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
         processor: Processor | None = None,
     ) -> None:
-        """`write` and `finish` in one."""
+        """Call `write`, then `finish`. Raises RunError if the checkpoint cannot be written."""
         pending = self.write(step, save_model=save_model, tokenizer=tokenizer, state=state, processor=processor)
         self.finish(pending, about or {})
 
@@ -136,9 +136,9 @@ class Checkpoints:
         return PendingCheckpoint(step, temporary, dict(zip(names, sums, strict=True)))
 
     def finish(self, unfinished: PendingCheckpoint, about: Mapping[str, Any]) -> None:
-        """Make it the newest checkpoint, write `about` into it, and remove old ones beyond `keep`.
+        """Write `about` into the checkpoint, make it the newest checkpoint, and remove the oldest checkpoints beyond `keep`.
 
-        Raises RunError if it cannot be written.
+        Raises RunError if the checkpoint cannot be written.
         """
         step, temporary = unfinished.step, unfinished.folder
         target = self._folder / f"step-{step:06d}"
@@ -163,10 +163,11 @@ class Checkpoints:
         self._prune(step)
 
     def find(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint, or None if there is none and no sign that there was one.
+        """The newest complete checkpoint, or None if there is no link and no directory that is named like a checkpoint.
 
-        This is the checkpoint that the link names. If the link is missing or broken, it is the newest complete one.
-        Raises RunError if its files are damaged, or if a link exists and no checkpoint is left.
+        This is the checkpoint that the link names. If the link is missing or broken, it is the newest complete checkpoint.
+        Raises RunError if the checkpoint that the link names is damaged, if no complete checkpoint is found and a damaged one is,
+        or if a link exists and no checkpoint is left.
         """
         if self.newest.is_symlink() or self.newest.exists():
             folder = self.newest.resolve().parent
@@ -227,7 +228,7 @@ class Checkpoints:
         _flush(self.newest.parent)
 
     def _prune(self, newest: int) -> None:
-        """Remove checkpoints beyond `keep`, and later ones that are left from before a resume at an earlier step."""
+        """Remove the oldest checkpoints beyond `keep`, and later checkpoints that remain after a resume at an earlier step."""
         own = [(about["step"], path) for path in self._numbered() if (about := _about(path)) is not None]
         earlier = [path for step, path in own if step < newest]
         later = [path for step, path in own if step > newest]
@@ -277,7 +278,7 @@ def _differs(path: Path, digest: str, name: str) -> str | None:
 
 
 def _sync(path: Path) -> str:
-    """Flush the file to disk, so that it is there before the link names it. Returns its checksum."""
+    """Flush the file to disk, so that it is complete before the link names it. Returns its SHA-256."""
     digest = of_file(path)
     _flush(path)
     return digest
