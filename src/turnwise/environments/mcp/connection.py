@@ -1,8 +1,8 @@
-"""The connection to one MCP server: opened once, used by all conversations, opened again when it is lost.
+"""The connection to one MCP server. All conversations share the connection. A lost connection is opened again at the next call.
 
-A session lives in one task, which enters it and leaves it; calls come from any other task of the same event loop, as many at
-once as there are. A call whose connection is lost is not repeated here, since nobody knows whether it was carried out: it
-raises ConnectionError, and the next call finds a new session.
+One task owns a session: the same task enters and leaves the session. Calls come from any task of the same event loop; the
+number of concurrent calls is not limited here. A call whose connection is lost is not repeated, because the server may have
+carried out the call already: the call raises ConnectionError, and the next call opens a new session.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "McpServer"]
 
 _LOUD = {
-    **dict.fromkeys(("mcp", "client", "httpx2", "httpcore2"), logging.WARNING),  # a line for each call at INFO
-    "mcp.client.stdio": logging.CRITICAL,  # a traceback for each line that is no message: we tell it once
+    **dict.fromkeys(("mcp", "client", "httpx2", "httpcore2"), logging.WARNING),  # logs each call at INFO
+    "mcp.client.stdio": logging.CRITICAL,  # logs a traceback for each invalid line; _Session warns once
 }
-"""The SDK's loggers, and the level from which on they are heard."""
+"""The loggers of the SDK, and the lowest level that each of them logs."""
 _log = logging.getLogger(__name__)
-_CLOSING_SECONDS = 10.0  # the SDK itself gives a server 2 s to leave, 2 s after SIGTERM, and then kills it
-_PAGES = 100  # of a listing: a server must not keep us turning them
-_TAIL = 500  # characters of what a server writes to stderr that are remembered
+_CLOSING_SECONDS = 10.0  # the SDK waits 2 s for a server to exit, 2 s after SIGTERM, and then kills it
+_PAGES = 100  # maximum pages of one tool listing, so that a listing always ends
+_TAIL = 500  # characters kept from the end of a server's stderr
 
 
 class McpServer(BaseModel):
-    """How one server is reached, as `mcpServers` files have it: by `url`, or started by `command`."""
+    """One entry of an `mcpServers` file: a server to connect to (`url`) or a process to start (`command`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,11 +50,11 @@ class McpServer(BaseModel):
     """Sent as `Authorization: Bearer ...`."""
     headers: dict[str, str] = {}
     type: Literal["http", "streamable-http", "streamable_http", "sse", "stdio"] | None = None
-    """The transport; without it a url that ends in /sse is SSE, and any other one is streamable HTTP."""
+    """The transport. Default: SSE for a url whose path ends in /sse, streamable HTTP for any other url, stdio for a command."""
     command: str | None = None
     args: list[str] = []
     env: dict[str, str] = {}
-    """Beside HOME, LOGNAME, PATH, SHELL, TERM and USER, which are all that a server gets of ours."""
+    """Added to HOME, LOGNAME, PATH, SHELL, TERM and USER. The server receives no other variable of this process."""
     cwd: str | None = None
 
     @model_validator(mode="after")
@@ -74,14 +74,14 @@ class McpServer(BaseModel):
 
     @property
     def sse(self) -> bool:
-        """Whether it speaks the older of the two HTTP transports."""
+        """Whether the server uses SSE, the older of the two HTTP transports."""
         if self.type is not None or self.url is None:
             return self.type == "sse"
         return self.url.partition("?")[0].rstrip("/").endswith("/sse")
 
 
 class Connection:
-    """One server, connected on demand. All methods belong to one event loop."""
+    """One server, connected on demand. Call all methods in the same event loop."""
 
     def __init__(self, name: str, server: McpServer, *, start_timeout: float) -> None:
         self.name = name
@@ -89,15 +89,15 @@ class Connection:
         self._start_timeout = start_timeout
         self._session: _Session | None = None
         self._former: list[_Session] = []
-        """Sessions that were lost and are perhaps still being left."""
+        """Lost sessions whose tasks may still be running."""
         self._starting = asyncio.Lock()
 
     async def tools(self) -> list[ServerTool]:
         """The tools that the server offers.
 
-        Raises ConnectionError if it cannot be reached, or does not list them in time.
+        Raises ConnectionError if the server cannot be reached or does not list the tools within `start_timeout` seconds.
         """
-        await self._live()  # bounded in time by itself, and what it raises says what was wrong
+        await self._live()  # has its own time limit and raises a precise error
         try:
             async with asyncio.timeout(self._start_timeout):
                 return await self._list()
@@ -121,12 +121,13 @@ class Connection:
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
         """Call a tool.
 
-        Raises ConnectionError if the server cannot be reached or was lost, ValueError if it refused the call.
+        Raises ConnectionError if the server cannot be reached or the connection is lost, ValueError if the server refuses
+        the call.
         """
         return await self._use(lambda client: client.call_tool(tool, arguments))
 
     async def close(self) -> None:
-        """Leave the session; a server that was started for it ends."""
+        """Close all sessions. A server process that a session started ends."""
         sessions = [*self._former, *([] if self._session is None else [self._session])]
         self._session, self._former = None, []
         await asyncio.gather(*(session.close() for session in sessions))
@@ -150,7 +151,7 @@ class Connection:
         raise ConnectionError(f"the MCP server {self.name!r} was lost ({session.problem or problem})")
 
     async def _live(self) -> _Session:
-        """A session that is there, as far as one can know."""
+        """The current session, or a new session if the current session is over. Raises ConnectionError if no session starts."""
         async with self._starting:
             if self._session is not None and self._session.over.is_set():
                 self._former = [*(one for one in self._former if not one.ended), self._session]
@@ -159,7 +160,7 @@ class Connection:
                 self._session = _Session(self.name, self._server)
             session = self._session
             try:
-                # counted from its beginning, however many calls were given up while they waited for it
+                # The limit counts from the start of the session, even if earlier calls were cancelled while waiting.
                 async with asyncio.timeout_at(session.began + self._start_timeout):
                     await asyncio.shield(session.client)
             except TimeoutError:
@@ -175,36 +176,36 @@ class Connection:
 
 
 class _Session:
-    """One life of a connection."""
+    """One session of a connection, from opening to closing. A closed session is never used again."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self._name = name
         self._server = server
         self._told = False
         self.problem = ""
-        """Why we have ended it."""
+        """Why this class ended the session; empty in all other cases."""
         loop = asyncio.get_running_loop()
         self.began = loop.time()
         self.client: asyncio.Future[Client] = loop.create_future()
         self.over = asyncio.Event()
-        """Set when the other side is gone, or is not needed any more."""
+        """Set when the server is gone or the session is no longer needed."""
         self._stderr = _Tail()
         self._task = asyncio.create_task(self._live(), name=f"mcp-{name}")
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left of it."""
+        """Whether the task of the session has finished."""
         return self._task.done()
 
     async def close(self) -> None:
-        """Leave, and wait until nothing is left of it."""
+        """End the session, and wait for the end of its task for at most `_CLOSING_SECONDS`."""
         self.over.set()
         if not self.client.done():
             self._task.cancel()
         await asyncio.wait({self._task}, timeout=_CLOSING_SECONDS)
 
     def tail(self) -> str:
-        """What the server has written to stderr of late, to go behind a message."""
+        """The end of the server's stderr, formatted as the end of an error message; empty if stderr is empty."""
         return f"; it wrote: {text}" if (text := self._stderr.text()) else ""
 
     async def _live(self) -> None:
@@ -212,7 +213,7 @@ class _Session:
 
         for name, level in _LOUD.items():
             logger = logging.getLogger(name)
-            if logger.level == logging.NOTSET:  # whoever wants to hear them has said so
+            if logger.level == logging.NOTSET:  # keep a level that the user has set
                 logger.setLevel(level)
         try:
             with boundary("mcp"):
@@ -222,7 +223,7 @@ class _Session:
         except Failed as failed:
             if not self.client.done():
                 self.client.set_exception(failed)
-                self.client.exception()  # seen: perhaps nobody waits any more
+                self.client.exception()  # marks the exception as retrieved; no task may be waiting
         finally:
             self.over.set()
             self._stderr.close()
@@ -231,7 +232,7 @@ class _Session:
 
     @asynccontextmanager
     async def _watched(self) -> AsyncIterator[TransportStreams]:
-        """The transport; `over` is set when nothing will come from it any more, and not only when the next call finds out."""
+        """The transport. Sets `over` as soon as the transport ends, so that the loss is known before the next call."""
         import anyio
 
         pass_on, received = anyio.create_memory_object_stream[Any](0)
@@ -240,7 +241,7 @@ class _Session:
             async with pass_on:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
                     async for message in read:
-                        if isinstance(message, Exception):  # a line that is no message
+                        if isinstance(message, Exception):  # an invalid line
                             self._tell_once()
                         else:
                             await pass_on.send(message)
@@ -288,7 +289,7 @@ class _Session:
                 env=server.env,
                 cwd=server.cwd,
                 encoding=mcp_lines.ENCODING,
-                encoding_error_handler="replace",  # else a wrong byte would end the reading, and nothing would say so
+                encoding_error_handler="replace",  # otherwise an invalid byte ends the reader without an error
             )
             async with stdio_client(parameters, errlog=self._stderr.open()) as streams:
                 self._stderr.close()
@@ -302,7 +303,7 @@ class _Session:
             async with sse_client(server.url, headers=headers, timeout=30.0, sse_read_timeout=86400.0) as streams:
                 yield streams
             return
-        # how long an answer may take is the affair of each call
+        # No read timeout here: each call has its own timeout.
         timeout = httpx2.Timeout(30.0, read=None)
         async with (
             httpx2.AsyncClient(headers=headers, timeout=timeout) as http,
@@ -312,7 +313,7 @@ class _Session:
 
 
 class _Tail:
-    """Reads what a server writes to stderr, so that it does not block, and remembers the end of it."""
+    """Reads a server's stderr in a thread and keeps the last characters. Without a reader, the server would block."""
 
     def __init__(self) -> None:
         self._kept = ""
@@ -320,7 +321,7 @@ class _Tail:
         self._reader: threading.Thread | None = None
 
     def open(self) -> TextIO:
-        """The end to write to."""
+        """Create the pipe, start the reader thread, and return the write end of the pipe."""
         read, write = os.pipe()
         self._write = os.fdopen(write, "w")
         self._reader = threading.Thread(target=self._follow, args=(read,), name="mcp-stderr", daemon=True)
@@ -328,14 +329,14 @@ class _Tail:
         return self._write
 
     def close(self) -> None:
-        """Give up our own copy of that end: the server has its own, and reading ends when it closes it."""
+        """Close this process's copy of the write end. The reader ends when the server closes its own copy."""
         if self._write is not None:
             self._write.close()
 
     def text(self) -> str:
-        """The end of what was written."""
+        """The last characters of the stderr (at most `_TAIL`), stripped."""
         if self._reader is not None:
-            self._reader.join(timeout=0.1)  # of a server that is gone all is read by then
+            self._reader.join(timeout=0.1)  # if the server has exited, this is enough time to read the rest
         return self._kept.strip()
 
     def _follow(self, read: int) -> None:
@@ -345,7 +346,7 @@ class _Tail:
 
 
 def _root(failed: Failed) -> str:
-    """What was raised at the bottom of groups of exceptions, which say nothing themselves."""
+    """The message of the innermost exception. The exception groups around the innermost exception carry no information."""
     error = failed.__cause__
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,8 +1,8 @@
-"""Bounds the lines that an MCP server writes to its stdout.
+"""Limits the length of the lines that an MCP server writes to its stdout.
 
-The SDK collects a line until it ends, however long it gets. It lets us choose the encoding of that pipe, so the bound is in an
-encoding of our own: UTF-8 whose decoder counts the characters since the last line break. Past the bound it drops everything
-and tells its listener, who ends the server.
+The SDK buffers a line without a length limit, but lets the caller choose the encoding of the pipe. This module registers an
+encoding that enforces the limit: UTF-8 with a decoder that counts the characters since the last line break. Above the limit
+the decoder drops all further text and calls its listener, which ends the server.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["ENCODING", "LONGEST_LINE", "listen"]
 
 ENCODING = "turnwise_bounded_utf_8"
 LONGEST_LINE = 16 * 2**20
-"""Characters; an image in an answer is one line. The SDK's time for a line grows with the square of its length."""
+"""In characters. An image in a result is one line. The time that the SDK needs for a line is quadratic in its length."""
 
 _listener: ContextVar[Callable[[], None] | None] = ContextVar("turnwise_mcp_line_too_long", default=None)
 
 
 def listen(told: Callable[[], None]) -> None:
-    """Decoders that this task and its children make from now on call `told` at a line that is too long."""
+    """Set the listener: decoders created later in this task and its child tasks call `told` when a line is too long."""
     _listener.set(told)
 
 
@@ -31,7 +31,7 @@ class _Decoder(codecs.IncrementalDecoder):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._told = _listener.get()
         self._length = 0
-        """Characters of the line so far."""
+        """Characters in the current line so far."""
 
     def decode(self, input: bytes, final: bool = False) -> str:  # type: ignore[override]
         if self._length > LONGEST_LINE:
@@ -51,7 +51,7 @@ def _search(name: str) -> codecs.CodecInfo | None:
         return None
     return codecs.CodecInfo(
         codecs.utf_8_encode, codecs.utf_8_decode, incrementaldecoder=_Decoder, name=ENCODING
-    )  # the other direction is plain UTF-8
+    )  # encoding is plain UTF-8
 
 
 codecs.register(_search)

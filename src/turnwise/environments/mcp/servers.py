@@ -1,7 +1,7 @@
-"""Tools of MCP servers: listed with their schemas as they are, called over connections that stay open.
+"""Tools of MCP servers. The schemas are used unchanged; calls use connections that stay open.
 
-The connections live in an event loop of their own, in a thread of its own: they are opened before the first conversation, are
-the same for all of them, whichever loop those run in, and end with the run.
+The connections run in a separate event loop in a separate thread. They are opened before the first conversation, are shared
+by all conversations (in any event loop), and are closed at the end of the run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class McpServers:
     """
 
     def __init__(self, servers: Mapping[str, McpServer], *, start_timeout: float = 30.0) -> None:
-        """`start_timeout` bounds the seconds until a server answers for the first time. Raises ConfigError without the SDK."""
+        """`start_timeout`: maximum seconds until the first answer. Raises ConfigError without the SDK or without servers."""
         try:
             import mcp  # noqa: F401
         except ImportError:
@@ -60,7 +60,7 @@ class McpServers:
             raise ConfigError("no MCP server is named; `mcpServers` must have at least one")
         self._loop = ThreadLoop("mcp")
         self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
-        # also when nobody closes: servers must not outlive the run
+        # Also runs if close() is never called: server processes must not outlive the run.
         self._closing = weakref.finalize(self, _close, self._loop, self._connections)
 
     @classmethod
@@ -72,7 +72,7 @@ class McpServers:
             {"mcpServers": {"search": {"url": "https://example.org/mcp", "auth_token": "..."},
                             "files": {"command": "npx", "args": ["-y", "server"], "env": {"KEY": "..."}}}}
 
-        Raises ConfigError.
+        Raises ConfigError if the file cannot be read, is not valid, or names no server.
         """
         return cls(_read(Path(path)), start_timeout=start_timeout)
 
@@ -84,9 +84,10 @@ class McpServers:
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> list[Tool]:
-        """Connect, and make a tool of each that a server offers, or of those `selected` by name.
+        """Connect to the servers, and create a Tool for each offered tool, or only for the names in `selected`.
 
-        Raises ConfigError if a server cannot be reached, a name is not there, or there twice.
+        `timeout` is in seconds per call. Raises ConfigError if a server cannot be reached, if no server has a selected tool,
+        or if two servers have a tool of the same name.
         """
         owners: dict[str, Connection] = {}
         tools: list[Tool] = []
@@ -119,7 +120,7 @@ class McpServers:
         return tools
 
     def parse_result(self, content: list[ContentBlock]) -> ToolResponse:
-        """What the model is told of a result: its texts a line each, its images as images. To be overridden."""
+        """Convert a result for the model: texts joined by line breaks, images as images. Override to change the conversion."""
         texts: list[str] = []
         images: list[Any] = []
         for block in content:
@@ -138,11 +139,11 @@ class McpServers:
         return ToolResponse(text="\n".join(texts) if texts or not images else None, image=images or None)
 
     def close(self) -> None:
-        """Leave all servers, and wait until those that were started for this have ended. More than once does nothing."""
+        """Close all connections, and wait for the end of the server processes. A second call does nothing."""
         self._closing()
 
     async def aclose(self) -> None:
-        """The same without blocking the event loop."""
+        """Same as close(), without blocking the event loop."""
         await run_in_thread(self.close, name="mcp", kind="environment")
 
     def _listings(self) -> list[list[ServerTool]]:
@@ -185,7 +186,7 @@ def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
         await asyncio.gather(*(connection.close() for connection in connections))
 
     ended = loop.submit(every())
-    if loop.inside:  # collected as garbage there: it cannot wait for itself
+    if loop.inside:  # garbage collection in the loop's own thread: waiting would deadlock
         ended.add_done_callback(lambda _: loop.stop())
         return
     try:
@@ -211,7 +212,7 @@ def _image(data: str) -> Any:
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(data)))
-    image.load()  # now, where it is known whose fault it is
+    image.load()  # decode now, so that an invalid image is an error of this tool call
     return image
 
 

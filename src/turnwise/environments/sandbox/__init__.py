@@ -1,6 +1,6 @@
-"""Programs that a model has written, run where they can do no harm: here, or on a server.
+"""Runs programs written by a model in isolation, on this machine or on a server.
 
-`Sandbox`, `PythonSession` and `code_interpreter` lock Python in on this machine (Linux, bubblewrap); `SandboxFusion` sends
+`Sandbox`, `PythonSession` and `code_interpreter` run Python in a jail on this machine (Linux, bubblewrap). `SandboxFusion` sends
 programs to a SandboxFusion server.
 """
 

@@ -1,7 +1,7 @@
-"""What a tool may give back, and what the model gets to see of it.
+"""The return values that a tool may have, and their conversion to a message for the model.
 
-A text is told as it is, bytes as the text that they are, anything else as JSON. A `ToolResponse` may hold images and videos
-beside its text. A tuple `(answer, reward, info)`, the two behind left off where there are none, scores the call.
+A text is used unchanged, bytes are decoded as UTF-8, and any other value becomes JSON. A `ToolResponse` may contain images and
+videos in addition to a text. A tuple `(answer, reward, info)`, where `reward` and `info` are optional, scores the call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from turnwise.types import Message, ToolCall, ToolOutcome
 
 __all__ = ["Answer", "Result", "ToolResponse", "failed", "read_result"]
 
-_LONGEST_ERROR = 1000  # characters of an error that are told to the model
+_LONGEST_ERROR = 1000  # maximum characters of an error that the model receives
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResponse:
-    """A tool's answer with images or videos in it.
+    """A return value of a tool with images or videos.
 
     Example::
 
         return ToolResponse(image=[picture], text="The part that you asked for.")
 
-    Raises ValueError if `image` or `video` is no list.
+    Raises ValueError if `text` is not a str, or if `image` or `video` is not a list.
     """
 
     text: str | None = None
@@ -50,14 +50,14 @@ class ToolResponse:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a tool gave back, read."""
+    """The return value of a tool after read_result()."""
 
     response: ToolResponse
     reward: float = 0.0
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def shortened(self, truncation: Truncation | None) -> Result:
-        """With a text that is fit to be told; images stay."""
+        """The result with its text made encodable and shortened to the limits. Images and videos stay."""
         text = self.response.text
         if text is None:
             return self
@@ -67,16 +67,16 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A call that was answered: what is kept of it, and what the model is told."""
+    """The answer to a call: the outcome for the record, and the content for the model."""
 
     outcome: ToolOutcome
     content: str | list[dict[str, Any]]
-    """A text, or images, videos and a text as parts, in this order."""
+    """A text, or a list of parts in this order: images, videos, text."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, call: ToolCall, result: Result, *, seconds: float, attempts: int) -> Answer:
-        """The answer to a call that went well."""
+        """The answer to a successful call. `seconds` is the time of the call."""
         response = result.response
         images, videos = response.image or [], response.video or []
         content: str | list[dict[str, Any]] = response.text or ""
@@ -111,7 +111,7 @@ class Answer:
 def failed(
     call: ToolCall, kind: str, text: str, *, seconds: float = 0.0, attempts: int = 1, traceback: str = ""
 ) -> Answer:
-    """The answer to a call that went wrong; `kind` is one of those of `ToolOutcome.error`."""
+    """The answer to a failed call. `kind` is a value of `ToolOutcome.error`."""
     text = _encodable(f"Error: {text if len(text) <= _LONGEST_ERROR else text[:_LONGEST_ERROR] + ' ...'}")
     outcome = ToolOutcome(
         id=call.id,
@@ -127,17 +127,17 @@ def failed(
 
 
 def read_result(result: Any) -> Result:
-    """Read what a tool gave back.
+    """Convert the return value of a tool to a Result.
 
-    A tuple is a scored answer only if it can be nothing else: a text, a mapping or a ToolResponse first, then a number,
-    then a mapping. Any other tuple is JSON like the rest.
+    A tuple is a scored answer only if its items are, in this order: a str, a dict or a ToolResponse; a number or None; a dict
+    or None. Any other tuple becomes JSON.
 
-    Raises ValueError or TypeError if it can be told to nobody.
+    Raises ValueError or TypeError if the value cannot be converted to JSON, TypeError if the reward is not finite.
     """
-    if type(result) is not tuple or not 1 <= len(result) <= 3:  # a named tuple has a meaning of its own
+    if type(result) is not tuple or not 1 <= len(result) <= 3:  # a named tuple is data, not a scored answer
         return Result(_response(result))
     answer, reward, info = (*result, None, None)[:3]
-    scored = isinstance(reward, Real | None) and not isinstance(reward, bool)  # numpy's numbers are some too
+    scored = isinstance(reward, Real | None) and not isinstance(reward, bool)  # Real includes numpy's numbers
     if not (isinstance(answer, str | dict | ToolResponse) and scored and isinstance(info, dict | None)):
         return Result(_response(result))
     return Result(_response(answer), _finite(reward), info or {})
@@ -160,7 +160,7 @@ def _finite(reward: Real | None) -> float:
 
 
 def _encodable(text: str) -> str:
-    # half of a surrogate pair, which a model can write as JSON, is no text that could be encoded
+    # A model can write half of a surrogate pair in JSON. Such a text cannot be encoded as UTF-8.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 

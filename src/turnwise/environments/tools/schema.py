@@ -1,7 +1,7 @@
-"""What the model is told of a tool, and how the arguments of a call are checked against it.
+"""The schema of a tool, and the check of a call's arguments against the schema.
 
-A schema is made of a function's signature and docstring, or given as it is; either way it reaches the chat template whole.
-This module knows nothing of how a tool is run.
+A schema is created from a function's signature and docstring, or is given by the user. Both kinds reach the chat template in
+full. This module does not run tools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arguments", "FromSchema", "FromSignature", "WrongArguments", "schema_of"]
 
-_MOST_PROBLEMS = 5  # of one call that are told to the model
+_MOST_PROBLEMS = 5  # maximum problems of one call that the model receives
 
 
 _SLOW_KEYWORDS = {
@@ -36,31 +36,31 @@ _SLOW_KEYWORDS = {
     "$ref",
     "$dynamicRef",
 }
-"""Keywords of JSON Schema whose check can take longer than in proportion to the arguments."""
+"""Keywords of JSON Schema whose check can take more than linear time in the size of the arguments."""
 
 
 class WrongArguments(Exception):
-    """The arguments of a call are not those of the tool; the text says so to the model."""
+    """The arguments of a call do not match the schema of the tool. The text is a message for the model."""
 
 
 class Arguments(Protocol):
     """Checks the arguments of calls."""
 
     quick: bool
-    """Whether a check takes time in proportion to the arguments, so that it may run in the event loop's own thread."""
+    """Whether a check takes linear time in the size of the arguments, and so may run in the thread of the event loop."""
 
     def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the tool is to get them: nothing that it changes in them is seen by anybody else.
+        """Return a checked copy of the arguments for the tool. Changes that the tool makes to the copy do not affect `given`.
 
-        Raises WrongArguments.
+        Raises WrongArguments if the arguments do not match the schema.
         """
         ...
 
 
 class FromSignature:
-    """Checks against a function's annotations, as pydantic does: `"2"` is taken for 2, and nested models are made."""
+    """Checks arguments against a function's annotations with pydantic: `"2"` becomes 2, and nested models are created."""
 
-    quick = True  # pydantic's patterns need linear time
+    quick = True  # pydantic matches patterns in linear time
 
     def __init__(self, model: type[BaseModel], name: str) -> None:
         self._model = model
@@ -88,7 +88,7 @@ class FromSignature:
 
 
 class FromSchema:
-    """Checks against a JSON Schema that somebody wrote; what it does not speak of is allowed, as JSON Schema has it."""
+    """Checks arguments against a given JSON Schema. As in JSON Schema, properties that the schema does not name are allowed."""
 
     def __init__(self, parameters: Mapping[str, Any], name: str) -> None:
         """Raises ConfigError if `parameters` is not the JSON Schema of an object."""
@@ -126,9 +126,10 @@ class FromSchema:
 
 
 def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
-    """The schema of a typed function with a docstring; `Args:` in Google style describes the parameters.
+    """The schema of a typed function with a docstring. An `Args:` section in Google style describes the parameters.
 
-    Raises ConfigError if a parameter has no type, or is of a kind that a model cannot give.
+    Raises ConfigError if the function is a generator or has no docstring, or if a parameter has no type, has a type or kind
+    that a model cannot give, or has a pydantic Field as its default.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -158,20 +159,20 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
                 f"function itself would take for the value; write {parameter.name}: Annotated[<type>, Field(...)] = <default>"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
-        # what is not said here stays as the annotation has it
+        # An option that is absent here keeps its value from the annotation.
         said: dict[str, Any] = {} if parameter.name not in described else {"description": described[parameter.name]}
-        # behind an alias, because a parameter may have a name that a pydantic model uses itself (`json`, `copy`)
+        # The alias is needed because a parameter may have the name of a method of pydantic models (`json`, `copy`).
         fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **said))
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        model.model_json_schema()  # now, and not in the first conversation
+        model.model_json_schema()  # fail now, not in the first conversation
     except PydanticUserError as error:
         raise ConfigError(
             f"a parameter of the tool {name!r} has a type that a model cannot give: {error.message.splitlines()[0]} "
             f"Use numbers, texts, lists, Literal or pydantic models"
         ) from None
     parameters = _tidy(model.model_json_schema())
-    parameters.pop("additionalProperties", None)  # it says what is refused; to the model it is noise
+    parameters.pop("additionalProperties", None)  # always false here, and of no use to the model
     parameters.setdefault("properties", {})
     schema = {"type": "function", "function": {"name": name, "description": summary, "parameters": parameters}}
     return schema, FromSignature(model, name)
@@ -199,7 +200,7 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
             f"the parameters of the tool {name!r} are of type {parameters['type']!r}; a model gives named arguments, so "
             f"they must be an object with properties"
         )
-    # an empty registry: a schema from elsewhere must not make this machine fetch whatever it refers to
+    # An empty registry: a schema from outside must not make this machine download the schemas that it refers to.
     return bounded_patterns(kind)(dict(parameters), registry=EMPTY_REGISTRY)
 
 
@@ -209,12 +210,12 @@ def _told(lines: list[str]) -> str:
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The first paragraph of a docstring, and what its `Args:` section says of each parameter."""
+    """The first paragraph of a docstring, and the description of each parameter in its `Args:` section."""
     text = inspect.getdoc(function) or ""
     summary = " ".join(re.split(r"\n\n|(?:^|\n)(?=Args:\n)", text)[0].split())
     section = re.search(r"^Args:\n(?=([ \t]+))(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
     described: dict[str, str] = {}
-    # an entry begins where the first one does, and goes on where it is further in
+    # An entry starts at the indent of the first entry; lines with a deeper indent continue the entry.
     for entry in re.split(rf"\n(?={section[1]}\S)", section[2]) if section else []:
         matched = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.DOTALL)
         if matched:
@@ -223,7 +224,7 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema in the order that people write, without the titles that pydantic invents from names."""
+    """The schema with `type` and `description` first, and without the titles that pydantic derives from names."""
     first = ("type", "description")
 
     def clean(node: Any, *, names: bool = False) -> Any:
@@ -231,7 +232,7 @@ def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
             return [clean(item) for item in node]
         if not isinstance(node, dict):
             return node
-        if names:  # the keys are somebody's names, and one of them may be `title` or `type`
+        if names:  # the keys are names of properties, which may be `title` or `type`
             return {key: clean(value) for key, value in node.items()}
         keys = [*(key for key in first if key in node), *(key for key in node if key not in (*first, "title"))]
         return {
@@ -243,7 +244,7 @@ def _tidy(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keywords(schema: Any) -> Iterator[str]:
-    """Every key of a schema, at any depth; names of properties are among them."""
+    """All keys of a schema at any depth, including the names of properties."""
     if isinstance(schema, Mapping):
         for key, value in schema.items():
             yield str(key)

@@ -1,7 +1,7 @@
-"""Patterns of JSON Schemas, compared within a time limit.
+"""Matches the patterns of JSON Schemas within a time limit.
 
-A pattern such as `^(a+)+$` can take longer than any conversation, on a text that a model writes, and `re` holds Python's global
-lock meanwhile. The package `regex` takes a time limit and lets the lock go.
+Matching a pattern such as `^(a+)+$` on a text from a model can take longer than a conversation, and `re` holds Python's global
+interpreter lock during the match. The package `regex` accepts a time limit and releases the lock.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 __all__ = ["PATTERN_SECONDS", "PatternTooSlow", "bounded_patterns", "expanded", "needs_expansion"]
 
 PATTERN_SECONDS = 1.0
-"""For one pattern and one text."""
+"""Maximum seconds to match one pattern with one text."""
 
 
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value maps names to schemas."""
 _DATA = frozenset({"enum", "const", "default", "examples"})
-"""Keywords whose value is no schema."""
+"""Keywords whose value is data, not a schema."""
 
 
 class PatternTooSlow(Exception):
-    """A text could not be compared with a pattern in time."""
+    """Matching a text with a pattern took longer than `PATTERN_SECONDS`."""
 
 
 def bounded_patterns(kind: type[Validator]) -> type[Validator]:
-    """The same kind of validator with `pattern`, `patternProperties` and `additionalProperties` in bounded time.
+    """A subclass of the validator that checks `pattern`, `patternProperties` and `additionalProperties` in bounded time.
 
-    Its checks raise PatternTooSlow at the first text that takes too long.
+    The checks raise PatternTooSlow at the first text whose match takes longer than `PATTERN_SECONDS`.
     """
     from jsonschema import validators
     from jsonschema.exceptions import ValidationError
@@ -82,15 +82,15 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
 
 
 def needs_expansion(parameters: Mapping[str, Any]) -> bool:
-    """Whether a schema has `unevaluatedProperties`: jsonschema looks for these with `re`, in unbounded time."""
+    """Whether a schema has `unevaluatedProperties`. jsonschema checks this keyword with `re`, in unbounded time."""
     return any("unevaluatedProperties" in schema for schema in _schemas(parameters))
 
 
 def expanded(parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """A schema without `patternProperties` that says the same of these arguments: the names in them that a pattern matches are
-    written out as `properties`.
+    """A schema without `patternProperties` that is equivalent for these arguments: each name that matches a pattern becomes an
+    entry of `properties`.
 
-    Raises PatternTooSlow.
+    Raises PatternTooSlow if a match takes longer than `PATTERN_SECONDS`.
     """
     whole: dict[str, Any] = copy.deepcopy(dict(parameters))
     names = _names(arguments)
@@ -106,7 +106,7 @@ def expanded(parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all schemas inside it, the inner ones first."""
+    """A schema and all its nested schemas, inner schemas first."""
     if isinstance(schema, list):
         for item in schema:
             yield from _schemas(item)
@@ -122,7 +122,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _names(value: Any) -> set[str]:
-    """The names of all objects in some arguments."""
+    """The property names of all objects in the arguments, at any depth."""
     if isinstance(value, list):
         return set().union(*map(_names, value))
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""How a long text is shortened for the model: which side goes, and in what it is measured.
+"""Shortens a long text for the model: the side to cut, and the unit of the length.
 
-The names and their meaning are verl's (since its #6313): the side is the one that is *cut*. `left` keeps the end, `right`
-keeps the beginning, `middle` keeps half the length of each. This module knows no tokenizer; it may be given a way to count.
+The names and their meaning are those of verl (since its #6313): `side` names the side that is *cut*. `left` keeps the end,
+`right` keeps the beginning, `middle` keeps half the length of each. This module has no tokenizer; the caller may pass `encode`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Side = Literal["left", "right", "middle"]
 Unit = Literal["characters", "tokens"]
 
 LONGEST = 1_000_000
-"""Characters that any tool may tell the model, whatever the recipe says."""
-_FURTHEST = 64  # characters that a cut moves to stay out of a cluster; what is longer is no writing
+"""Maximum characters of any tool's text, independent of the recipe."""
+_FURTHEST = 64  # maximum characters that a cut moves to leave a cluster; natural text has no longer clusters
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Shortens texts to `length`; the mark of the cut comes on top of it.
+    """Shortens texts to `length` units. The mark of the cut is added and does not count.
 
     Example::
 
@@ -36,10 +36,10 @@ class Truncation:
 
     length: int
     side: Side = "middle"
-    """The side that is cut off."""
+    """The side to cut."""
     unit: Unit = "characters"
     encode: Callable[[str], Sequence[int]] | None = None
-    """Gives the tokens of a text, where `unit` is `tokens`."""
+    """Returns the token ids of a text. Required if `unit` is `tokens`."""
 
     def __post_init__(self) -> None:
         if self.length <= 0:
@@ -50,7 +50,7 @@ class Truncation:
             )
 
     def __call__(self, text: str) -> str:
-        """The text, shortened if it is longer."""
+        """The text, shortened if it is longer than `length`."""
         if self._head(text, self.length) == text:
             return text
         match self.side:
@@ -79,7 +79,7 @@ class Truncation:
         return text[at:]
 
     def _fitting(self, text: str, length: int, piece: Callable[[int], str]) -> int:
-        """How many characters of `piece` have at most `length` units. The cost depends on the length, not on the text."""
+        """The number of characters of `piece` that fit in `length` units. The cost depends on `length`, not on the text."""
         if self.encode is None or self.unit == "characters":
             return min(length, len(text))
         fits, too_many = 0, min(len(text), 4 * length + 16)
@@ -97,7 +97,7 @@ class Truncation:
 
 
 def bounded(text: str) -> str:
-    """The text, or the beginning of one that nobody could mean to show to a model."""
+    """The text, cut after `LONGEST` characters if it is longer."""
     if len(text) <= LONGEST:
         return text
     note = f"...(truncated: this is the first {LONGEST:,} of {len(text):,} characters)"
@@ -105,15 +105,15 @@ def bounded(text: str) -> str:
 
 
 def _inside_cluster(text: str, at: int) -> bool:
-    """Whether a cut at `at` would part what is read as one character: a letter and its accents, an emoji of several."""
+    """Whether a cut at `at` would split one displayed character, such as a letter with accents or a composed emoji."""
     if not 0 < at < len(text):
         return False
     before, after = text[at - 1], text[at]
     if unicodedata.category(after).startswith("M") or "\u200d" in (before, after):
         return True
-    if "\U0001f3fb" <= after <= "\U0001f3ff" or before + after == "\r\n":  # a colour of skin
+    if "\U0001f3fb" <= after <= "\U0001f3ff" or before + after == "\r\n":  # an emoji skin tone, or a CRLF
         return True
-    flags = 0  # letters of flags come in pairs
+    flags = 0  # a flag is a pair of regional indicator letters
     while flags < at and _is_flag_letter(text[at - 1 - flags]):
         flags += 1
     return _is_flag_letter(after) and flags % 2 == 1
