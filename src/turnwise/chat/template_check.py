@@ -1,7 +1,7 @@
-"""Whether a template can be continued: conversations written turn by turn, compared with the same in one pass.
+"""Checks whether conversations can be continued with a template: renders them turn by turn and in one pass, and compares both.
 
-The model's turns are the text that the template itself writes for them, so every difference comes from the template: text that
-it changes when the conversation continues, or a message that it accepts only in another shape. The table of templates
+The model's turns are the text that the template itself renders for them. Every difference therefore comes from the template:
+text that it changes when the conversation continues, or a message that it accepts only in another form. The table of templates
 (docs/templates.md) and `turnwise doctor` use this check.
 """
 
@@ -40,7 +40,7 @@ class Scenario:
 
     name: str
     rounds: Sequence[tuple[Message, Sequence[Message]]]
-    """The model's message and the answers to it; the last one has none."""
+    """Pairs of a model's message and the messages that answer it; the last pair has no answers."""
     opening: Sequence[Message] = (
         {"role": "system", "content": "system-words"},
         {"role": "user", "content": "question-words"},
@@ -48,7 +48,7 @@ class Scenario:
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
-        """The tools on offer."""
+        """The tools that the model may call."""
         return [PROBE_TOOL] if any(message.get("tool_calls") for message, _ in self.rounds) else []
 
 
@@ -58,19 +58,19 @@ class Finding:
 
     scenario: str
     exact: bool
-    """Whether the tokens are those of the one pass."""
+    """Whether the tokens equal the tokens of the rendering in one pass."""
     differs: str = ""
-    """The first difference: the text in one pass, and the text that was written before. Empty if there is none."""
+    """The first difference: the text in one pass, and the text turn by turn. Empty if there is no difference."""
     harmless: bool = False
-    """Whether only the model's part differs, which is sampled in training: end of turn, reasoning, tokens of the same text."""
+    """Whether only the part differs that the model samples in training: end of turn, reasoning, tokens of the same text."""
     adaptations: tuple[str, ...] = ()
     """How messages had to be changed: `system as user`, `neighbours as one message`."""
     refused: str = ""
-    """Why the template cannot write the scenario at all."""
+    """The reason why the template cannot render the scenario. Empty if it can."""
     encoded_tokens: int = 0
-    """Tokens that were encoded for the context."""
+    """The number of tokens that were encoded for the context."""
     total_tokens: int = 0
-    """Tokens of the whole conversation."""
+    """The number of tokens of the entire conversation."""
     ids: Sequence[int] = field(default=(), repr=False)
 
 
@@ -105,7 +105,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 
 def check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
-    """Write a scenario turn by turn and in one pass. Never raises TemplateError: a refusal is a finding."""
+    """Render a scenario turn by turn and in one pass. Never raises TemplateError: an error of the template is a finding."""
     try:
         return _check_scenario(renderer, scenario)
     except TemplateError as error:
@@ -119,7 +119,7 @@ def _check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
     messages, adaptations = list(opening.messages), _adaptations(scenario.opening, opening.messages)
     priors: list[PriorConversation] = []
     for turn, answers in scenario.rounds:
-        # a template that writes no calls gets a turn of text instead
+        # a template that renders no tool calls receives a turn of text instead
         as_text = turn.get("tool_calls") and not template.writes_calls
         messages.append({"role": "assistant", "content": "call-words"} if as_text else turn)
         if answers:
@@ -160,19 +160,19 @@ def _left_out(messages: Sequence[Message], text: str) -> str:
 
 
 class _TurnByTurn:
-    """A conversation that is written turn by turn, next to the text of the one pass."""
+    """A conversation that is rendered turn by turn, together with its text in one pass."""
 
     def __init__(self, renderer: Renderer, one_pass: str) -> None:
         self._renderer = renderer
         self.one_pass_ids = list(renderer.encode_uncached(one_pass))
-        # the decoded text: some tokenizers write a space before every text
+        # the decoded text, because some tokenizers add a space before every text
         self.one_pass = renderer.decode(self.one_pass_ids)
         self.ids: list[int] = []
         self.differs = ""
         self.harmless = False
         self.encoded_tokens = 0
         self._at = 0
-        """How much of `one_pass` has been written, in characters."""
+        """The number of characters of `one_pass` that have been appended."""
 
     def append_opening(self, opening: EncodedMessages) -> None:
         """Append the opening messages with the first generation prompt."""
@@ -187,7 +187,7 @@ class _TurnByTurn:
         if self._append_turn_by_ids(answers, prior):
             return
         decode = self._renderer.decode
-        # each candidate: whether the turn ends with another token, order of the stop token, place, bridge, bridge as written
+        # each candidate: does the turn end with another token, index of the stop token, place, bridge, text of the bridge
         candidates: list[tuple[bool, int, int, EncodedMessages, str]] = []
         for order, stop in enumerate(self._renderer.stop_token_ids):
             bridge = self._renderer.encode_bridge(stop, answers, prior)
@@ -217,7 +217,7 @@ class _TurnByTurn:
         self._append(bridge, written)
 
     def _append_turn_by_ids(self, answers: Sequence[Message], prior: PriorConversation) -> bool:
-        """Append the turn if all tokens are those of the one pass, this turn's too; else texts must be compared."""
+        """Append the turn if all tokens, including this turn's, equal those in one pass. Otherwise False: compare texts."""
         if self.ids != self.one_pass_ids[: len(self.ids)]:
             return False
         candidates: list[tuple[int, EncodedMessages]] = []
@@ -237,7 +237,7 @@ class _TurnByTurn:
         return True
 
     def _both_texts(self, text: str, answers: Sequence[Message]) -> str:
-        """The expected text and the text of the one pass, aligned at the answer, from their first difference on."""
+        """The expected text and the text in one pass, aligned at the answer, from their first difference on."""
         content = str(answers[0].get("content"))
         place, own = self.one_pass.find(content, self._at), text.find(content)
         if place < 0 or own < 0:
@@ -267,7 +267,7 @@ class _TurnByTurn:
         self._at += len(written)
 
     def _with_other_end(self, turn: str, stop: int) -> str:
-        """The turn with `stop` at its end, with which the model would have ended it."""
+        """The turn with `stop` at its end, as the model would have ended the turn."""
         token = list(self._renderer.encode(turn))[-1]
         written = self._renderer.decode([token]) if self._renderer.is_special(token) else ""
         own = self._renderer.decode([stop])
@@ -275,12 +275,12 @@ class _TurnByTurn:
         return turn.removesuffix(written) + own
 
     def _note(self, difference: str, *, harmless: bool) -> None:
-        """Keep the first difference; a harmful one replaces a harmless one."""
+        """Keep the first difference; a harmful difference replaces a harmless difference."""
         if not self.differs or (self.harmless and not harmless):
             self.differs, self.harmless = difference, harmless
 
     def _note_generation_prompt(self, text: str, bare: str, at: int) -> None:
-        """Note that the generation prompt at the end of `text` is not what the one pass has at `at`."""
+        """Record that the generation prompt at the end of `text` differs from the text in one pass at index `at`."""
         mark = text[len(bare) :]
         if bare != text and self.one_pass.startswith(bare, at):
             after = self.one_pass[at + len(bare) : at + len(bare) + len(mark)]

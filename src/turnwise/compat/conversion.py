@@ -1,4 +1,4 @@
-"""The result of reading another system's configuration: a recipe, and a report about every key that was given."""
+"""The result of reading another system's configuration: a recipe, and a report about every given key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnsupportedKey:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """A recipe made from another system's configuration, and what happened to each key of it."""
+    """A recipe made from another system's configuration, and a report about each of its keys."""
 
     recipe: dict[str, Any]
     """The recipe as nested dictionaries, as `yaml.safe_load` would return it."""
@@ -46,8 +46,8 @@ class ConversionReport:
 class RecipeBuilder(ABC):
     """Builds a recipe from a configuration, and records what happens to each key.
 
-    A subclass knows how to look up a key. A key is either in `converted` or in `unsupported`; only a key of which one
-    of several values was rejected (`reject_value`) can be in both.
+    A subclass knows how to look up a key. A key is either in `converted` or in `unsupported`. A key can be
+    in both only if it has several values and one of them was rejected (`reject_value`).
     """
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ class GymEnvironments:
         return in_front((), self())
 
     async def aclose(self) -> None:
-        """Nothing is shared."""
+        """Has no effect: conversations share no resources."""
 
     def _check(self, made: Any) -> None:
         try:
@@ -260,7 +260,7 @@ class ToolEnvironments:
         return in_front((), self())
 
     async def aclose(self) -> None:
-        """Nothing is shared."""
+        """Has no effect: conversations share no resources."""
 
 
 class _Steps:

@@ -1,4 +1,4 @@
-"""Instances of a class that are reused by many conversations, one after the other, as in TRL.
+"""Instances of a class that many conversations use one after the other, as in TRL.
 
 The number of instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then
 conversations wait, in order of arrival, until an instance is given back. An instance is given back after its conversation is
@@ -19,7 +19,7 @@ from turnwise.user_code.deadlines import conversation_name, in_lockstep, waiting
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 
 EXHAUSTED: Final = object()
-"""Stands for the instance that could not be made."""
+"""Marks an instance that could not be created."""
 
 
 class InstancePool:

@@ -85,7 +85,7 @@ def end(made: Any) -> Any:
 
 
 def referred(found: str | Callable[..., Any], argument: str) -> Callable[..., Any]:
-    """The callable that an argument of the environment is, or names. Raises ConfigError if it is not callable."""
+    """The callable that an argument of the environment contains or refers to. Raises ConfigError if it is not callable."""
     key = f"environment.arguments.{argument}"
     if isinstance(found, str):
         found = resolve(found, key=key)

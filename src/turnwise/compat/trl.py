@@ -89,7 +89,7 @@ class TrlEnvironments:
         return _Chosen(self._kind_of, in_front)
 
     async def aclose(self) -> None:
-        """Close the instances; each of them was used by one conversation after the other."""
+        """Close the remaining instances, which conversations have used one after the other."""
         for kind in self._kinds.values():
             for made in kind.pool.drain():
                 with boundary("environment"):
@@ -242,7 +242,7 @@ def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, 
 
 
 def _told(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
-    """The method with its result in TRL's form: content blocks stay, any other value becomes `str(value)`."""
+    """The method with its result in TRL's form: content blocks are unchanged, any other value becomes `str(value)`."""
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)

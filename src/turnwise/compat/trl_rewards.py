@@ -36,7 +36,7 @@ _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class TrlReward:
-    """Makes a TRL reward function a function of the trajectories of a group.
+    """Converts a TRL reward function to a reward function of the trajectories of a group.
 
     None and NaN mean that the function does not apply to a conversation. Values that it logs with `log_extra` and `log_metric`
     are recorded in the `info` of the last turn of each trajectory.

@@ -1,11 +1,11 @@
-"""Finds the reasoning in the text of a turn, by the marks around it.
+"""Finds the reasoning in the text of a turn by its opening and closing marks.
 
     <think>Is it 4?</think>It is 4.         reasoning "Is it 4?", content "It is 4."
 
-The marks of a template are found by rendering (`chat/reasoning_format.py`). The marks of well-known families are always read
-too: a model that writes them reasons, and a call inside reasoning must never be executed. A reasoning block ends at its closing
-mark, or at the end of a truncated text. Inside a block no other mark counts. Harmony and ATEM write messages with headers; the
-headers of messages that are not reasoning are removed (`SCAFFOLD`).
+The marks of a template are found by rendering (`chat/reasoning_format.py`). The marks of well-known families are always
+recognised too: text inside them is reasoning, and a tool call inside reasoning must never be executed. A reasoning block ends
+at its closing mark, or at the end of a truncated text. Inside a block, other marks are ignored. Harmony and ATEM write messages
+with headers; the headers of messages that are not reasoning are removed (`SCAFFOLD`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Patterns:
     """A closing mark of a block that the generation prompt has opened: only the template's own marks if they are known."""
     opening_or_scaffold: re.Pattern[str]
     empty_block_at_end: re.Pattern[str]
-    """An opening mark, and perhaps a closing mark, at the end of a text."""
+    """An opening mark, and optionally a closing mark, at the end of a text."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ReasoningMarks:
         return ReasoningBlock(start, end, *_trimmed(text, opens.end(), inner))
 
     def opened_thought(self, text: str) -> ReasoningBlock:
-        """The block in which the text begins, because the generation prompt has opened it. A model may open it again."""
+        """The block that the generation prompt has opened and in which the text begins. The model may repeat the opening mark."""
         if again := self._patterns.repeated_opening.match(text):
             thought = self.thought_at(text, again.end())
             return ReasoningBlock(0, thought.end, thought.text, thought.at)
@@ -143,7 +143,7 @@ class ReasoningMarks:
         return "" if mark is None else text[len(bare) - len(mark) :]
 
     def without_open_thought(self, text: str) -> str:
-        """A generation prompt without the block that it opens, or the empty block that it writes, at its end."""
+        """A generation prompt without the opened block or the empty block at its end."""
         return self._patterns.empty_block_at_end.sub("", text)
 
     def _walk(self, text: str, *, opened: bool) -> tuple[list[ReasoningBlock], list[str]]:
@@ -186,8 +186,8 @@ def _trimmed(text: str, start: int, end: int) -> tuple[str, int]:
 
 
 def join_pieces(pieces: Sequence[str]) -> str:
-    """Join pieces of a text from between which other text was removed: one line each, without white space at the joints and
-    without empty pieces."""
+    """Join the pieces of a text that remain after other text was removed: each piece on its own line, without empty pieces and
+    without white space where pieces are joined."""
     last = len(pieces) - 1
     trimmed = (
         piece.strip() if 0 < n < last else piece.lstrip() if n else piece.rstrip() if last else piece

@@ -1,4 +1,4 @@
-"""ms-swift's own schedulers: a tip and a second try after a wrong answer, and tools in the ReAct format."""
+"""The schedulers that ms-swift provides: a tip and a second attempt after a wrong answer, and tools in the ReAct format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)
 class ThinkingModelTipsScheduler(MultiTurnScheduler):
     """Tells a reasoning model once that its answer is wrong. The reasoning of earlier turns is removed from the history.
 
-    So each turn is a training record, and `run` returns one output for each turn.
+    Each turn is a training record, and `run` returns one output for each turn.
     """
 
     tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."

@@ -1,4 +1,4 @@
-"""Converts between ms-swift's messages and ours, and finds the `Reply` that leads from one list of messages to another.
+"""Converts between the messages of ms-swift and turnwise, and finds the `Reply` that leads from one list of messages to another.
 
 A scheduler changes a list of messages to say how the conversation continues. Three kinds of change are recognised: messages
 added after the model's answer are appended; an edited answer is cut where the edit begins, and the model continues it; any
@@ -150,7 +150,7 @@ def messages_of(request: RolloutInferRequest, *, since: int = 0) -> list[Message
 
 
 def _has_tags(message: Message) -> bool:
-    """Whether a text contains tags for images. The model's text never does, because it may mention a tag itself."""
+    """Whether a text contains tags for images. Always false for the model's text, in which a tag is plain text."""
     content = message.get("content")
     return isinstance(content, str) and message.get("role") != "assistant" and _TAG.search(content) is not None
 

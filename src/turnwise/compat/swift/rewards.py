@@ -103,7 +103,7 @@ def infos_of(trajectory: Trajectory) -> dict[str, Any]:
 def histories(trajectory: Trajectory) -> list[list[Message]]:
     """The messages of each record of a trajectory. Answers are the sampled text, with reasoning and tool calls.
 
-    Each output that `run` returned is a record. Without several outputs, each history with a turn of the model is one.
+    Each output that `run` returned is a record. Without several outputs, each history with a turn of the model is a record.
     """
     answers: dict[int, str] = {}
     continued, opening = False, ""

@@ -48,7 +48,7 @@ class RolloutScheduler:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that the constructor was given, else that of `environment.arguments.tokenizer`."""
+        """The tokenizer that the constructor received, otherwise the tokenizer of `environment.arguments.tokenizer`."""
         return self._tokenizer if self._tokenizer is not None else self.infer_engine.tokenizer
 
     @property
@@ -154,13 +154,13 @@ class MultiTurnScheduler(RolloutScheduler):
 
     @staticmethod
     def _extract_logprobs_from_choice(response_choice: ChatCompletionResponseChoice) -> list[float]:
-        """The log-probabilities of a response, one for each of its `token_ids`."""
+        """The log-probabilities of a response, one per item of its `token_ids`."""
         return [float(token["logprob"]) for token in (response_choice.logprobs or {}).get("content") or []]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a scheduler decided after a turn."""
+    """The decision of a scheduler after a turn."""
 
     done: bool
     request: RolloutInferRequest

@@ -1,6 +1,6 @@
 """Converts verl's configuration into a recipe, with a report: which keys were converted, which were not, and why.
 
-Keys that are not given have verl's default where it differs from ours. verl's own configuration files (`ppo_trainer` and the
+Keys that are not given have verl's default if it differs from turnwise's. verl's own configuration files (`ppo_trainer` and the
 files that it includes) contain these defaults, and are not read.
 """
 
@@ -200,7 +200,7 @@ class _Conversion:
     def _user_turns(self, interactive: bool, tools: bool) -> int | None:
         key = f"{TURNS}.max_user_turns"
         most = self._builder.count(key)
-        if most is not None and tools and not interactive:  # since v0.7 it bounds the rounds of tool calls
+        if most is not None and tools and not interactive:  # since v0.7 it limits the rounds of tool calls
             self._builder.convert("limits.turns: these rounds of tool calls, and a last turn", key)
             return None
         if most is not None and not interactive:
@@ -219,7 +219,7 @@ class _Conversion:
         rounds = self._builder.count(f"{TURNS}.max_user_turns")
         if many and rounds is not None and "max_user_turns" not in self._arguments():
             most = min(rounds + 1, most or rounds + 1)
-        if many and most is None:  # the bound that verl uses if none is set
+        if many and most is None:  # the limit that verl uses if no limit is set
             lengths = [self._builder.count(f"data.max_{name}_length") or 0 for name in ("prompt", "response")]
             most = max(1, sum(lengths) // 3)
         if not many and self._builder.is_set(key):
@@ -350,7 +350,7 @@ class _Conversion:
             self._builder.reject(path, reason, changes_training=True, even_default=True)
 
     def _others(self) -> None:
-        """Record every key that has not been looked at yet."""
+        """Record every key that has not been processed yet."""
         done = {*self._builder.converted, *(left.key for left in self._builder.unsupported)}
         known = [*PLAIN, *HANDLED, *FIXED]
         for key, value in self._given.items():

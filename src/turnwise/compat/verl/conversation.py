@@ -1,7 +1,7 @@
 """Conversations with verl's interactions and tools: one Environment around the user's classes.
 
 `Conversations` reads the files once per run, and makes one `Conversation` per trajectory. The interaction is an environment,
-and the tools are the usual tool layer in front of it. `Conversation` is in front of both: it collects all messages, which verl
+and the tools are in the usual tool layer in front of it. `Conversation` is in front of both: it collects all messages, which verl
 passes to interactions, and calls `calc_reward` of the tools.
 """
 
@@ -206,7 +206,7 @@ def _closing(environment: Environment | None) -> list[Awaitable[None]]:
 
 
 async def _together(awaitables: Iterable[Awaitable[Any]], *, seconds: float | None = None) -> None:
-    """Wait for all, also if some raise; then raise the first exception. Raises Failed after `seconds`."""
+    """Wait for all awaitables, also if some raise; then raise the first exception. Raises Failed after `seconds`."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     if not tasks:
         return

@@ -50,7 +50,7 @@ class Script:
 def read_script(path: Path) -> Script:
     """The arguments of the command in a script that starts verl's trainer.
 
-    Raises ConfigError if there is none, or several, or the file cannot be read.
+    Raises ConfigError if there is no such command, if there are several, or if the file cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
