@@ -24,7 +24,7 @@ from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Service", "ServiceError", "service"]
 
-_MAX_ANSWER = 64 << 20  # bytes of an answer
+_MAX_ANSWER = 64 << 20  # maximum bytes of an answer
 _MAX_ERROR = 300  # characters of a service's error that an error message quotes
 _making = threading.Lock()
 
@@ -40,9 +40,9 @@ class _Again(Exception):
 class Service:
     """A URL that accepts a JSON object by POST and returns a JSON object.
 
-    A request without connection, without answer in `timeout` seconds, or with status 5xx or 429 is repeated up to `retries`
+    A request that gets no connection, no answer in `timeout` seconds, or status 5xx or 429 is repeated up to `retries`
     times. The pause before each retry grows by `pause` seconds. All attempts together take at most `deadline` seconds. At most
-    `max_concurrent` requests run at once; waiting for a free place does not count as time of the request.
+    `max_concurrent` requests run at once; the time to wait for a free slot does not count.
 
     Raises ConfigError if the URL or an option is invalid.
     """
@@ -61,7 +61,7 @@ class Service:
         try:
             parts = urlsplit(url)
             port = parts.port
-        except ValueError:  # a port that is no number, or half of an IPv6 address
+        except ValueError:  # a port that is not a number, or an incomplete IPv6 address
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise ConfigError(f"{url!r} is not the address of a service; write http://host:port/path")
@@ -86,7 +86,7 @@ class Service:
 
     @property
     def deadline(self) -> float:
-        """The maximum time of `ask`, in seconds, without the time of waiting for a free place."""
+        """The maximum time of `ask`, in seconds, without the time to wait for a free slot."""
         return self._deadline
 
     async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,12 +188,12 @@ def service(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Service:
     """The service with these options. All conversations share it, so `max_concurrent` bounds all of them together."""
-    with _making:  # tools are made in several threads at once; without the lock, each thread could make its own service
+    with _making:  # tools are created in several threads; without the lock, each thread could create a service
         return _shared(url, timeout, deadline, retries, pause, max_concurrent, headers)
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """Close a connection, so that the thread which waits for it ends."""
+    """Close a connection, so that the thread that waits for the connection ends."""
     sock = connection.sock
     if sock is not None:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""What a program may use, and what came of it.
+"""The resource limits of a program, and the result of a run.
 
-Knows numbers and words only: how they are enforced is the business of `process.py` and `jail.py`.
+This module only defines the values. `process.py` and `jail.py` enforce the limits.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ __all__ = ["Bounds", "Ran", "SandboxError"]
 
 
 class SandboxError(TurnwiseError):
-    """The sandbox itself could not be set up for a call; the program was not run."""
+    """The sandbox or its server failed for a call. The program did not run, or its result is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one call may use. A program that goes beyond is stopped, and the model is told by which bound."""
+    """The limits of one call. A program above a limit is stopped or gets an error; the answer names the limit of a stop."""
 
     seconds: float = 10.0
-    """On the clock, from the start of the sandbox to its end."""
+    """Wall-clock seconds from the start of the sandbox to its end."""
     cpu_seconds: int = 10
-    """Of the processor, for each process."""
+    """CPU seconds of each process."""
     memory_mb: int = 1024
-    """Address space of each process, and resident memory of all of them together."""
+    """MiB. Limits the address space of each process, and the resident memory of all processes together."""
     processes: int = 32
-    """Processes and threads that exist at once."""
+    """Maximum number of processes and threads at the same time."""
     disk_mb: int = 64
-    """All files in the working directory together; also the most that one file may hold."""
+    """MiB. Limits all files in the working directory together, and the size of each file."""
     files: int = 1000
-    """Files and directories in the working directory."""
+    """Maximum number of files and directories in the working directory."""
     open_files: int = 64
-    """File descriptors of each process."""
+    """Maximum number of file descriptors of each process."""
     output_bytes: int = 16_000
-    """Of standard output and standard error together; of a longer text the beginning and the end are kept."""
+    """Maximum bytes kept of standard output and standard error together: the beginning and the end of a longer output."""
     flood_mb: int = 64
-    """Output after which the program is stopped, kept or not."""
+    """MiB of output, kept or dropped, above which the program is stopped."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,9 +52,9 @@ class Bounds:
 
     @classmethod
     def of(cls, given: Bounds | Mapping[str, float] | None) -> Bounds:
-        """Bounds as they are, or from a recipe's mapping.
+        """Return Bounds unchanged, or create Bounds from a mapping of a recipe. None gives the defaults.
 
-        Raises ConfigError if a name is unknown or a value is no number above 0.
+        Raises ConfigError if a name is unknown or a value is not a number above 0.
         """
         if isinstance(given, Bounds):
             return given
@@ -64,26 +64,26 @@ class Bounds:
             raise ConfigError(
                 f"the sandbox has no bound {unknown[0]!r}{nearest(unknown[0], names)}; its bounds are: {', '.join(names)}"
             )
-        return cls(**dict(given or {}))  # type: ignore[arg-type]  # their types are checked above
+        return cls(**dict(given or {}))  # type: ignore[arg-type]  # __post_init__ checks the types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A program that ended, or was ended."""
+    """The result of a program that ended or was stopped."""
 
     output: str
-    """Standard output and standard error as they came, at most `Bounds.output_bytes` of them, and a note where some are
-    missing."""
+    """Standard output and standard error in order of arrival, at most `Bounds.output_bytes`, with a note in place of dropped
+    output."""
     status: int
-    """Exit status; 128 + n where signal n ended it."""
+    """Exit status; 128 + n if signal n ended the program."""
     stopped: str | None = None
-    """Why it was stopped from outside, as a sentence's end: `it ran longer than 10 s`."""
+    """Why the sandbox stopped the program, for example `it ran longer than 10 s`; None if the program ended by itself."""
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    """What else the model should know, a sentence each."""
+    """Further notes for the model."""
 
     def told(self) -> str:
-        """What the model is told.
+        """The text of the result for the model.
 
         Example: a program that prints 4 and then raises ends in `...ValueError: no\\n[exit status 1]`.
         """

@@ -1,7 +1,7 @@
-"""Programs that a model has written, sent to a SandboxFusion server (github.com/bytedance/SandboxFusion, `POST /run_code`).
+"""Sends programs written by a model to a SandboxFusion server (github.com/bytedance/SandboxFusion, `POST /run_code`).
 
-Unlike verl's client, this one tells the model what went wrong: what was written to standard error, a time limit, a program
-that does not compile. What the server itself cannot do is an error of the tool and never looks like one of the program.
+Unlike verl's client, this client reports to the model why a program failed: standard error, a time limit, a compile error.
+A failure of the server is an error of the tool, and is never reported as an error of the program.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ __all__ = ["SandboxFusion"]
 class SandboxFusion:
     """A tool that runs a program on a SandboxFusion server.
 
-    `url` is the server's, with or without `/run_code`. `run_timeout` and `compile_timeout` are the server's, in seconds;
-    `timeout` is that of a whole request, `retries` further ones follow where the server is away, overloaded or broken, with a
-    pause that grows by `pause` seconds. `output_chars` of standard output and of standard error each are told.
+    `url` is the address of the server, with or without `/run_code`. The server applies `run_timeout` and `compile_timeout`
+    (seconds). `timeout` is the limit of one HTTP request in seconds. A request is repeated up to `retries` times if the server
+    is unreachable, overloaded or broken; the pause before each retry grows by `pause` seconds. The model receives at most
+    `output_chars` characters of standard output, and as many of standard error.
+
+    Raises ConfigError if an option is invalid.
     """
 
     def __init__(
@@ -72,9 +75,9 @@ class SandboxFusion:
         return self._read(answer).told()
 
     def _read(self, answer: Mapping[str, Any]) -> Ran:
-        """What came of a program.
+        """Convert the server's answer to the result of a program.
 
-        Raises SandboxError if the server says that it is its own fault, or says something else than agreed.
+        Raises SandboxError if the server reports a failure of its own, or if the answer does not follow the protocol.
         """
         if answer.get("status") not in ("Success", "Failed"):
             said = answer.get("message") or answer.get("status") or answer

@@ -1,12 +1,12 @@
-"""How a program is locked in on this machine.
+"""The jail: how a program is isolated on this machine.
 
-Writes command lines, and runs nothing but the one probe that shows that they work. In the jail there are an interpreter and
-the system's libraries, read-only, and a working directory in memory; no network, no /proc, no home, no /etc, no other
-programs.
+This module builds command lines. It runs only one program, a probe that checks that the jail works. The jail contains an
+interpreter and the system's libraries (read-only) and a working directory in memory. It has no network, no /proc, no home
+directory, no /etc and no other programs.
 
-Started by root, the program gets a user id of its own that no other program has: the kernel counts processes by user, does
-not count root's at all, and lets nobody touch another's. Started by anybody else, it gets a user namespace, in which (from
-Linux 5.14 on) it is counted alone.
+If root starts the jail, each program gets a separate user id: the kernel counts processes per user, does not limit root's
+processes, and prevents access to the processes of another user. If another user starts the jail, the program gets a user
+namespace, in which its processes are counted separately (since Linux 5.14).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 WORK = "/sandbox"
-"""The working directory, and the home and /tmp, of a program in the jail."""
+"""The working directory of a program in the jail; also its home directory and /tmp."""
 
 HOW_TO_GO_ON = (
     "install bubblewrap (apt-get install bubblewrap), use turnwise.environments.sandbox.SandboxFusion with a server, or, "
@@ -87,8 +87,9 @@ if files >= 0:
 os.set_inheritable(started, False)
 os.execv(command[0], command)
 """
-"""Runs first, in the jail: sets the limits, and says on the descriptor `started` that it could. With a descriptor for files
-it also unpacks those of the call before and, when the program has ended, packs what is there now, and says whether it could."""
+"""The first program in the jail. It sets the limits, and then writes "1" to the descriptor `started`. If `files` is a
+descriptor (not -1), it also unpacks the files of the previous call. After the end of the program it packs the current files
+into `files`, and writes "2" (success) or "3" (failure) to `started`."""
 
 _NAMESPACES = """
     --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent --new-session
@@ -96,17 +97,17 @@ _NAMESPACES = """
 """
 _RIGHTS = "--clear-groups --inh-caps=-all --ambient-caps=-all --bounding-set=-all --no-new-privs"
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
-_UIDS = range(65536, 524288)  # unused by anybody (systemd's and Debian's tables agree)
+_UIDS = range(65536, 524288)  # not allocated in the tables of systemd and Debian
 _uids = itertools.count(os.getpid() * 997)
 
 
 @dataclass(frozen=True, slots=True)
 class Jail:
-    """What this machine has to lock a program in with."""
+    """The programs of this machine that create the jail."""
 
     bwrap: str
     setpriv: str | None
-    """Where root started us: what gives the program another user."""
+    """Path of the program that changes the user id; None if this process does not run as root."""
 
     def command(
         self,
@@ -120,8 +121,9 @@ class Jail:
     ) -> list[str]:
         """The command that runs `program` in the jail.
 
-        `data` are open files and the places in the jail where they are copied to; `seccomp` holds the filter; the jail's first
-        process is told on `info`.
+        `data`: pairs of a file descriptor and the path in the jail that receives a copy. `packages`: directories to import
+        from. `seccomp`: the descriptor with the filter. `info`: the descriptor to which bubblewrap writes the process id of
+        the first process in the jail.
         """
         own = [*interpreter_paths(), *([Path(self.setpriv)] if self.setpriv else [])]
         lent = [(str(path), f"/packages/{number}") for number, path in enumerate(packages)]
@@ -129,7 +131,7 @@ class Jail:
         command = [self.bwrap, *_NAMESPACES.split()]
         if self.setpriv is None:
             command += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
-        else:  # what it takes to become somebody else, and to give away even that
+        else:  # needed to change the user and group id, and then to drop all capabilities
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         for name, value in {"HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8", "USER": "sandbox"}.items():
             command += ["--setenv", name, value]
@@ -152,9 +154,9 @@ class Jail:
 
 
 def boot_arguments(bounds: Bounds, *, started: int, files: int = -1, alone: bool = True) -> list[str]:
-    """The interpreter with `BOOT`, up to the command that it is to go on with. `alone`: nobody else has the program's user."""
+    """The command line of the interpreter with `BOOT`; append the program. `alone`: the user id is used by this program only."""
     limits = {
-        "RLIMIT_CPU": f"{bounds.cpu_seconds}:{bounds.cpu_seconds + 1}",  # asked to end, then killed
+        "RLIMIT_CPU": f"{bounds.cpu_seconds}:{bounds.cpu_seconds + 1}",  # SIGXCPU, then SIGKILL
         "RLIMIT_AS": str(bounds.memory_mb << 20),
         "RLIMIT_FSIZE": str(bounds.disk_mb << 20),
         "RLIMIT_NOFILE": str(bounds.open_files),
@@ -169,19 +171,19 @@ def boot_arguments(bounds: Bounds, *, started: int, files: int = -1, alone: bool
 
 
 def first_process(info: int) -> int | None:
-    """The jail's first process, as bubblewrap told on `--info-fd`; None before it is known and after it has ended."""
+    """The process id of the jail's first process, from bubblewrap's `--info-fd`; None if unknown or ended."""
     told = os.pread(info, 4096, 0).decode("ascii", errors="replace")
     try:
         known = json.loads(told)
         pid = int(known["child-pid"])
-        # its number may be somebody else's by now; a namespace's is not
+        # the process id may have been reused; the id of the namespace identifies the jail
         return pid if os.stat(f"/proc/{pid}/ns/pid").st_ino == known["pid-namespace"] else None
     except (ValueError, KeyError, OSError):
         return None
 
 
 def scratch_file(content: bytes = b"") -> int:
-    """An open file without a name, positioned at its beginning. The caller closes it."""
+    """The descriptor of an anonymous file in memory, positioned at the beginning. The caller closes the descriptor."""
     file = os.memfd_create("sandbox")
     with os.fdopen(os.dup(file), "wb") as out:
         out.write(content)
@@ -191,9 +193,9 @@ def scratch_file(content: bytes = b"") -> int:
 
 @functools.cache
 def find_jail() -> Jail:
-    """What this machine has, tried out.
+    """The jail of this machine, after a successful probe. The result is cached.
 
-    Raises ConfigError, with the reason and what to do, where a program cannot be locked in.
+    Raises ConfigError, with the reason and the fix, if no jail can be created.
     """
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux":
@@ -217,7 +219,7 @@ def find_jail() -> Jail:
 
 
 def _probe(jail: Jail) -> str | None:
-    """What goes wrong when a program that prints `fine` is run, or None."""
+    """Run a program that prints `fine` in the jail. Returns the problem, or None after success."""
     seccomp, started = scratch_file(filter_program()), scratch_file()
     bounds = Bounds()
     program = [*boot_arguments(bounds, started=started), interpreter(), "-I", "-c", "print('fine')"]
@@ -244,13 +246,13 @@ def _probe(jail: Jail) -> str | None:
 
 
 def interpreter() -> str:
-    """The interpreter itself, not a virtual environment's link to it."""
+    """The path of the interpreter, with the links of a virtual environment resolved."""
     return os.path.realpath(sys.executable)
 
 
 @functools.cache
 def interpreter_paths() -> tuple[Path, ...]:
-    """The interpreter and its standard library; of one that shares its prefix with the system, nothing else of that."""
+    """The paths of the interpreter and its libraries. If its prefix is a system prefix, only its own files there."""
     program = Path(interpreter())
     if sys.base_prefix not in ("/usr", "/usr/local"):
         return program, Path(sys.base_prefix, "lib")
@@ -259,7 +261,7 @@ def interpreter_paths() -> tuple[Path, ...]:
 
 
 def _mounts(paths: Sequence[Path]) -> list[str]:
-    """Read-only binds; what is above them is made first, because bubblewrap would make it readable by nobody else."""
+    """Read-only binds. Parents are created first with mode 0755: bubblewrap would create them unreadable for other users."""
     system = [Path(path) for path in _SYSTEM if Path(path).exists()]
     wanted = [*system, *(path for path in paths if not any(path.is_relative_to(one) for one in system))]
     above = {parent for path in wanted for parent in path.parents if str(parent) != "/"}

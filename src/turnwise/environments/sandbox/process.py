@@ -1,7 +1,7 @@
-"""One process and all that come of it: its output read in bounds, its life ended in time.
+"""Runs one process with its descendants: limits their output, and ends them in time.
 
-Knows nothing of what is run. What limits of the kernel do not count (memory of all processes together, the number of files)
-is looked at while it runs; what it says is bounded while it says it, so that nothing here grows with it.
+This module is independent of the program. It polls the values that kernel limits do not cover (memory of all processes
+together, number of files) while the program runs. It shortens the output while reading, so that memory use here is bounded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from turnwise.environments.sandbox.bounds import Bounds, Ran
 
 __all__ = ["run"]
 
-_LOOK = 0.05  # seconds between two looks at what it uses
+_LOOK = 0.05  # seconds between two checks of the resource use
 _CHUNK = 1 << 16
-_LAST_WORDS = 0.5  # seconds for what was said before the end, where somebody who got away holds the pipe
+_LAST_WORDS = 0.5  # seconds to read remaining output if an escaped process keeps the pipe open
 
 
 async def run(
@@ -34,14 +34,17 @@ async def run(
     first: Callable[[], int | None] | None = None,
     counted: Sequence[str] = (),
 ) -> Ran:
-    """Run a command in bounds. When this returns or raises, cancelled or not, nothing of it is alive.
+    """Run a command within `bounds`. When this function returns, raises or is cancelled, its processes have been killed.
 
-    `first` gives the process id of a jail's first process as soon as it is known: all others end with it. Without it only the
-    process group is ended. `counted` are directories of the jail whose files are counted.
+    `first` returns the process id of a jail's first process as soon as the id is known; all processes of the jail end with
+    this process. Without `first`, only the process group is killed. `counted`: directories of the jail whose files are counted.
     """
     started = time.perf_counter()
     heard = _Heard(bounds)
-    async with _pipe() as (reader, writer):  # our own: asyncio's would be waited for, whoever holds them
+    async with _pipe() as (
+        reader,
+        writer,
+    ):  # not asyncio's pipe: its wait() also waits until all holders close the pipe
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -62,7 +65,7 @@ async def run(
         try:
             async with asyncio.timeout(bounds.seconds):
                 await asyncio.wait((look, listen, over), return_when=asyncio.FIRST_COMPLETED)
-                if listen.done() and listen.result() is None:  # it closed its output and goes on
+                if listen.done() and listen.result() is None:  # the program closed its output and continues
                     await asyncio.wait((look, over), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             stopped = f"it ran longer than {bounds.seconds:g} s"
@@ -85,7 +88,7 @@ async def run(
 
 @contextlib.asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A reader, and the descriptor to write to, which the user closes."""
+    """A reader, and the descriptor of the write end. The caller closes the descriptor."""
     end, writer = os.pipe()
     reader = asyncio.StreamReader(limit=_CHUNK)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -98,7 +101,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
 
 
 class _Heard:
-    """The beginning and the end of a text of any length."""
+    """Keeps the beginning and the end of an output of any length."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._first, self._last = bytearray(), bytearray()
@@ -107,7 +110,7 @@ class _Heard:
         self._count = 0
 
     async def listen(self, reader: asyncio.StreamReader) -> str | None:
-        """Hear it out. Returns why it must be stopped, or None when everybody has closed the output."""
+        """Read the output. Returns the reason to stop the program, or None when all writers have closed the output."""
         while chunk := await reader.read(_CHUNK):
             self._count += len(chunk)
             free = self._room[0] - len(self._first)
@@ -122,21 +125,21 @@ class _Heard:
         missing = self._count - len(self._first) - len(self._last)
         if not missing:
             return (self._first + self._last).decode("utf-8", errors="replace")
-        # a character that was cut in two is left out on both sides
+        # drop a character that the cut has split
         first = self._first.decode("utf-8", errors="replace").removesuffix("\ufffd")
         last = self._last.decode("utf-8", errors="replace").lstrip("\ufffd")
         return f"{first}\n[... {missing} bytes of output left out ...]\n{last}"
 
 
 async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None, counted: Sequence[str]) -> str:
-    """Look now and then at what it uses. Returns the reason when that is too much."""
+    """Check the resource use every `_LOOK` seconds. Returns the reason to stop the program when a limit is exceeded."""
     while True:
         await asyncio.sleep(_LOOK)
         root = pid if first is None else first()
         if root is None:
             continue
         pids = _family(root)
-        if len(pids) > bounds.processes + 3:  # a jail has up to three of its own
+        if len(pids) > bounds.processes + 3:  # the jail itself has up to three processes
             return f"it had more than {bounds.processes} processes"
         resident = sum(map(_resident, pids))
         if resident > bounds.memory_mb << 20 and sum(map(_share, pids)) > bounds.memory_mb << 20:
@@ -146,7 +149,7 @@ async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None
 
 
 def _family(root: int) -> list[int]:
-    """A process and those that come of it."""
+    """The process ids of a process and its descendants."""
     found, waiting = list[int](), [root]
     while waiting:
         pid = waiting.pop()
@@ -159,19 +162,19 @@ def _family(root: int) -> list[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes in memory that belong to no file; what processes share is counted for each."""
+    """Resident bytes of a process without file mappings. Memory shared by processes counts in full for each process."""
     return _kilobytes(Path(f"/proc/{pid}/status"), ("RssAnon:", "RssShmem:"))
 
 
 def _share(pid: int) -> int:
-    """The same with what is shared divided among those who share it: exact, and slower."""
+    """Same as _resident(), but shared memory is divided among the processes that share it: exact, but slower."""
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), ("Pss_Anon:", "Pss_Shmem:"), instead=lambda: _resident(pid))
 
 
 def _kilobytes(path: Path, names: tuple[str, ...], instead: Callable[[], int] = lambda: 0) -> int:
     try:
         lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:  # it is gone, or its numbers are not for us
+    except OSError:  # the process has ended, or access is denied
         return instead()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
 
@@ -185,12 +188,12 @@ def _files(directory: str) -> int:
 
 
 async def _end(process: asyncio.subprocess.Process, first: Callable[[], int | None] | None) -> None:
-    """Kill whatever is left, and see it gone."""
+    """Kill all remaining processes, and wait for their end."""
     handle = -1
     if first is not None and (root := first()) is not None:
-        with contextlib.suppress(OSError):  # gone already
+        with contextlib.suppress(OSError):  # already ended
             handle = os.pidfd_open(root)
-        if handle >= 0 and first() is None:  # and somebody else had got its number
+        if handle >= 0 and first() is None:  # ended before pidfd_open: the id may have been reused
             os.close(handle)
             handle = -1
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -200,7 +203,7 @@ async def _end(process: asyncio.subprocess.Process, first: Callable[[], int | No
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     await process.wait()
     if handle >= 0:
-        # a first process is gone only when the kernel has ended all the others
+        # the first process of a jail ends only after the kernel has ended all other processes of the jail
         while not select.select([handle], [], [], 0)[0]:
             await asyncio.sleep(0.002)
         os.close(handle)

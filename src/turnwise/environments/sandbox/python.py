@@ -1,7 +1,7 @@
-"""Python that a model has written, run where it can do no harm.
+"""Runs Python programs written by a model in isolation.
 
-`Sandbox` runs one program at a time and keeps nothing. `PythonSession` is a tool for one conversation, whose files are there
-again in the next call. `code_interpreter` is the tool without options.
+`Sandbox` runs each program separately and keeps no files. `PythonSession` is a tool for one conversation and keeps the files
+between calls. `code_interpreter` is the tool without options.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from turnwise.errors import ConfigError
 __all__ = ["PythonSession", "Sandbox", "code_interpreter"]
 
 _CODE = "/code/main.py"
-_LONGEST = 1_000_000  # characters of a program
+_LONGEST = 1_000_000  # maximum characters of a program
 _making = threading.Lock()
 
 
 class Sandbox:
-    """Runs Python programs: each in its own process, without network, in bounds (docs/sandbox.md).
+    """Runs each Python program in a separate process, without network, within resource limits (docs/sandbox.md).
 
-    `packages` are directories that programs may import from besides the standard library. `max_concurrent` is how many programs
-    run at once; others wait, and their time does not run yet. `unsandboxed=True` runs programs with the rights and the files of
-    whoever runs this, where a jail is impossible or unwanted.
+    `packages`: directories that programs may import from, in addition to the standard library. `max_concurrent`: maximum number
+    of programs at the same time; other programs wait, and the waiting time does not count. `unsandboxed=True` runs programs
+    without a jail, with the rights and files of the current user.
 
-    Raises ConfigError where this machine cannot lock a program in, and it was not said that this is as wanted.
+    Raises ConfigError if an option is invalid, or if this machine cannot create a jail and `unsandboxed` is False.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Sandbox:
                 raise ConfigError(
                     f"the sandbox's packages: programs run as nobody, who may not read {package}: chmod -R o+rX {package}"
                 )
-        # a semaphore belongs to one event loop, and a sandbox may outlive several
+        # A semaphore belongs to one event loop; a sandbox may be used in several event loops.
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
 
     @property
     def locked(self) -> bool:
-        """Whether programs are locked in."""
+        """Whether programs run in a jail."""
         return self._jail is not None
 
     async def code_interpreter(self, code: str) -> str:
@@ -97,10 +97,10 @@ class Sandbox:
     async def run(self, code: str, *, files: int | None = None, directory: Path | None = None) -> Ran:
         """Run a program.
 
-        In the jail `files` is an open file with an archive of the working directory, which is replaced by one of how the
-        program left it; without a jail, `directory` is the working directory. A session keeps them.
+        With a jail, `files` is the descriptor of an archive of the working directory. After the run, the archive is replaced
+        by the new state of the working directory. Without a jail, `directory` is the working directory. The session owns both.
 
-        Raises SandboxError if the program could not be started at all.
+        Raises SandboxError if the program could not be started, ValueError if `code` is longer than 1,000,000 characters.
         """
         if len(code) > _LONGEST:
             raise ValueError(f"the program has {len(code)} characters; at most {_LONGEST} are allowed")
@@ -178,12 +178,12 @@ class Sandbox:
 
 
 class PythonSession:
-    """A Python interpreter for one conversation: variables go with each call, files stay until the conversation is over.
+    """A Python interpreter for one conversation. Variables last for one call; files last until the end of the conversation.
 
-    Where there is a jail, nothing is ever written on this machine: between two calls the files are an archive in memory, of at
-    most `disk_mb`. Sessions of the same options share one sandbox, and so its `max_concurrent`.
+    With a jail, nothing is written to the disk of this machine: between two calls the files are an archive in memory, limited
+    by `disk_mb`. Sessions with the same options share one sandbox, and therefore its `max_concurrent`.
 
-    Raises ConfigError as `Sandbox` does.
+    Raises ConfigError in the same cases as `Sandbox`.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PythonSession:
         Args:
             code: The program.
         """
-        async with self._turn:  # two programs at once would lose each other's files
+        async with self._turn:  # concurrent programs would overwrite each other's files
             if self._closed:
                 raise ValueError("this conversation is over")
             if self._sandbox.locked and self._files is None:
@@ -216,7 +216,7 @@ class PythonSession:
             return (await self._sandbox.run(code, files=self._files, directory=self._directory)).told()
 
     async def close(self) -> None:
-        """Forget the files."""
+        """Delete the files. Later calls raise ValueError."""
         async with self._turn:
             self._closed = True
             if self._files is not None:
@@ -238,8 +238,8 @@ async def code_interpreter(code: str) -> str:
 
 
 def shared(bounds: Bounds, max_concurrent: int, packages: tuple[str, ...], unsandboxed: bool) -> Sandbox:
-    """The sandbox of these options: one for all who ask."""
-    with _making:  # sessions are made in threads, many at once, and a cache alone lets each of them make its own
+    """The sandbox with these options. All callers with the same options share it."""
+    with _making:  # sessions are created in several threads; without the lock, each could create a sandbox
         return _shared(bounds, max_concurrent, packages, unsandboxed)
 
 
@@ -249,12 +249,12 @@ def _shared(bounds: Bounds, max_concurrent: int, packages: tuple[str, ...], unsa
 
 
 def _program(path: str) -> list[str]:
-    # without the user's site directory, bytecode files and buffering: what was printed before a program is killed is told
+    # No user site directory, no bytecode files, no buffering: the output before a kill is kept.
     return [interpreter(), "-P", "-s", "-B", "-u", "-X", "utf8", path]
 
 
 def _kept(ran: Ran, files: int, after: int, said: bytes) -> Ran:
-    """Replace the archive of before by that of after, if it `said` that it was packed."""
+    """Replace the archive `files` by the archive `after` if `BOOT` reported in `said` that packing succeeded ("12")."""
     if said != b"12":
         note = "files are as they were before this call"
         if said == b"13":

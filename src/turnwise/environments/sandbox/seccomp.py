@@ -1,10 +1,14 @@
-"""The system calls that a program in the sandbox is refused, as a filter for the kernel.
+"""The kernel filter (seccomp) that refuses system calls of a program in the sandbox.
 
-What Python programs need is left alone. Refused are the ways to more rights or another view of the system (namespaces,
-mounts, other processes' memory), to memory that no limit counts (memfd, System V), to resources of which the whole machine has
-one quota (asynchronous I/O), to parts of the kernel with a bad record (bpf, io_uring, userfaultfd, keyrings), and to sockets
-other than local and internet ones: a network namespace is no barrier to a vsock. Layout of a filter: linux/filter.h and
-linux/seccomp.h.
+The filter allows the calls that Python programs need. It refuses calls that
+
+- give more rights or another view of the system (namespaces, mounts, memory of other processes),
+- allocate memory that no limit counts (memfd, System V),
+- use resources with one quota for the entire machine (asynchronous I/O),
+- reach kernel parts with many past security problems (bpf, io_uring, userfaultfd, keyrings),
+- open sockets other than local and internet sockets (a network namespace does not isolate a vsock).
+
+Layout of a filter: linux/filter.h and linux/seccomp.h.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ __all__ = ["MACHINES", "filter_program"]
 
 _LOAD, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data; an argument has 8 bytes, the low half first
+_NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16  # byte offsets in struct seccomp_data; an argument has 8 bytes, low half first
 
 MACHINES = {"x86_64": 0, "aarch64": 1}
-"""Machines whose system calls are known here, and their column in the tables."""
+"""Supported machines, and their column in the tables of system call numbers."""
 
 _AUDIT = (0xC000003E, 0xC00000B7)
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _IOCTL = (56, 220), (435, 435), (41, 198), (53, 199), (16, 29)
@@ -82,24 +86,24 @@ _REFUSED: dict[str, tuple[int, int]] = {
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """The filter for `bwrap --seccomp`, eight bytes an instruction.
+    """The filter for `bwrap --seccomp`, 8 bytes per instruction.
 
     Raises KeyError for a machine that is not in `MACHINES`.
     """
     column = MACHINES[machine or platform.machine()]
     eperm = _ERRNO | errno.EPERM
-    # every test jumps over the one instruction behind it, or does not: no distances to be counted
+    # Each test here skips the next instruction or does not, so no jump distances need to be counted.
     program = [
         _step(_LOAD, _MACHINE),
         _step(_EQUALS, _AUDIT[column], yes=1),
-        _step(_RETURN, _KILL),  # 32-bit calls have other numbers
+        _step(_RETURN, _KILL),  # 32-bit calls have different numbers
         _step(_LOAD, _NUMBER),
     ]
-    if column == MACHINES["x86_64"]:  # and so have those of x32
+    if column == MACHINES["x86_64"]:  # x32 calls also have different numbers
         program += [_step(_AT_LEAST, 0x40000000, no=1), _step(_RETURN, _KILL)]
     for numbers in _REFUSED.values():
         program += [_step(_EQUALS, numbers[column], no=1), _step(_RETURN, eperm)]
-    # its flags are behind a pointer, which a filter cannot read; the C library falls back to clone
+    # A filter cannot read the flags of clone3 behind the pointer. After ENOSYS, the C library uses clone.
     program += [_step(_EQUALS, _CLONE3[column], no=1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     program += _about(
         _CLONE[column], 0, [_step(_ANY_BIT, _NEW_NAMESPACES, no=1), _step(_RETURN, eperm), _step(_RETURN, _ALLOW)]
@@ -113,7 +117,7 @@ def filter_program(machine: str | None = None) -> bytes:
 
 
 def _about(number: int, argument: int, judge: list[bytes]) -> list[bytes]:
-    """Where the call has this number: judge one of its arguments, and return in any case."""
+    """If the call has this number: load one argument and run `judge`, which must always end in a return."""
     return [_step(_EQUALS, number, no=1 + len(judge)), _step(_LOAD, _ARGUMENTS + 8 * argument), *judge]
 
 
