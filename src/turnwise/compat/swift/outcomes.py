@@ -26,7 +26,7 @@ _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
 class MathAccuracy(ORM):
     """1 if math-verify finds that the answer equals the solution, else 0.
 
-    The answer is what stands in `<answer>`; without it, what is boxed or else written as LaTeX. The solution is read in the
+    The answer is the text in `<answer>`; without `<answer>`, the boxed text, or else the LaTeX text. The solution is read in the
     same way, but numbers count without LaTeX. A solution that cannot be read gives 0.
 
     Raises ConfigError without math-verify.

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class ToolType(Enum):
-    """Where a tool is run: by its class, or by an MCP server."""
+    """Whether a tool runs in its class or on an MCP server."""
 
     NATIVE = "native"
     MCP = "mcp"
@@ -48,7 +48,7 @@ def get_tool_class(cls_name: str) -> Any:
 def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, Any]:
     """The interactions of a file by name: the entry's name, or the class's name in small letters without `Interaction`.
 
-    Raises ValueError if two have the same name.
+    Raises ValueError if two interactions have the same name.
     """
     made: dict[str, Any] = {}
     for entry in _entries(interaction_config_file, "interaction"):
