@@ -41,10 +41,8 @@ async def run(
     """
     started = time.perf_counter()
     heard = _Heard(bounds)
-    async with _pipe() as (
-        reader,
-        writer,
-    ):  # not asyncio's pipe: its wait() also waits until all holders close the pipe
+    # not asyncio's pipe: its wait() also waits until all holders close the pipe
+    async with _pipe() as (reader, writer):
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
