@@ -486,13 +486,13 @@ def test_the_checkpoint_is_trained_on_and_neither_command_takes_the_others_run(r
         "output": str(out),
     }
     (tmp_path / "training.yaml").write_text(yaml.safe_dump(training))
-    with pytest.raises(RunError, match=r"is a run of `turnwise sft`, which training does not go on with.*model.path="):
+    with pytest.raises(RunError, match=r"is a run of `turnwise sft`, which training cannot resume.*model.path="):
         assemble_training(load(tmp_path / "training.yaml", ["resume=auto"])[0])
     ready = assemble_training(load(tmp_path / "training.yaml", [f"output={tmp_path / 'trained'}"])[0])
     ready.step = 1
     ready.save()
     assert same_weights(tmp_path / "trained/checkpoint", out / "checkpoint")
-    with pytest.raises(RunError, match=r"is a run of `turnwise train`, which fine-tuning does not go on with"):
+    with pytest.raises(RunError, match=r"is a run of `turnwise train`, which fine-tuning cannot resume"):
         assemble(load(recipe, ["resume=auto", f"output={tmp_path / 'trained'}"])[0])
 
 
