@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from generated_page import replace_block, write_or_check
 from rich.console import Console
 
 from turnwise.config.recipe import load
@@ -77,16 +78,10 @@ def comparable(text: str) -> str:
 
 def main() -> int:
     """Rewrite or check the page."""
-    page = fresh = PAGE.read_text(encoding="utf-8")
+    fresh = PAGE.read_text(encoding="utf-8")
     for mark, text in pages().items():
-        before, found, rest = fresh.partition(mark)
-        assert found, f"{mark} is missing"
-        _, _, after = rest.partition(END)
-        fresh = f"{before}{mark}\n\n```text\n{text}\n```\n\n{END}{after}"
-    if "--check" in sys.argv:
-        return int(comparable(fresh) != comparable(page))
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
+        fresh = replace_block(fresh, mark, END, f"\n\n```text\n{text}\n```\n\n")
+    return write_or_check(PAGE, fresh, comparable=comparable)
 
 
 if __name__ == "__main__":

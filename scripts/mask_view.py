@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_page import replace_block, write_or_check
+
 from turnwise.chat.renderer import Renderer
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
@@ -89,13 +91,7 @@ def main() -> int:
     renderer = Renderer.from_pretrained(ROOT / "demo" / "model")
     lines = "\n".join(line.rstrip() for line in view(renderer, conversation(renderer)))
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    fresh = f"{before}{BEGIN}\n\n```text\n{lines}\n```\n\n{END}{after}"
-    if "--check" in sys.argv:
-        return int(fresh != page)
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, replace_block(page, BEGIN, END, f"\n\n```text\n{lines}\n```\n\n"))
 
 
 if __name__ == "__main__":

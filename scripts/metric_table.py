@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated_page import replace_block, write_or_check
+
 from turnwise.record.metric_names import METRICS
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -29,13 +31,7 @@ def table() -> str:
 def main() -> int:
     """Rewrite or check the page."""
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    fresh = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-    if "--check" in sys.argv:
-        return int(fresh != page)
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, replace_block(page, BEGIN, END, f"\n\n{table()}\n\n"))
 
 
 if __name__ == "__main__":

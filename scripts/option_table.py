@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from generated_page import replace_block, write_or_check
 from pydantic.fields import FieldInfo
 
 from turnwise.config.resume_rules import EXPLAINED, RULES
@@ -83,13 +84,7 @@ def _part(field: FieldInfo) -> type[Part] | None:
 def main() -> int:
     """Rewrite or check the page."""
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    fresh = f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
-    if "--check" in sys.argv:
-        return int(fresh != page)
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, replace_block(page, BEGIN, END, f"\n\n{table()}\n\n"))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_page import replace_block, write_or_check
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -89,19 +91,12 @@ def _tidy(text: str) -> str:
 
 
 def main() -> int:
+    """Rewrite or check the page. Without the templates that it was made with, it is not checked."""
+    if "--check" in sys.argv and not SHARED.is_dir():
+        print(f"{PAGE} was made with templates that are not here; it is not checked", file=sys.stderr)
+        return 0
     page = PAGE.read_text(encoding="utf-8")
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    written = f"{head}{BEGIN}\n{table()}\n{END}{tail}"
-    if "--check" in sys.argv:
-        if not SHARED.is_dir():
-            print(f"{PAGE} was made with templates that are not here; it is not checked", file=sys.stderr)
-            return 0
-        if written != page:
-            print(f"{PAGE} is out of date: python scripts/template_table.py", file=sys.stderr)
-        return int(written != page)
-    PAGE.write_text(written, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, replace_block(page, BEGIN, END, f"\n{table()}\n"))
 
 
 if __name__ == "__main__":

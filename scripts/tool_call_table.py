@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from generated_page import replace_block, write_or_check
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -126,23 +128,13 @@ def response_templates() -> dict[str, Any] | None:
     return space
 
 
-def _between(page: str, marks: tuple[str, str], table: str) -> str:
-    before, _, rest = page.partition(marks[0])
-    _, _, after = rest.partition(marks[1])
-    return f"{before}{marks[0]}\n\n{table}\n\n{marks[1]}{after}"
-
-
 def main() -> int:
     """Rewrite or check the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    fresh = _between(page, TORTURE, torture_table())
+    fresh = replace_block(PAGE.read_text(encoding="utf-8"), *TORTURE, f"\n\n{torture_table()}\n\n")
     templates = response_templates()
     if templates is not None:
-        fresh = _between(fresh, LIBRARY, library_table(templates))
-    if "--check" in sys.argv:
-        return int(fresh != page)
-    PAGE.write_text(fresh, encoding="utf-8")
-    return 0
+        fresh = replace_block(fresh, *LIBRARY, f"\n\n{library_table(templates)}\n\n")
+    return write_or_check(PAGE, fresh)
 
 
 if __name__ == "__main__":
