@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.chat.token_differences import concerns_completion
 from turnwise.doctor.check import Check, Run, Status, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, user_message
@@ -63,7 +64,7 @@ def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = 
         )
     if trajectory.template_mismatch is not None:
         # a completion that the template would write differently is no failure: the sampled tokens are trained on
-        only_completion = trajectory.template_mismatch.startswith("completion")
+        only_completion = concerns_completion(trajectory.template_mismatch)
         return answer(
             "note" if only_completion else "fail",
             f"the tokens differ from the tokens that the template writes: {trajectory.template_mismatch}",

@@ -19,7 +19,7 @@ from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.errors import DataError, TurnwiseError
 from turnwise.record.metrics import failures
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["conversations", "openings", "rewards"]
@@ -94,26 +94,18 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
     scorer, mask, credit = build.scorer(config), build.turn_weighting(config), build.credit(config)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
-    limits = build.limits(config, longest=None)
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
-        context = RolloutContext(
-            engine=_engine(config, renderer, model),
-            renderer=renderer,
-            make_environment=environments,
-            sampling=build.sampling(config),
-            limits=replace(
-                limits, turns=min(limits.turns, _TURNS), tokens_per_turn=min(limits.tokens_per_turn, _TOKENS)
-            ),
-            thinking=config.thinking,
-            max_concurrent=config.max_concurrent,
-        )
+        engine = _engine(config, renderer, model)
+        context = build.rollout_context(config, renderer, engine, environments, longest=None)
+        turns, tokens = min(context.limits.turns, _TURNS), min(context.limits.tokens_per_turn, _TOKENS)
+        context = replace(context, limits=replace(context.limits, turns=turns, tokens_per_turn=tokens), lockstep=False)
         score = scorer.scoring_callback(groups)
 
         async def done(trajectory: Trajectory) -> None:
             await score(trajectory)
 
         await rollout_groups(groups, context, on_finished=done)
-        await context.engine.close()
+        await engine.close()
     for group in groups:
         for trajectory in group.trajectories:
             mask(trajectory)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["conversation_metrics", "failures", "template_mismatches"]
+__all__ = ["conversation_metrics", "failures", "mean", "share", "template_mismatches"]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
@@ -23,28 +23,28 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     outcomes = [[outcome for turn in one.turns for outcome in turn.outcomes] for one in whole]
     versions = {version for one in every for segment in one.segments for version in segment.version} - {NOT_SAMPLED}
     metrics: dict[str, float | int | None] = {
-        "reward/mean": _mean(rewards),
+        "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
-        "segments/mean": _mean([len(one.segments) for one in whole]),
-        "turns/mean": _mean([len(one.turns) for one in whole]),
-        "tool_calls/mean": _mean([sum(len(turn.calls) for turn in one.turns) for one in whole]),
-        "tool_errors/mean": _mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
+        "segments/mean": mean([len(one.segments) for one in whole]),
+        "turns/mean": mean([len(one.turns) for one in whole]),
+        "tool_calls/mean": mean([sum(len(turn.calls) for turn in one.turns) for one in whole]),
+        "tool_errors/mean": mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
         "tokens/sampled": sum(one.sampled_tokens for one in every),
         "tokens/all": sum(len(segment) for one in every for segment in one.segments),
         "entropy": _entropy(whole),
-        "groups/zero_std": _share(_all_equal(group) for group in groups),
-        "template_mismatch": _share(one.template_mismatch is not None for one in every),
-        "failed": _share(one.failed for one in every),
+        "groups/zero_std": share(_all_equal(group) for group in groups),
+        "template_mismatch": share(one.template_mismatch is not None for one in every),
+        "failed": share(one.failed for one in every),
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
         # of those that the function applies to
-        metrics[f"rewards/{name}/mean"] = _mean([one.rewards[name] for one in whole if name in one.rewards])
+        metrics[f"rewards/{name}/mean"] = mean([one.rewards[name] for one in whole if name in one.rewards])
     for name in sorted({name for one in whole for name in one.metrics}):
-        metrics[f"metrics/{name}"] = _mean([one.metrics[name] for one in whole if name in one.metrics])
+        metrics[f"metrics/{name}"] = mean([one.metrics[name] for one in whole if name in one.metrics])
     for stop in Stop:
-        metrics[f"stop/{stop}"] = _share(one.stop is stop for one in every)
+        metrics[f"stop/{stop}"] = share(one.stop is stop for one in every)
     return metrics
 
 
@@ -96,10 +96,12 @@ def _all_equal(group: Group) -> bool:
     return len(rewards) <= 1
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean(values: Sequence[float]) -> float | None:
+    """The mean, or None without values."""
     return statistics.fmean(values) if values else None
 
 
-def _share(flags: Iterable[bool]) -> float:
+def share(flags: Iterable[bool]) -> float:
+    """The fraction of true flags, from 0 to 1; 0 without flags."""
     values = list(flags)
     return sum(values) / len(values) if values else 0.0

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.errors import RolloutError
+from turnwise.record.metrics import mean, share
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.sft.run import SftRun, assemble
 from turnwise.terminal.sft_report import SftReport
@@ -104,11 +105,11 @@ def _finish_step(
         "epoch": round((run.step + 1) * run.config.sft.batch_size / len(run.rows), 4),
         "loss": update.loss if batch.tokens else None,
         "grad_norm": update.grad_norm,
-        "turns/mean": sum(len(trajectory.turns) for trajectory in trained) / len(trained) if trained else None,
+        "turns/mean": mean([len(trajectory.turns) for trajectory in trained]),
         "tokens/trained": batch.tokens,
         "tokens/all": sum(len(segment) for trajectory in trained for segment in trajectory.segments),
         **_shares(trajectories),
-        "template_mismatch": _share([trajectory.template_mismatch is not None for trajectory in trajectories]),
+        "template_mismatch": share([trajectory.template_mismatch is not None for trajectory in trajectories]),
     }
     if trained and not batch.tokens:
         rule = run.config.loss_mask.use
@@ -148,10 +149,6 @@ async def _evaluate(run: SftRun, report: SftReport) -> None:
 def _shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The fractions of the conversations, from 0 to 1, that are left out and that failed."""
     return {
-        "left_out": _share([not trajectory.failed and not trajectory.advantages for trajectory in trajectories]),
-        "failed": _share([trajectory.failed for trajectory in trajectories]),
+        "left_out": share([not trajectory.failed and not trajectory.advantages for trajectory in trajectories]),
+        "failed": share([trajectory.failed for trajectory in trajectories]),
     }
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags)
