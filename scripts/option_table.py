@@ -16,7 +16,7 @@ from generated_page import replace_block, write_or_check
 from pydantic.fields import FieldInfo
 
 from turnwise.config.resume_rules import EXPLAINED, RULES
-from turnwise.config.schema import Config, LocalEngine, Part, ScriptedEngine, Use
+from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection, Section, Use
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
@@ -24,18 +24,25 @@ BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of o
 
 def table() -> str:
     """The options as Markdown, with a section for each section of a recipe."""
-    top = [(name, field) for name, field in Config.model_fields.items() if _part(field) is None and name != "engine"]
+    top = [(name, field) for name, field in Config.model_fields.items() if _section(field) is None and name != "engine"]
     sections = ["### At the top", "", *_rows(top, "")]
     for name, field in Config.model_fields.items():
-        part = _part(field)
+        section = _section(field)
         if name == "engine":
-            for engine in (LocalEngine, ScriptedEngine):
+            for engine in (LocalEngineSection, ScriptedEngineSection):
                 fields = [(key, value) for key, value in engine.model_fields.items() if key != "name"]
                 kind = engine.model_fields["name"].annotation
                 sections += ["", f"### engine, `engine.name: {get_args(kind)[0]}`", "", engine.__doc__ or "", ""]
                 sections += _rows(fields, "engine.")
-        elif part is not None:
-            sections += ["", f"### {name}", "", part.__doc__ or "", "", *_rows(part.model_fields.items(), f"{name}.")]
+        elif section is not None:
+            sections += [
+                "",
+                f"### {name}",
+                "",
+                section.__doc__ or "",
+                "",
+                *_rows(section.model_fields.items(), f"{name}."),
+            ]
     return "\n".join(sections)
 
 
@@ -67,16 +74,16 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if isinstance(value, Use) and not value.arguments:
         value = value.use
-    if isinstance(value, Part):
+    if isinstance(value, Section):
         value = value.model_dump()
     if isinstance(value, tuple):
         value = list(value)
     return f"`{yaml.safe_dump(value, default_flow_style=True, width=1000).replace('...', '').strip()}`"
 
 
-def _part(field: FieldInfo) -> type[Part] | None:
+def _section(field: FieldInfo) -> type[Section] | None:
     annotation = field.annotation
-    if not isinstance(annotation, type) or not issubclass(annotation, Part) or issubclass(annotation, Use):
+    if not isinstance(annotation, type) or not issubclass(annotation, Section) or issubclass(annotation, Use):
         return None  # a reference is one option, whatever is in it
     return annotation
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from turnwise.config.known_names import ABSENT, CALLED
-from turnwise.config.part import Part, changed_options
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config, LocalEngine, ScriptedEngine
+from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection
+from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
@@ -50,7 +50,7 @@ def test_the_least_recipe_has_defaults_for_everything_else(recipe: Path) -> None
     config = loaded(recipe)
     assert (config.model.path, config.data.train) == ("m", "rows.jsonl")
     assert config.environment.use == "turnwise.environments.environment:SingleTurn"
-    assert isinstance(config.engine, LocalEngine)
+    assert isinstance(config.engine, LocalEngineSection)
     assert (config.limits.turns, config.train.group_size, config.sampling.temperature) == (8, 8, 1.0)
     refuse_without_effect(config)
 
@@ -143,7 +143,7 @@ def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
         ("train.lr=[1", "'train.lr=[1': the value is not YAML: "),
         ("seed.x=1", "seed is not a mapping of options"),
         ("tools.0.timeout=5", "tools is not a mapping of options"),
-        ("train..lr=5", "'train..lr' has an empty part"),
+        ("train..lr=5", "'train..lr' contains an empty name; write one dot between two names"),
     ],
 )
 def test_what_is_no_override_is_told(tmp_path: Path, override: str, message: str) -> None:
@@ -252,7 +252,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 def test_another_engine_drops_the_options_of_the_first_and_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, {**LEAST, "engine": {"name": "local", "memory_gb": 1, "slots": 4}})
     config, notes = load(path, ["engine.name=scripted", "engine.script=lines.jsonl"])
-    assert config.engine == ScriptedEngine(name="scripted", script="lines.jsonl")
+    assert config.engine == ScriptedEngineSection(name="scripted", script="lines.jsonl")
     assert notes == [
         "engine.name=scripted removes the recipe's engine.memory_gb, engine.slots, which belonged to 'local'"
     ]
@@ -264,13 +264,13 @@ def test_another_engine_drops_the_options_of_the_first_and_says_so(tmp_path: Pat
 def test_the_order_of_the_overrides_of_an_engine_does_not_matter(tmp_path: Path, overrides: list[str]) -> None:
     path = write(tmp_path, {**LEAST, "engine": {"slots": 4}})  # `local`, though it does not say so
     config, notes = load(path, overrides)
-    assert config.engine == ScriptedEngine(name="scripted", script="x")
+    assert config.engine == ScriptedEngineSection(name="scripted", script="x")
     assert notes == ["engine.name=scripted removes the recipe's engine.slots, which belonged to 'local'"]
 
 
 def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
     path = write(tmp_path, {**LEAST, "engine": {"slots": 4}})
-    assert loaded(path, "engine.name=local").engine == LocalEngine(slots=4)
+    assert loaded(path, "engine.name=local").engine == LocalEngineSection(slots=4)
     config, notes = load(path, ["engine.name=scripted", "engine.script=x"])
     assert (config.engine.name, len(notes)) == ("scripted", 1)
 
@@ -417,8 +417,8 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
     assert not {name for name in others if name in Config.model_fields}
 
 
-def _part(annotation: Any) -> type[Part] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Part) else None
+def _part(annotation: Any) -> type[Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -> None:

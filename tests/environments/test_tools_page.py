@@ -10,7 +10,7 @@ import yaml
 
 from support.conversations import Says, a_row, call, hold
 from turnwise import build
-from turnwise.config.schema import Config, ToolCalls, ToolUse
+from turnwise.config.schema import Config, ToolCallsSection, ToolUse
 from turnwise.environments.mcp.servers import McpServers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
@@ -51,5 +51,5 @@ def test_the_file_of_servers_is_one(tmp_path: Path) -> None:
 def test_the_table_of_options_names_them_all() -> None:
     named = set(re.findall(r"^\| `(tools\.N\.\w+|tool_calls\.\w+)`", PAGE, re.MULTILINE))
     assert named == {f"tools.N.{name}" for name in ToolUse.model_fields} | {
-        f"tool_calls.{name}" for name in ToolCalls.model_fields
+        f"tool_calls.{name}" for name in ToolCallsSection.model_fields
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.build.learners import model_options
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config, ScriptedEngine
+from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ def engine(
     options = config.engine
     if scripts is not None:
         return scripted_engine(renderer, scripts)
-    if isinstance(options, ScriptedEngine):
+    if isinstance(options, ScriptedEngineSection):
         return scripted_engine(renderer, read_scripts(options.script))
     if model is None:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
@@ -53,7 +53,7 @@ def engine_model(config: Config) -> Any | None:
 
     For runs without training. In training, the learner has already loaded the model.
     """
-    if isinstance(config.engine, ScriptedEngine):
+    if isinstance(config.engine, ScriptedEngineSection):
         return None
     from turnwise.models.loading import load_model  # torch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.build.values import sampling
-from turnwise.config.optimization import Optimization
+from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.training.options import LossConfig, OptimizerConfig, lr_at
 from turnwise.types import Sampling
@@ -30,7 +30,7 @@ def loss_config(config: Config) -> LossConfig:
     )
 
 
-def optimizer_config(options: Optimization) -> OptimizerConfig:
+def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
     """The optimizer of training or fine-tuning."""
     return OptimizerConfig(betas=options.betas, weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm)
 
@@ -97,6 +97,6 @@ def model_options(config: Config, path: str | Path | None = None) -> ModelOption
     )
 
 
-def learning_rate(options: Optimization, step: int, *, steps: int) -> float:
+def learning_rate(options: OptimizationSection, step: int, *, steps: int) -> float:
     """The learning rate of a step, counted from 0; `steps` is the number of steps of the run."""
     return lr_at(step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=steps)

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from turnwise.config.part import NonEmpty, Part, Positive
+from turnwise.config.section import NonEmpty, Positive, Section
 
-__all__ = ["Data", "Model"]
+__all__ = ["DataSection", "ModelSection"]
 
 
-class Model(Part):
+class ModelSection(Section):
     """The model that is trained."""
 
     path: NonEmpty
@@ -22,7 +22,7 @@ class Model(Part):
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
 
 
-class Data(Part):
+class DataSection(Section):
     """The rows that conversations start from."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]

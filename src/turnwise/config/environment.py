@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from turnwise.config.part import NonEmpty, Part, Positive, Seconds, Use, expand_reference
+from turnwise.config.section import NonEmpty, Positive, Seconds, Section, Use, expand_reference
 
-__all__ = ["EnvironmentUse", "Mcp", "ToolCalls", "ToolUse"]
+__all__ = ["EnvironmentUse", "McpSection", "ToolCallsSection", "ToolUse"]
 
 
 class EnvironmentUse(Use):
@@ -18,7 +18,7 @@ class EnvironmentUse(Use):
     """Whether the environment's `async` methods run in a thread, one for each conversation, so that they may block."""
 
 
-class ToolUse(Part):
+class ToolUse(Section):
     """A tool: a typed function, or a class whose public methods are tools. Instead of `{use: text}` you can write only the
     text."""
 
@@ -38,7 +38,7 @@ class ToolUse(Part):
     _expand = model_validator(mode="before")(expand_reference)
 
 
-class Mcp(Part):
+class McpSection(Section):
     """Tools of MCP servers."""
 
     servers: NonEmpty | None = None
@@ -57,7 +57,7 @@ class Mcp(Part):
     """The time that an MCP server has to start and to answer for the first time, in seconds."""
 
 
-class ToolCalls(Part):
+class ToolCallsSection(Section):
     """Options that hold for all tools."""
 
     max_parallel_calls: Positive | None = None

@@ -6,12 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from turnwise.config.part import NonEmpty, NotNegative, Part, Positive, Seconds
+from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Section
 
-__all__ = ["EvaluationSampling", "Limits", "LocalEngine", "Sampling", "ScriptedEngine"]
+__all__ = [
+    "EvaluationSamplingSection",
+    "LimitsSection",
+    "LocalEngineSection",
+    "SamplingSection",
+    "ScriptedEngineSection",
+]
 
 
-class LocalEngine(Part):
+class LocalEngineSection(Section):
     """The embedded engine: it samples in the trainer's process, on the trainer's own weights."""
 
     name: Literal["local"] = "local"
@@ -23,7 +29,7 @@ class LocalEngine(Part):
     """The number of torch threads while sampling. 0: the run measures which number is fastest."""
 
 
-class ScriptedEngine(Part):
+class ScriptedEngineSection(Section):
     """The scripted engine: it answers with given texts, and needs no model weights. Use it to replay conversations."""
 
     name: Literal["scripted"]
@@ -31,7 +37,7 @@ class ScriptedEngine(Part):
     """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts."""
 
 
-class Sampling(Part):
+class SamplingSection(Section):
     """How tokens are sampled."""
 
     temperature: NotNegative = 1.0
@@ -46,7 +52,7 @@ class Sampling(Part):
     """Texts that end a turn, in addition to the stop tokens of the chat template."""
 
 
-class EvaluationSampling(Part):
+class EvaluationSamplingSection(Section):
     """How tokens are sampled in evaluations. Null: the value of the same option in `sampling`."""
 
     temperature: NotNegative | None = None
@@ -61,7 +67,7 @@ class EvaluationSampling(Part):
     `sampling.min_p`."""
 
 
-class Limits(Part):
+class LimitsSection(Section):
     """How long a conversation may be."""
 
     turns: Positive = 8

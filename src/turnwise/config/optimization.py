@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from turnwise.config.part import NotNegative, Part, Positive
+from turnwise.config.section import NotNegative, Positive, Section
 
-__all__ = ["Optimization", "Sft", "Train"]
+__all__ = ["OptimizationSection", "SftSection", "TrainSection"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Optimization(Part):
+class OptimizationSection(Section):
     """Options of the optimizer (AdamW) and of its batches."""
 
     steps: Positive | None = None
@@ -42,7 +42,7 @@ class Optimization(Part):
     2048 on a CPU, 16384 on a GPU."""
 
 
-class Train(Optimization):
+class TrainSection(OptimizationSection):
     """What `turnwise train` does: reinforcement learning."""
 
     steps: Positive = 100  # pyright: ignore[reportIncompatibleVariableOverride]  # parts are frozen
@@ -74,7 +74,7 @@ class Train(Optimization):
     are then sampled with weights that are one version older (off-policy)."""
 
 
-class Sft(Optimization):
+class SftSection(OptimizationSection):
     """What `turnwise sft` does: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
 
     steps: Positive | None = None

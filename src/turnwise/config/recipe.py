@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from turnwise.config.known_names import called_here
-from turnwise.config.schema import Config, LocalEngine, Part, ScriptedEngine
+from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection, Section
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_yaml, read_text
 
@@ -51,9 +51,9 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `a.b=value` into the tree; values are YAML. A new `name` removes the options of the part with the old name."""
+    """Put `a.b=value` into the tree; values are YAML. A new `name` removes the section's options that belong to the old name."""
     notes: list[str] = []
-    # names first: other options on the command line belong to the part with the new name
+    # names first: the other options on the command line belong to the new name
     for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -61,9 +61,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
         *parents, last = key.split(".")
         if not all([*parents, last]):
-            raise ConfigError(
-                f"{override!r}: {key!r} has an empty part; write the options' names with one dot between them"
-            )
+            raise ConfigError(f"{override!r}: {key!r} contains an empty name; write one dot between two names")
         node: dict[str, Any] = tree
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
@@ -132,8 +130,8 @@ def _explain(error: ValidationError, source: str) -> str:
             continue  # not a list, where a text or a list is allowed: the problem of the other branch is reported
         if branch.startswith("function-after[") and isinstance(problem["input"], list):
             continue
-        path = [part for part in problem["loc"] if part not in ("local", "scripted") and "[" not in str(part)]
-        key = ".".join(str(part) for part in path)
+        path = [step for step in problem["loc"] if step not in ("local", "scripted") and "[" not in str(step)]
+        key = ".".join(str(step) for step in path)
         if problem["type"] == "extra_forbidden":
             lines.append(_unknown(path, key, problem["loc"]))
         elif problem["type"] == "missing":
@@ -150,35 +148,35 @@ def _explain(error: ValidationError, source: str) -> str:
 
 
 def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
-    part = _part_at(location[:-1])
-    names = list(part.model_fields) if part is not None else []
+    section = _section_at(location[:-1])
+    names = list(section.model_fields) if section is not None else []
     name = str(path[-1])
-    if part in (LocalEngine, ScriptedEngine):
-        other = ScriptedEngine if part is LocalEngine else LocalEngine
+    if section in (LocalEngineSection, ScriptedEngineSection):
+        other = ScriptedEngineSection if section is LocalEngineSection else LocalEngineSection
         if name in other.model_fields:
-            mine = part.model_fields["name"].annotation
+            mine = section.model_fields["name"].annotation
             return f"{key} has no effect with engine.name={get_args(mine)[0]}: it is an option of another engine"
-    section = ".".join(str(key) for key in path[:-1])
-    hint = called_here(name, section=section, options=frozenset(names)) or nearest(name, names)
+    parents = ".".join(str(key) for key in path[:-1])
+    hint = called_here(name, section=parents, options=frozenset(names)) or nearest(name, names)
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
 
 
-def _part_at(location: Sequence[Any]) -> type[Part] | None:
-    """The part of the schema for a location in the recipe."""
-    part: type[Part] | None = Config
+def _section_at(location: Sequence[Any]) -> type[Section] | None:
+    """The section of the schema for a location in the recipe."""
+    section: type[Section] | None = Config
     for step in location:
-        if part is None or isinstance(step, int):
+        if section is None or isinstance(step, int):
             continue
         if step in ("local", "scripted"):
-            part = LocalEngine if step == "local" else ScriptedEngine
+            section = LocalEngineSection if step == "local" else ScriptedEngineSection
             continue
-        field = part.model_fields.get(str(step))
-        part = next(_parts(field.annotation), None) if field is not None else None
-    return part
+        field = section.model_fields.get(str(step))
+        section = next(_sections(field.annotation), None) if field is not None else None
+    return section
 
 
-def _parts(annotation: Any) -> Iterator[type[Part]]:
-    if isinstance(annotation, type) and issubclass(annotation, Part):
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):
-        yield from _parts(argument)
+        yield from _sections(argument)

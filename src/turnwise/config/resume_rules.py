@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from turnwise.config.part import Part
 from turnwise.config.schema import Config, Use
+from turnwise.config.section import Section
 from turnwise.errors import ConfigError, RunError, nearest
 
 __all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]
@@ -100,11 +100,11 @@ def option_values(config: Config) -> dict[str, Any]:
     return dict(_values(config, ""))
 
 
-def _values(part: Part, prefix: str) -> Iterator[tuple[str, Any]]:
-    plain = part.model_dump(mode="json")
-    for name in type(part).model_fields:
-        value, key = getattr(part, name), f"{prefix}{name}"
-        if isinstance(value, Part) and type(value) is not Use:
+def _values(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
+    plain = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{prefix}{name}"
+        if isinstance(value, Section) and type(value) is not Use:
             yield from _values(value, f"{key}.")
         elif f"{key}[].use" in RULES:
             for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from turnwise.config.part import NonEmpty, Part, Seconds, Use
+from turnwise.config.section import NonEmpty, Seconds, Section, Use
 
-__all__ = ["Credit", "Reward", "RewardUse"]
+__all__ = ["CreditSection", "RewardSection", "RewardUse"]
 
 
 class RewardUse(Use):
@@ -18,7 +18,7 @@ class RewardUse(Use):
     """The function's name in metrics and records. Null: the name after the colon of the reference."""
 
 
-class Reward(Part):
+class RewardSection(Section):
     """Reward functions. Their results are added to the rewards that the environment gives."""
 
     trajectory: list[RewardUse] = []
@@ -34,7 +34,7 @@ class Reward(Part):
     and one for each call of a group function. Sync functions are not interrupted. Null: no limit."""
 
 
-class Credit(Part):
+class CreditSection(Section):
     """How rewards become advantages."""
 
     name: Literal["grpo"] = "grpo"

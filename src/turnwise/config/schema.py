@@ -13,38 +13,44 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.data import Data, Model
-from turnwise.config.environment import EnvironmentUse, Mcp, ToolCalls, ToolUse
-from turnwise.config.generation import EvaluationSampling, Limits, LocalEngine, Sampling, ScriptedEngine
-from turnwise.config.optimization import Optimization, Sft, Train
-from turnwise.config.part import NonEmpty, Part, Positive, Use, changed_options
-from turnwise.config.rewards import Credit, Reward, RewardUse
+from turnwise.config.data import DataSection, ModelSection
+from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
+from turnwise.config.generation import (
+    EvaluationSamplingSection,
+    LimitsSection,
+    LocalEngineSection,
+    SamplingSection,
+    ScriptedEngineSection,
+)
+from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
+from turnwise.config.rewards import CreditSection, RewardSection, RewardUse
+from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
 from turnwise.errors import nearest
 
 __all__ = [
     "LOSS_MASKS",
-    "Checkpoint",
+    "CheckpointSection",
     "Config",
-    "Credit",
-    "Data",
+    "CreditSection",
+    "DataSection",
     "EnvironmentUse",
-    "Evaluation",
-    "EvaluationSampling",
-    "Limits",
-    "LocalEngine",
-    "Mcp",
-    "Model",
-    "Optimization",
-    "Part",
-    "Reward",
+    "EvaluationSamplingSection",
+    "EvaluationSection",
+    "LimitsSection",
+    "LocalEngineSection",
+    "McpSection",
+    "ModelSection",
+    "OptimizationSection",
+    "RewardSection",
     "RewardUse",
-    "Rollout",
-    "Sampling",
-    "ScriptedEngine",
-    "Sft",
-    "ToolCalls",
+    "RolloutSection",
+    "SamplingSection",
+    "ScriptedEngineSection",
+    "Section",
+    "SftSection",
+    "ToolCallsSection",
     "ToolUse",
-    "Train",
+    "TrainSection",
     "Use",
     "changed_options",
 ]
@@ -53,7 +59,7 @@ LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 """The rules of `rewards.turn_weights`, by name."""
 
 
-class Evaluation(Part):
+class EvaluationSection(Section):
     """Evaluations during `turnwise train`: conversations on the held-out rows of `data.eval`."""
 
     max_rows: Positive | None = None
@@ -62,12 +68,12 @@ class Evaluation(Part):
     """The number of conversations on each held-out row."""
     every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between two evaluations. 0: only before and after training."""
-    sampling: EvaluationSampling = EvaluationSampling()
+    sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. Null: the value of the same option in
     `sampling`. `eval.sampling.temperature=0` takes the most likely token."""
 
 
-class Rollout(Part):
+class RolloutSection(Section):
     """What `turnwise rollout` does: conversations without training."""
 
     max_rows: Positive | None = None
@@ -76,7 +82,7 @@ class Rollout(Part):
     """The number of conversations on each row in `turnwise rollout`."""
 
 
-class Checkpoint(Part):
+class CheckpointSection(Section):
     """Checkpoints, from which a stopped run can be resumed."""
 
     every: Positive | None = None
@@ -86,25 +92,25 @@ class Checkpoint(Part):
     """The number of checkpoints to keep on disk; older ones are removed."""
 
 
-class Config(Part):
+class Config(Section):
     """A recipe."""
 
-    model: Model
-    data: Data
+    model: ModelSection
+    data: DataSection
     environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
     """A reference to the environment, which answers the model. The default environment ends each conversation after one turn."""
     tools: list[ToolUse] = []
     """The tools that the model may call: references to typed functions and classes (docs/tools.md)."""
-    mcp: Mcp = Mcp()
-    tool_calls: ToolCalls = ToolCalls()
+    mcp: McpSection = McpSection()
+    tool_calls: ToolCallsSection = ToolCallsSection()
     engine: Annotated[
-        Annotated[LocalEngine, Tag("local")] | Annotated[ScriptedEngine, Tag("scripted")],
+        Annotated[LocalEngineSection, Tag("local")] | Annotated[ScriptedEngineSection, Tag("scripted")],
         Discriminator(
             lambda value: value.get("name", "local") if isinstance(value, Mapping) else getattr(value, "name", None)
         ),
-    ] = LocalEngine()
-    sampling: Sampling = Sampling()
-    limits: Limits = Limits()
+    ] = LocalEngineSection()
+    sampling: SamplingSection = SamplingSection()
+    limits: LimitsSection = LimitsSection()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
     """How the tokens of a finished conversation are compared with the chat template's rendering of the same messages. `strict`:
     token by token. `ignore_strippable`: without white space. `disable`: not at all. Conversations with differences are counted
@@ -118,16 +124,16 @@ class Config(Part):
     the reasoning of earlier turns."""
     tool_format: NonEmpty = "auto"
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
-    reward: Reward = Reward()
-    credit: Credit = Credit()
+    reward: RewardSection = RewardSection()
+    credit: CreditSection = CreditSection()
     loss_mask: Use = Use(use="all")
     """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the
     weight of a turn in the loss (docs/loss_masks.md)."""
-    train: Train = Train()
-    eval: Evaluation = Evaluation()
-    rollout: Rollout = Rollout()
-    sft: Sft = Sft()
-    checkpoint: Checkpoint = Checkpoint()
+    train: TrainSection = TrainSection()
+    eval: EvaluationSection = EvaluationSection()
+    rollout: RolloutSection = RolloutSection()
+    sft: SftSection = SftSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     max_concurrent: Positive = 256
     """The number of conversations that run at the same time."""
     output: NonEmpty = "runs/latest"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from turnwise.config.optimization import Sft
-from turnwise.config.part import Part, changed_options
-from turnwise.config.schema import Config, LocalEngine
+from turnwise.config.optimization import SftSection
+from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.config.section import Section, changed_options
 from turnwise.config.train_checks import (
     Problem,
     deterministic_device_problem,
@@ -79,7 +79,7 @@ def _unused_problems(config: Config) -> list[Problem]:
             f"turn of the model); remove it",
         ),
         (
-            config.engine != LocalEngine(),
+            config.engine != LocalEngineSection(),
             f"engine.{next(iter(engine), 'name')} has no effect in fine-tuning (nothing is sampled); remove it",
         ),
     ]
@@ -88,7 +88,7 @@ def _unused_problems(config: Config) -> list[Problem]:
 def _other_sections(config: Config) -> list[Problem]:
     """All changed options of sections that fine-tuning does not read, with the option of sft to use instead."""
     problems: list[Problem] = []
-    sections: dict[str, tuple[Part, str]] = {
+    sections: dict[str, tuple[Section, str]] = {
         "train": (config.train, "it is an option of `turnwise train`"),
         "eval": (config.eval, "it is an option of `turnwise train`"),
         "rollout": (config.rollout, "it is an option of `turnwise rollout`"),
@@ -97,11 +97,13 @@ def _other_sections(config: Config) -> list[Problem]:
         "credit": (config.credit, "fine-tuning has no rewards"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),
     }
-    for section, (part, why) in sections.items():
-        for name in sorted(changed_options(part)):
+    for section, (options, why) in sections.items():
+        for name in sorted(changed_options(options)):
             of_sft = {"max_rows": "max_eval_rows", "every": "eval_every"}.get(name, "") if section == "eval" else name
             instead = (
-                f"use sft.{of_sft}" if section in ("train", "eval") and of_sft in Sft.model_fields else "remove it"
+                f"use sft.{of_sft}"
+                if section in ("train", "eval") and of_sft in SftSection.model_fields
+                else "remove it"
             )
             problems.append((True, f"{section}.{name} has no effect in fine-tuning ({why}); {instead}"))
     for name in sorted(set(changed_options(config.limits)) - {"context"}):

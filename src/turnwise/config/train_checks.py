@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from turnwise.config.part import changed_options
-from turnwise.config.schema import LOSS_MASKS, Config, Data, LocalEngine
+from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
+from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 
@@ -126,10 +126,10 @@ def _evaluation_problems(config: Config) -> list[Problem]:
     ]
 
 
-def eval_split_problem(data: Data) -> Problem:
+def eval_split_problem(data: DataSection) -> Problem:
     """data.eval_split without data.eval."""
     return (
-        data.eval is None and data.eval_split != Data.model_fields["eval_split"].default,
+        data.eval is None and data.eval_split != DataSection.model_fields["eval_split"].default,
         "data.eval_split has no effect without data.eval: set data.eval, or remove it",
     )
 
@@ -176,7 +176,7 @@ def refuse_without_reward(config: Config) -> None:
 
 def _deterministic_training_problems(config: Config) -> list[Problem]:
     engine = config.engine
-    threads = engine.threads if isinstance(engine, LocalEngine) else 1
+    threads = engine.threads if isinstance(engine, LocalEngineSection) else 1
     return [
         (
             config.deterministic and config.train.overlap,
@@ -199,7 +199,7 @@ def deterministic_device_problem(config: Config) -> Problem:
     )
 
 
-def file_problems(data: Data) -> list[Problem]:
+def file_problems(data: DataSection) -> list[Problem]:
     """Options that select a part of a data set (`split`, `eval_split`, `subset`) but are set for single files."""
 
     def is_file(source: str | list[str] | None) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from turnwise import build
-from turnwise.config.part import Part, changed_options
-from turnwise.config.schema import Config, ScriptedEngine, Use
+from turnwise.config.schema import Config, ScriptedEngineSection, Use
+from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.rows import Order
@@ -133,7 +133,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
 """Options whose value reaches plain data, and the function that computes that data from a recipe."""
 
 
-def schema(part: type[Part] = Config, prefix: str = "") -> Iterator[str]:
+def schema(part: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """Every option, dotted; `tools[].timeout` is that of each tool. A reference is one option, whatever is in it."""
     for name, field in part.model_fields.items():
         parts = [one for one in _parts(field.annotation) if one is not Use]
@@ -144,8 +144,8 @@ def schema(part: type[Part] = Config, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _parts(annotation: Any) -> list[type[Part]]:
-    if isinstance(annotation, type) and issubclass(annotation, Part):
+def _parts(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [part for argument in get_args(annotation) for part in _parts(argument)]
 
@@ -155,7 +155,7 @@ def options_of(config: Config) -> dict[str, Config]:
     return dict(_changed(config, "", lambda part: part))
 
 
-def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[tuple[str, Config]]:
+def _changed(part: Section, prefix: str, whole: Callable[[Any], Any]) -> Iterator[tuple[str, Config]]:
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
 
@@ -164,9 +164,9 @@ def _changed(part: Part, prefix: str, whole: Callable[[Any], Any]) -> Iterator[t
 
         if not field.is_required() and value == field.default:
             continue
-        if isinstance(value, Part) and type(value) is not Use:
+        if isinstance(value, Section) and type(value) is not Use:
             yield from _changed(value, f"{prefix}{name}.", put)
-        elif isinstance(value, list) and value and all(isinstance(one, Part) for one in value):
+        elif isinstance(value, list) and value and all(isinstance(one, Section) for one in value):
             for place, one in enumerate(value):
 
                 def put_one(new: Any, place: int = place, value: list[Any] = value, put: Any = put) -> Any:
@@ -185,7 +185,7 @@ def take_effect(config: Config) -> Check:
     try:
         if fine_tunes(config):
             refuse_sft_without_effect(config)
-        elif not isinstance(config.engine, ScriptedEngine):
+        elif not isinstance(config.engine, ScriptedEngineSection):
             refuse_without_effect(config)
             refuse_without_reward(config)
     except ConfigError as error:

@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
-from turnwise.config.schema import Config, ScriptedEngine
+from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.doctor.preflight import preflight
 from turnwise.errors import DataError, RolloutError
 from turnwise.models.model_config import context_length
@@ -90,7 +90,7 @@ def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group
     The scripts say how many conversations there are: trajectories without a script are dropped. Raises DataError if there are
     more scripts than trajectories.
     """
-    if not isinstance(config.engine, ScriptedEngine):
+    if not isinstance(config.engine, ScriptedEngineSection):
         return list(groups), None
     scripts = build.read_scripts(config.engine.script)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise import build
-from turnwise.config.optimization import Optimization
+from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.data.rows import Order
 from turnwise.errors import RunError
@@ -49,7 +49,7 @@ class RunState:
 
     inputs: RunInputs
     learner: Learner
-    options: Optimization
+    options: OptimizationSection
     """The options of the optimizer: `train` or `sft` of the recipe."""
     steps: int
     """The number of steps of the whole run."""

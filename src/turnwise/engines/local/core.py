@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from turnwise.engines.local.batch import DecodeStep, RunningBatch
-from turnwise.engines.local.forward import Forward
+from turnwise.engines.local.forward import CachedForward
 from turnwise.engines.local.prefix_cache import PrefixCache
 from turnwise.engines.local.requests import PendingRequest
 from turnwise.engines.local.sampler import SampledTokens, sample_tokens
@@ -25,7 +25,7 @@ class EngineCore:
     """Waiting and running requests, the cache, and the model."""
 
     def __init__(
-        self, forward: Forward, cache: PrefixCache, batch: RunningBatch, *, threads: TorchThreads, version: int
+        self, forward: CachedForward, cache: PrefixCache, batch: RunningBatch, *, threads: TorchThreads, version: int
     ) -> None:
         self.forward, self.cache, self.batch, self.threads = forward, cache, batch, threads
         self.stats = Stats()

@@ -19,7 +19,7 @@ from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.vision import VisionAdapter
 
-__all__ = ["Forward", "choose_forward", "logit_difference"]
+__all__ = ["CachedForward", "choose_forward", "logit_difference"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _PROBE_WINDOW = 8
 """Tokens of a sliding window while the model is compared with itself."""
 
 
-class Forward(Protocol):
+class CachedForward(Protocol):
     """Runs the model over rows of the KV cache. N: sequences of a prefill; B: requests of a decode step."""
 
     @property
@@ -58,7 +58,7 @@ class Forward(Protocol):
         ...
 
 
-def choose_forward(model: PreTrainedModel) -> Forward:
+def choose_forward(model: PreTrainedModel) -> CachedForward:
     """The fused pass if it supports the model and agrees with the model's own forward; otherwise the generic pass.
 
     Raises EngineError for a model that cannot be run over a KV cache.
@@ -96,7 +96,7 @@ def choose_forward(model: PreTrainedModel) -> Forward:
     )
 
 
-def logit_difference(forward: Forward, model: PreTrainedModel) -> tuple[float, float]:
+def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[float, float]:
     """The largest difference from the logits of the model's own forward on a few tokens, and the limit that rounding explains.
 
     A sliding window is narrowed meanwhile, so that these few tokens extend beyond it. Raises EngineError if the model's own

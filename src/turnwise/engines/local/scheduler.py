@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from turnwise.engines.local.forward import Forward
+from turnwise.engines.local.forward import CachedForward
 from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
 from turnwise.engines.local.prefix_index import BLOCK
 from turnwise.engines.local.requests import PendingRequest
@@ -82,7 +82,7 @@ class _Prefill:
 class Scheduler:
     """The queue of waiting requests."""
 
-    def __init__(self, cache: PrefixCache, forward: Forward, threads: TorchThreads, stats: Stats) -> None:
+    def __init__(self, cache: PrefixCache, forward: CachedForward, threads: TorchThreads, stats: Stats) -> None:
         self._cache, self._forward, self._threads, self._stats = cache, forward, threads, stats
         self.waiting: deque[PendingRequest] = deque()
 

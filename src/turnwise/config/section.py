@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NonEmpty", "NotNegative", "Part", "Positive", "Seconds", "Use", "changed_options", "expand_reference"]
+__all__ = ["NonEmpty", "NotNegative", "Positive", "Seconds", "Section", "Use", "changed_options", "expand_reference"]
 
 
 def _not_empty(text: str) -> str:
@@ -22,7 +22,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A section of a recipe: frozen, and strict about its keys."""
 
     model_config = ConfigDict(
@@ -34,12 +34,12 @@ class Part(BaseModel):
     )
 
 
-def changed_options(part: Part) -> list[str]:
+def changed_options(section: Section) -> list[str]:
     """The names of the options that differ from their defaults, in the order of the schema.
 
     Values are compared, not presence: the config.yaml of a run names every option and must stay a valid recipe.
     """
-    return [name for name, field in type(part).model_fields.items() if getattr(part, name) != field.default]
+    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
 
 
 def expand_reference(value: Any) -> Any:
@@ -47,7 +47,7 @@ def expand_reference(value: Any) -> Any:
     return {"use": value} if isinstance(value, str) else value
 
 
-class Use(Part):
+class Use(Section):
     """A reference to a Python object. Instead of `{use: text}` you can write only the text."""
 
     use: NonEmpty
