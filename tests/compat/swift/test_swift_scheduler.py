@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.conversations import RENDERER, STOP, Says, a_row, spoken
+from support.conversations import RENDERER, STOP, Says, a_row, call, spoken
 from support.swift import ASKED, learnt, play, whole
 from turnwise.compat.swift.masks import ReturnedTokens, SampledTurn, mask_outputs, mask_turn
 from turnwise.compat.swift.protocol import RolloutOutput
@@ -16,6 +16,7 @@ from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.types import Row, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "sub", "description": "Subtracts.", "parameters": {"type": "object"}}}
 
 
 class Does(MultiTurnScheduler):
@@ -253,13 +254,96 @@ def test_one_scheduler_for_all_conversations_is_called_by_one_at_a_time() -> Non
     assert [one.turns[0].info["total"] for one in own] == [1, 1, 1, 1]
 
 
+def one_pass(messages: Any, tools: Any) -> list[int]:
+    """The prompt that an inference server makes of a conversation, by the tokenizer alone."""
+    text = RENDERER.tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+    )
+    return RENDERER.tokenizer.encode(text, add_special_tokens=False)
+
+
+def prompt_of(trajectory: Trajectory, segment: int, turn: int) -> list[int]:
+    columns = trajectory.segments[segment]
+    return list(columns.token_ids[: columns.turn.index(turn)])
+
+
+def replaced(request: Any) -> None:
+    request.tools = [OTHER]
+
+
+def edited_in_place(request: Any) -> None:
+    request.tools[0] = {**OTHER, "function": {**OTHER["function"]}}
+
+
+def without_wrapper(request: Any) -> None:
+    request.tools = [OTHER["function"]]
+
+
+@pytest.mark.parametrize("change", [replaced, edited_in_place, without_wrapper])
+def test_tools_that_a_scheduler_changes_are_in_the_next_prompt_and_in_a_new_segment(change: Any) -> None:
+    def tools(request: Any, choice: Any) -> None:
+        change(request)
+        user(request)
+
+    trajectory = whole(does(tools, "one", call("sub"), row=a_row("Hi", tools=[TOOL])))
+    assert [turn.tools for turn in trajectory.turns] == [(TOOL,), (OTHER,)]
+    assert [[one.name for one in turn.calls] for turn in trajectory.turns] == [[], ["sub"]]
+    assert len(trajectory.segments) == 2
+    assert trajectory.previous_histories == []
+    assert prompt_of(trajectory, 0, 0) == one_pass(trajectory.messages[:1], [TOOL])
+    assert prompt_of(trajectory, 1, 1) == one_pass(trajectory.messages[:3], [OTHER])
+    assert [learnt(trajectory.segments[n], n) for n in (0, 1)] == [
+        [*RENDERER.encode(text), STOP] for text in ("one", call("sub"))
+    ]
+
+
+def test_tools_may_change_while_the_model_continues_its_answer() -> None:
+    def tools(request: Any, choice: Any) -> None:
+        request.tools = None
+
+    trajectory = whole(does(tools, "one", " two", row=a_row("Hi", tools=[TOOL])))
+    assert [turn.tools for turn in trajectory.turns] == [(TOOL,), ()]
+    assert len(trajectory.segments) == 2
+    assert prompt_of(trajectory, 1, 1) == [*one_pass([{"role": "user", "content": "Hi"}], []), *RENDERER.encode("one")]
+    assert learnt(trajectory.segments[0], 0) == [*RENDERER.encode("one"), STOP]
+    assert learnt(trajectory.segments[1], 1) == [*RENDERER.encode(" two"), STOP]
+    assert trajectory.messages[-1]["content"] == "one two"
+
+
+def test_the_run_of_a_scheduler_may_change_the_tools() -> None:
+    class Runs(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            for tools in ([TOOL], [TOOL, OTHER], [TOOL, OTHER]):
+                infer_request.tools = tools
+                response = await self.infer_engine.infer_async(infer_request, request_config)
+                infer_request.messages.append({"role": "assistant", "content": response.choices[0].message.content})
+                user(infer_request)
+            infer_request.messages.pop()
+            return RolloutOutput(response, infer_request.messages)
+
+    trajectory = whole(play(Runs, "one", "two", "three"))
+    assert [turn.tools for turn in trajectory.turns] == [(TOOL,), (TOOL, OTHER), (TOOL, OTHER)]
+    assert [sorted(set(segment.turn)) for segment in trajectory.segments] == [[-1, 0], [-1, 1, 2]]
+    assert prompt_of(trajectory, 1, 1) == one_pass(trajectory.messages[:3], [TOOL, OTHER])
+
+
+def test_tools_changed_after_the_last_turn_change_nothing() -> None:
+    class Ends(MultiTurnScheduler):
+        def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+            infer_request.tools = [OTHER]
+            return True
+
+    trajectory = whole(play(Ends, "one", row=a_row("Hi", tools=[TOOL])))
+    assert (trajectory.tools, len(trajectory.segments)) == ((TOOL,), 1)
+
+
 def test_what_cannot_be_told_to_a_model_here_is_refused_and_not_left_out() -> None:
     def add_audio(request: Any, choice: Any) -> None:
         request.audios.append("a.wav")
         user(request)
 
-    def other_tools(request: Any, choice: Any) -> None:
-        request.tools = [TOOL]
+    def wrong_tools(request: Any, choice: Any) -> None:
+        request.tools = [5]
         user(request)
 
     def open_end(request: Any, choice: Any) -> None:
@@ -267,7 +351,7 @@ def test_what_cannot_be_told_to_a_model_here_is_refused_and_not_left_out() -> No
 
     for what, why in (
         (add_audio, "the request has audios, which is not supported here"),
-        (other_tools, "the scheduler changed the tools during a conversation"),
+        (wrong_tools, "the tools of the scheduler's request must be schemas; one of them is 5"),
         (open_end, "add_eos=True is not supported here"),
     ):
         error = does(what).error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from turnwise.compat.swift.masks import common_prefix
@@ -28,6 +29,7 @@ __all__ = [
     "remove_response",
     "reply_between",
     "request_of",
+    "request_tools",
     "tools_of",
     "without_answers",
 ]
@@ -84,6 +86,11 @@ def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
     if wrong := [schema for schema in schemas if not isinstance(schema, Mapping)]:
         raise ValueError(f"the tools of {where} must be schemas; one of them is {wrong[0]!r:.80}")
     return [schema if "function" in schema else {"type": "function", "function": schema} for schema in schemas] or None
+
+
+def request_tools(request: RolloutInferRequest) -> list[ToolSchema]:
+    """Copies of the request's tool schemas, because a scheduler may change its own in place; empty if there are none."""
+    return [_copy_containers(schema) for schema in tools_of(request.tools, "the scheduler's request") or []]
 
 
 def append_answer(messages: list[Message], text: str) -> None:
@@ -183,11 +190,24 @@ def _first_input(messages: Sequence[Any], since: int) -> Message | None:
     return new[0] if new else texts[-1][1] if texts else None
 
 
-def reply_between(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:
+def reply_between(
+    before: Sequence[Message], after: Sequence[Message], text: str, *, tools: Sequence[ToolSchema] | None = None
+) -> Reply:
     """The reply that leads from the messages `before` to the messages `after`, in a conversation that continues.
 
-    The last message of `before` is the model's answer; `text` is the part of it that was sampled in this turn.
+    The last message of `before` is the model's answer; `text` is the part of it that was sampled in this turn. `tools` are the
+    tools of the next turn, if the scheduler changed them: if the model continues its answer, the history is then replaced, because
+    the tools are in the prompt before the answer.
     """
+    reply = _reply_between(before, after, text)
+    if tools is None:
+        return reply
+    if reply.resume is not None:
+        reply = _rewritten(after)
+    return replace(reply, tools=tools)
+
+
+def _reply_between(before: Sequence[Message], after: Sequence[Message], text: str) -> Reply:
     if _same(after[: len(before)], before):
         if len(after) == len(before):
             return Reply(resume=Resume())
@@ -204,6 +224,10 @@ def reply_between(before: Sequence[Message], after: Sequence[Message], text: str
             now = last["content"][len(earlier) :]
             keep = common_prefix(text, now)
             return Reply(resume=Resume(keep=keep, add=now[keep:]))
+    return _rewritten(after)
+
+
+def _rewritten(after: Sequence[Message]) -> Reply:
     if not _without_last_answer(after):
         raise ValueError("the scheduler left no message for the model to answer")
     return Reply(rewrite=_without_last_answer(after), prefill=_prefill(after))

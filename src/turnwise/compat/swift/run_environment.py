@@ -22,6 +22,7 @@ from turnwise.compat.swift.messages import (
     messages_of,
     reply_between,
     request_of,
+    request_tools,
 )
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponse,
@@ -33,7 +34,7 @@ from turnwise.compat.swift.protocol import (
 )
 from turnwise.compat.swift.scheduler import call_hook
 from turnwise.errors import boundary
-from turnwise.types import Message, Opening, Reply, Row, SamplingChange, Turn
+from turnwise.types import Message, Opening, Reply, Row, SamplingChange, ToolSchema, Turn
 from turnwise.user_code.calls import own_context, spawn
 
 __all__ = ["RunEnvironment"]
@@ -105,7 +106,7 @@ class _RunState:
     task: _RunTask
     history: list[Message] = field(default_factory=list)
     """The messages of `request`, in our form."""
-    tools: Any = None
+    tools: list[ToolSchema] = field(default_factory=list)
     turns: list[SampledTurn] = field(default_factory=list)
     rewrites: int = 0
     """How many times `run` replaced the history."""
@@ -131,12 +132,12 @@ class RunEnvironment:
             state.task.result()  # raises the exception of `run`, if it raised
             raise ValueError(f"{type(self.scheduler).__name__}.run returned before it called its infer_engine")
         state.history = messages_of(call.request)
-        state.request, state.tools = call.request, call.request.tools
+        state.request, state.tools = call.request, request_tools(call.request)
         if state.history[-1]["role"] == "assistant":
             raise ValueError(
                 "the first request of run ends with an assistant message, so there is nothing to answer: remove that message"
             )
-        return Opening(messages=state.history, tools=tuple(state.tools or ()), sampling=call.sampling)
+        return Opening(messages=state.history, tools=state.tools, sampling=call.sampling)
 
     async def step(self, turn: Turn) -> Reply:
         state = self._state
@@ -154,9 +155,9 @@ class RunEnvironment:
             return self._final_reply(state, before, infos)
         state.history = messages_of(call.request, since=len(before))
         state.request = call.request
-        if state.request.tools != state.tools:
-            raise ValueError("the scheduler changed the tools during a conversation; the tools are those of the row")
-        reply = reply_between(before, state.history, turn.text)
+        previous, state.tools = state.tools, request_tools(call.request)
+        changed_tools = None if state.tools == previous else state.tools
+        reply = reply_between(before, state.history, turn.text, tools=changed_tools)
         if reply.resume is not None:
             state.turns[-1] = replace(state.turns[-1], edited=True)
         state.rewrites += reply.rewrite is not None

@@ -20,11 +20,12 @@ from turnwise.compat.swift.messages import (
     messages_of,
     reply_between,
     request_of,
+    request_tools,
     without_answers,
 )
 from turnwise.compat.swift.protocol import RolloutInferRequest, choice_of
 from turnwise.compat.swift.scheduler import ask_scheduler, call_hook
-from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.types import Opening, Reply, Row, ToolSchema, Turn
 
 __all__ = ["StepEnvironment"]
 
@@ -48,14 +49,14 @@ class StepEnvironment:
         self.total_reward = 0.0
         """The `total_reward` that has been paid out so far."""
         self._request: RolloutInferRequest | None = None
-        self._tools: Any = None
+        self._tools: list[ToolSchema] = []
 
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self.name}")
         await call_hook(self.scheduler.on_trajectory_start, [request], lock=self.lock)
         request.messages[:] = without_answers(request.messages)
-        self._tools = request.tools
-        return Opening(messages=messages_of(request), tools=tuple(request.tools or ()))
+        self._tools = request_tools(request)
+        return Opening(messages=messages_of(request), tools=self._tools)
 
     async def step(self, turn: Turn) -> Reply:
         request = self._request
@@ -78,9 +79,12 @@ class StepEnvironment:
             if name in infos:
                 setattr(request, name, list(infos.pop(name)))
         after = messages_of(request, since=len(before))
-        if request.tools != self._tools:
-            raise ValueError("the scheduler changed the tools during a conversation; the tools are those of the row")
-        reply = final_reply(before, after) if decision.done else reply_between(before, after, turn.text)
+        if decision.done:
+            reply = final_reply(before, after)
+        else:
+            previous, self._tools = self._tools, request_tools(request)
+            changed_tools = None if self._tools == previous else self._tools
+            reply = reply_between(before, after, turn.text, tools=changed_tools)
         edited = reply.resume is not None or reply.rewrite is not None
         mask = mask_turn(decision.returned, sampled, logprobs, turn=self.turns, edited=edited)
         if mask.not_sampled:
