@@ -13,7 +13,7 @@ from rich.text import Text
 from turnwise.errors import TurnwiseError
 from turnwise.types import Segment
 
-__all__ = ["Check", "Run", "Status", "as_json", "run_lengths", "show", "worst", "wrong"]
+__all__ = ["Check", "Status", "TokenRun", "as_json", "run_lengths", "show", "worst", "wrong"]
 
 Status = Literal["ok", "note", "fail"]
 
@@ -24,7 +24,7 @@ _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """Consecutive tokens of one segment that belong to the same turn, or consecutive tokens of context."""
 
     turn: int
@@ -43,7 +43,7 @@ class Check:
     """`ok`: no problem. `note`: information; no change is needed. `fail`: the training would be wrong or would not start."""
     text: str
     """The result, on one line. After a failure also the rule and the fix."""
-    runs: Sequence[Run] = ()
+    runs: Sequence[TokenRun] = ()
     """An example conversation, printed below the line."""
     details: Sequence[tuple[str, str]] = ()
     """Names and values, printed below the line, one pair per line."""

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.chat.token_differences import concerns_completion
-from turnwise.doctor.check import Check, Run, Status, run_lengths
+from turnwise.doctor.check import Check, Status, TokenRun, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
@@ -46,7 +46,9 @@ def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = 
     if rule is not None:
         rule(trajectory)
     runs = [
-        Run(turn, trajectory.turns[turn].weight if turn >= 0 else 0.0, renderer.decode(segment.token_ids[start:end]))
+        TokenRun(
+            turn, trajectory.turns[turn].weight if turn >= 0 else 0.0, renderer.decode(segment.token_ids[start:end])
+        )
         for segment in trajectory.segments
         for turn, start, end in run_lengths(segment)
     ]

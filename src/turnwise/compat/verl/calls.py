@@ -17,7 +17,7 @@ from turnwise.errors import Failed, boundary
 from turnwise.user_code.calls import spawn
 from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["Lease", "call", "defines", "takes"]
+__all__ = ["ConversationResource", "call", "defines", "takes"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def defines(kind: type, method: str, base: type) -> bool:
     return callable(own) and owner.__name__ != base.__name__
 
 
-class Lease(Generic[T]):
+class ConversationResource(Generic[T]):
     """A resource of one conversation: acquired with `take`, and released exactly once with `give` if it was acquired.
 
     If `take` is still running when the conversation ends, the resource is released as soon as `take` returns.
@@ -67,11 +67,11 @@ class Lease(Generic[T]):
         self._taking: asyncio.Future[T] | None = None
         self._given = False
 
-    async def take(self) -> T:
+    async def acquire(self) -> T:
         self._taking = spawn(_awaited(self._take()))
         return await asyncio.shield(self._taking)
 
-    async def give(self) -> None:
+    async def release(self) -> None:
         """Release the resource. Has no effect if it was not acquired, or if it was released before."""
         if self._taking is None or self._given:
             return

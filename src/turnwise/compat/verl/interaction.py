@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.base import BaseInteraction
-from turnwise.compat.verl.calls import Lease, call, defines, takes
+from turnwise.compat.verl.calls import ConversationResource, call, defines, takes
 from turnwise.compat.verl.rows import Wanted, refuse
 from turnwise.errors import nearest
 from turnwise.types import Opening, Reply, Row, Turn
@@ -75,10 +75,10 @@ class Interaction:
         self._keywords = keywords
         self._agent_data = agent_data
         self._left = math.inf if most_answers is None else most_answers
-        self._lease = Lease(self._start, self._finalize, f"the interaction {self._kind!r}")
+        self._lease = ConversationResource(self._start, self._finalize, f"the interaction {self._kind!r}")
 
     async def begin(self, row: Row) -> Opening:
-        self._id = await self._lease.take()
+        self._id = await self._lease.acquire()
         return Opening(messages=row.messages)
 
     async def step(self, turn: Turn) -> Reply:
@@ -115,7 +115,7 @@ class Interaction:
         )
 
     async def close(self) -> None:
-        await self._lease.give()
+        await self._lease.release()
 
     async def _start(self) -> str:
         started = await self._call("start_interaction", self._id, with_row=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.compat.verl.agent_data import AgentData
-from turnwise.compat.verl.calls import Lease, call, takes
+from turnwise.compat.verl.calls import ConversationResource, call, takes
 from turnwise.compat.verl.rows import Wanted
 from turnwise.compat.verl.schemas import ToolResponse, read_response
 from turnwise.environments.tools import result as tool_result
@@ -49,14 +49,14 @@ class ToolInstance:
     """The state of the conversation, which `execute` receives in verl v0.7."""
     response: ToolResponse = field(default_factory=ToolResponse)
     """The response that `create` returned."""
-    _lease: Lease[str] = field(init=False)
+    _lease: ConversationResource[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._lease = Lease(self._create, self._release, f"the tool {self.of.name!r}")
+        self._lease = ConversationResource(self._create, self._release, f"the tool {self.of.name!r}")
 
     async def create(self) -> None:
         """Call `create`. Raises Failed."""
-        self.id = await self._lease.take()
+        self.id = await self._lease.acquire()
 
     @property
     def tool(self) -> Tool:
@@ -76,7 +76,7 @@ class ToolInstance:
 
     async def release(self) -> None:
         """Call `release`. Raises Failed."""
-        await self._lease.give()
+        await self._lease.release()
 
     async def _create(self) -> str:
         method = self.of.instance.create
