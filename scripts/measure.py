@@ -14,7 +14,7 @@ The figures:
   the functions that ran, with their docstrings.
 - largest file, in lines; longest function, in lines from `def` to its end, docstring and nested functions included.
 - hidden state: the instance attributes of a class whose name begins with one underscore, and its cached properties.
-- class names that are defined more than once.
+- class names that are defined more than once. Classes of `MIRRORS` are listed, but not counted.
 - unclear words in prose: docstrings, comments and messages of src/turnwise, and the Markdown pages; code in them is left out.
 """
 
@@ -48,7 +48,7 @@ BOUNDS = {
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,
-    "class names defined more than once": 5,
+    "class names defined more than once": 0,
     "unclear words": 229,
 }
 """The largest value that each figure may have. Lower a bound when the code has become better; never raise one.
@@ -83,6 +83,13 @@ async def asks_again(row):
     yield Reply(reward=len(turn.text) % 5, done=True)
 """
 """Two turns, rewards that differ: advantages are not zero, so that there is a gradient."""
+
+MIRRORS = {
+    "compat/swift/engine.py": ("Template",),
+    "compat/verl/schemas.py": ("ToolResponse",),
+    "compat/verl/shipped.py": ("Gsm8kTool",),
+}
+"""Classes that code written for ms-swift or verl uses. They must have the names of those systems."""
 
 UNCLEAR = (
     "told", "tell", "tells", "heard", "hear", "hears", "whole", "anew", "afresh", "nobody", "somebody", "learnt", "whoever",
@@ -195,8 +202,12 @@ def source_figures(source: Path = SOURCE, pages: tuple[Path, ...] = ()) -> list[
     ]
     hidden = [(hidden_state(node), f"{named(path, node.lineno)} {node.name}") for path, node in classes]
     homes: dict[str, list[str]] = {}
+    mirrors: list[str] = []
     for path, node in classes:
-        homes.setdefault(node.name, []).append(named(path, node.lineno))
+        if node.name in MIRRORS.get(named(path), ()):
+            mirrors.append(f"{node.name} (as in another system, not counted): {named(path, node.lineno)}")
+        else:
+            homes.setdefault(node.name, []).append(named(path, node.lineno))
     twice = {name: places for name, places in homes.items() if len(places) > 1}
     words = unclear_words(source, pages)
     return [
@@ -206,7 +217,7 @@ def source_figures(source: Path = SOURCE, pages: tuple[Path, ...] = ()) -> list[
         Figure(
             "class names defined more than once",
             len(twice),
-            tuple(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items())),
+            (*(f"{name}: {', '.join(places)}" for name, places in sorted(twice.items())), *sorted(mirrors)),
         ),
         Figure(
             "unclear words",

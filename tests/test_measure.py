@@ -55,6 +55,22 @@ def test_a_class_name_that_is_defined_in_two_files_is_counted_once(tmp_path: Pat
     assert found["class names defined more than once"].details == ("A: a.py:1, b.py:1, c.py:2",)
 
 
+def test_a_class_with_the_name_of_another_systems_class_is_listed_and_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "compat" / "verl").mkdir(parents=True)
+    found = figures(
+        tmp_path,
+        **{
+            "a": "class ToolResponse: pass\nclass B: pass\n",
+            "compat/verl/schemas": "class ToolResponse: pass\nclass B: pass\n",
+        },
+    )
+    assert found["class names defined more than once"].value == 1
+    assert found["class names defined more than once"].details == (
+        "B: a.py:2, compat/verl/schemas.py:2",
+        "ToolResponse (as in another system, not counted): compat/verl/schemas.py:1",
+    )
+
+
 def test_unclear_words_are_counted_in_prose_and_not_in_names_or_code_blocks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Nobody is told of `the whole`.\n\n```\ntold\n```\nUntold.\n", encoding="utf-8")

@@ -196,8 +196,8 @@ def reply_between(
     """The reply that leads from the messages `before` to the messages `after`, in a conversation that continues.
 
     The last message of `before` is the model's answer; `text` is the part of it that was sampled in this turn. `tools` are the
-    tools of the next turn, if the scheduler changed them: if the model continues its answer, the history is then replaced, because
-    the tools are in the prompt before the answer.
+    tools of the next turn, if the scheduler changed them. If the model then continues its answer, the history is replaced,
+    because the tools are in the prompt before the answer.
     """
     reply = _reply_between(before, after, text)
     if tools is None:
