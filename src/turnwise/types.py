@@ -33,6 +33,17 @@ ToolSchema = dict[str, Any]
 """One tool in the OpenAI format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
+class MismatchKind(StrEnum):
+    """The place of a difference between the tokens and the chat template's rendering."""
+
+    CONTEXT = "context"
+    """Tokens that the model did not sample."""
+    COMPLETION = "completion"
+    """Sampled tokens. They are trained on as they were sampled."""
+    TEMPLATE_ERROR = "template_error"
+    """The template raises an error for all messages together, but accepted them turn by turn."""
+
+
 class Stop(StrEnum):
     """Why a conversation ended. The values are the names in the record and in the metrics (`stop/<value>`)."""
 
@@ -71,6 +82,19 @@ class Failure:
     traceback: str = field(default="", compare=False)
     """The frames of the exception, innermost last, as Python prints them, without those of turnwise. Empty if no exception was
     raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateMismatch:
+    """A difference between the tokens of a segment and the tokens that the chat template writes for its messages."""
+
+    kind: MismatchKind | None
+    """None if it is not known, because an earlier version wrote the record."""
+    message: str
+    """The place, both texts and both lists of token ids."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +259,7 @@ class Trajectory:
     """One entry for each turn; empty where the trajectory is not trained on. An entry is one number for all tokens of the turn,
     or one number for each of its sampled tokens: those whose `Segment.turn` is the turn's index, in the order of the segments."""
     logprob_kind: LogprobKind = LogprobKind.NONE
-    template_mismatch: str | None = None
+    template_mismatch: TemplateMismatch | None = None
     """The first difference between the tokens and what the chat template writes for the messages; None if they agree."""
     started: float | None = None
     """When the conversation began, in Unix seconds; None where unknown."""

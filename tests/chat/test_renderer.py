@@ -16,7 +16,7 @@ from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.environments.environment import SingleTurn
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
-from turnwise.types import Message, Segment
+from turnwise.types import Message, MismatchKind, Segment, TemplateMismatch
 
 QWEN3 = Path("/work/shared/templates/qwen3.jinja")
 HI: Message = {"role": "user", "content": "Hi"}
@@ -39,7 +39,7 @@ def one_pass(messages: list[Message], tools: list[Any] | None = None, *, cue: bo
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def drift(renderer: Renderer, segment: Segment, messages: list[Message]) -> str | None:
+def drift(renderer: Renderer, segment: Segment, messages: list[Message]) -> TemplateMismatch | None:
     """What the sanity check finds in a segment of these messages."""
     return SanityCheck(renderer).compare(SegmentMessages(segment=segment, messages=messages), as_served=False)
 
@@ -273,9 +273,10 @@ def test_strict_sees_every_difference_and_ignore_strippable_those_that_are_not_w
 def test_a_drift_says_where_it_begins_and_what_both_sides_say() -> None:
     segment = segment_of((-1, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"), (0, "Yo!"))
     found = drift(RENDERER, segment, [HI, {"role": "assistant", "content": "Yes"}])
-    assert found == (
+    assert found == TemplateMismatch(
+        MismatchKind.COMPLETION,
         "completion, tokens 22 to 24: the segment has 'o!' [81, 3] where the template writes "
-        "'es<|im_end|>\\n' [71, 85, 2, 201], after 'Y'"
+        "'es<|im_end|>\\n' [71, 85, 2, 201], after 'Y'",
     )
 
 
@@ -353,9 +354,12 @@ def test_a_template_that_refuses_in_one_pass_what_it_took_turn_by_turn_is_told_a
     counts = "{% if messages | length > 4 %}{{ raise_exception('Too many.') }}{% endif %}" + CHATML
     trajectory = hold(Says("a", "b", "c"), lambda: ScriptedUser(["x", "y"]), renderer=Renderer(byte_tokenizer(counts)))
     assert (trajectory.stop, trajectory.error) == ("done", None)
-    assert trajectory.template_mismatch == (
-        "in one pass, the chat template refuses messages of the roles [... assistant, user, assistant]: Too many."
-    ) or "Too many." in str(trajectory.template_mismatch)
+    assert trajectory.template_mismatch is not None
+    assert trajectory.template_mismatch.kind is MismatchKind.TEMPLATE_ERROR
+    assert trajectory.template_mismatch.message.startswith(
+        "in one pass, the chat template refuses messages of the roles "
+    )
+    assert trajectory.template_mismatch.message.endswith("Too many.")
 
 
 def test_thoughts_that_the_template_leaves_out_of_earlier_turns_are_the_affair_of_the_policy_and_no_drift() -> None:

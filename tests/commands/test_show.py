@@ -24,7 +24,7 @@ from turnwise.record.writer import write_trajectories
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
 from turnwise.terminal.tables import evaluations_table, number, sparkline
-from turnwise.types import Opening, Reply, Trajectory
+from turnwise.types import MismatchKind, Opening, Reply, TemplateMismatch, Trajectory
 
 
 def text(what: Any) -> str:
@@ -275,7 +275,7 @@ def test_brackets_are_text_wherever_they_stand() -> None:
 
 def test_drift_is_shown() -> None:
     one = hold(Says("a"))
-    one.template_mismatch = "from character 3 on"
+    one.template_mismatch = TemplateMismatch(MismatchKind.CONTEXT, "from character 3 on")
     assert "template mismatch: from character 3 on" in text(conversation(one))
 
 

@@ -30,11 +30,13 @@ from turnwise.record.writer import write_trajectories
 from turnwise.types import (
     Failure,
     Media,
+    MismatchKind,
     Opening,
     Reply,
     Resume,
     Row,
     Segment,
+    TemplateMismatch,
     ToolCall,
     ToolOutcome,
     Trajectory,
@@ -90,6 +92,12 @@ def half_a_surrogate_pair() -> Trajectory:
     return one
 
 
+def with_mismatch(kind: MismatchKind | None) -> Trajectory:
+    one = hold(Says("a"))
+    one.template_mismatch = TemplateMismatch(kind, "tokens 3 to 4")
+    return one
+
+
 CONVERSATIONS = {
     "one turn": lambda: hold(Says("grüße 🙂\u2028\x00")),
     "tools": with_tools,
@@ -98,6 +106,8 @@ CONVERSATIONS = {
     "a replaced history": lambda: hold(Says("first", "second"), rewrites),
     "a failed engine": lambda: hold(Says(call("add", '{"a": 1, "b": 2}'), RuntimeError("dead")), lambda: Tools([add])),
     "a failed opening": lambda: hold(Says("a"), row=a_row("Hi" * 4000)),
+    "a template mismatch": lambda: with_mismatch(MismatchKind.COMPLETION),
+    "a template mismatch of unknown kind": lambda: with_mismatch(None),
     "half a surrogate pair": half_a_surrogate_pair,
 }
 
@@ -379,6 +389,11 @@ def a_record() -> dict[str, Any]:
         ("segments.0.version", [], r"segments.0 must have columns of one length; got \[0, \d+\]"),
         ("segments.0.media", [{"kind": "sound"}], "segments.0.media.0.kind must be image or video; got 'sound'"),
         ("logprob_kind", "x", "logprob_kind must be one of "),
+        (
+            "template_mismatch_kind",
+            "x",
+            "template_mismatch_kind must be one of context, completion, template_error; got 'x'",
+        ),
         ("schema", 0, "has schema 0, and this version of turnwise reads the schemas 1 to 2: update turnwise"),
         ("schema", 3, "has schema 3, and this version of turnwise reads the schemas 1 to 2: update turnwise"),
         ("schema", "2", "schema must be an integer; got '2'"),
@@ -427,6 +442,16 @@ def test_lines_from_before_there_was_a_schema_are_read() -> None:
     assert (one.step, one.started, [turn.message_index for turn in one.turns]) == (None, None, [None, None])
     assert [[turn.index for turn in turns] for turns in turns_of_messages(one)] == [[], [0], [], [], [], [1]]
     assert one.row.messages == [{"role": "user", "content": "1+2?"}]
+
+
+def test_a_template_mismatch_is_read_back_with_its_kind_and_from_earlier_versions_without() -> None:
+    record = trajectory_record(with_mismatch(MismatchKind.TEMPLATE_ERROR))
+    assert (record["template_mismatch"], record["template_mismatch_kind"]) == ("tokens 3 to 4", "template_error")
+    assert decode_trajectory(record, where="it").template_mismatch == TemplateMismatch(
+        MismatchKind.TEMPLATE_ERROR, "tokens 3 to 4"
+    )
+    del record["template_mismatch_kind"]
+    assert decode_trajectory(record, where="it").template_mismatch == TemplateMismatch(None, "tokens 3 to 4")
 
 
 def test_links_and_times_are_a_small_part_of_the_record() -> None:

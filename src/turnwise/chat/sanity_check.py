@@ -16,12 +16,12 @@ from turnwise.chat.token_differences import (
     Difference,
     TextReader,
     TurnRun,
-    describe_difference,
     find_differences,
     find_retokenized,
+    mismatch_of,
 )
 from turnwise.errors import TemplateError
-from turnwise.types import Message, Segment, ToolSchema
+from turnwise.types import Message, MismatchKind, Segment, TemplateMismatch, ToolSchema
 
 __all__ = ["SanityCheck", "SegmentMessages"]
 
@@ -56,8 +56,8 @@ class SanityCheck:
             calls=self._calls,
         )
 
-    def compare(self, checked: SegmentMessages, *, as_served: bool) -> str | None:
-        """Where the segment differs from the template's one pass, for people (`Trajectory.template_mismatch`); None if nowhere.
+    def compare(self, checked: SegmentMessages, *, as_served: bool) -> TemplateMismatch | None:
+        """The first difference between the segment and the template's one pass; None if there is none.
 
         `as_served`: the prompt of the segment's last turn must be the prompt that a server renders, reasoning included (the
         policy `branch`). Otherwise reasoning that the template leaves out is no difference, since the other policies keep or
@@ -70,7 +70,7 @@ class SanityCheck:
                 return self._prompt_mismatch(checked)
             text = self._renderer.render_text(checked.messages, checked.tools, add_generation_prompt=False)
         except TemplateError as error:  # the template accepted the messages turn by turn, and refuses them together
-            return f"in one pass, {error}"
+            return TemplateMismatch(MismatchKind.TEMPLATE_ERROR, f"in one pass, {error}")
         ids, own = self._renderer.encode_uncached(text), list(checked.segment.token_ids)
         if own == list(ids[: len(own)]):
             return None
@@ -92,7 +92,7 @@ class SanityCheck:
         differences = find_differences(runs, text, mode="strict", reader=self._reader)
         return any(found.kind == "thoughts" or isinstance(found.run, ContextRun) for found in differences)
 
-    def _prompt_mismatch(self, checked: SegmentMessages) -> str | None:
+    def _prompt_mismatch(self, checked: SegmentMessages) -> TemplateMismatch | None:
         """Compares the last turn's prompt with the served prompt, and the last turn with the template's text for it."""
         runs = self._runs(checked)
         last = runs[-1]
@@ -110,14 +110,14 @@ class SanityCheck:
 
     def _first_difference(
         self, runs: Sequence[ContextRun | TurnRun], text: str, ids: Sequence[int] | None, *, count_thoughts: bool
-    ) -> str | None:
+    ) -> TemplateMismatch | None:
         mode = self._renderer.sanity
         for difference in find_differences(runs, text, mode=mode, reader=self._reader):
             if count_thoughts or difference.kind == "other":
-                return describe_difference(difference, self._reader)
+                return mismatch_of(difference, self._reader)
         if mode == "strict" and ids is not None and (run := find_retokenized(runs, ids)) is not None:
             same_text = Difference("other", run, run.text, run.text)
-            return f"{describe_difference(same_text, self._reader)}: the same text in other tokens"
+            return mismatch_of(same_text, self._reader, ": the same text in other tokens")
         return None
 
     def _runs(self, checked: SegmentMessages) -> list[ContextRun | TurnRun]:

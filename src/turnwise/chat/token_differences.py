@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from turnwise.types import MismatchKind, TemplateMismatch
+
 __all__ = [
     "ContextRun",
     "Difference",
     "SanityMode",
     "TextReader",
     "TurnRun",
-    "concerns_completion",
-    "describe_difference",
     "find_differences",
     "find_retokenized",
+    "mismatch_of",
 ]
 
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
-_COMPLETION = "completion"  # begins the description of a difference in sampled tokens
 _SHOWN = 60  # characters of a difference in a report, and a third as many ids
 _EDGE = 3  # tokens at the ends of a run that may be split differently next to sampled text
 _MIN_COMMON = 3  # characters that two texts must have in common to be aligned
@@ -232,7 +232,13 @@ def _counterpart(context: str, text: str, begin: int) -> str:
     return text[begin : text.find(context[-low:], begin + head) + low]
 
 
-def describe_difference(difference: Difference, reader: TextReader) -> str:
+def mismatch_of(difference: Difference, reader: TextReader, explanation: str = "") -> TemplateMismatch:
+    """A difference as it is recorded: whether sampled tokens differ, and a description, followed by `explanation`."""
+    kind = MismatchKind.COMPLETION if isinstance(difference.run, TurnRun) else MismatchKind.CONTEXT
+    return TemplateMismatch(kind, f"{kind}, {_description(difference, reader)}{explanation}")
+
+
+def _description(difference: Difference, reader: TextReader) -> str:
     """Both sides of a difference, for people, without their common beginning and end."""
     run, ours, theirs = difference.run, difference.ours, difference.theirs
     short = min(len(ours), len(theirs))
@@ -245,17 +251,11 @@ def describe_difference(difference: Difference, reader: TextReader) -> str:
         first = _tokens_before(run, place, reader)
         last = _tokens_before(run, place + len(ours_only), reader, round_up=True) if ours_only else first
     ids = list(run.token_ids[first:last])
-    side = _COMPLETION if isinstance(run, TurnRun) else "context"
     return (
-        f"{side}, tokens {run.start + first} to {run.start + last}: the segment has {_shortened(ours_only)} {_ids(ids)} where "
+        f"tokens {run.start + first} to {run.start + last}: the segment has {_shortened(ours_only)} {_ids(ids)} where "
         f"the template writes {_shortened(theirs_only)} {_ids(reader.encode(theirs_only))}, after "
         f"{ours[max(0, head - _SHOWN) : head]!r}"
     )
-
-
-def concerns_completion(description: str) -> bool:
-    """Whether a text of `describe_difference` is about sampled tokens, which are trained on whatever the template writes."""
-    return description.startswith(_COMPLETION)
 
 
 def _tokens_before(run: ContextRun | TurnRun, characters: int, reader: TextReader, *, round_up: bool = False) -> int:

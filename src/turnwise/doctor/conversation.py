@@ -9,7 +9,6 @@ from typing import Any
 
 from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.chat.token_differences import concerns_completion
 from turnwise.doctor.check import Check, Status, TokenRun, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import Environment, environment, user_message
@@ -18,7 +17,7 @@ from turnwise.errors import TemplateError
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
-from turnwise.types import Message, Opening, Reply, Row, Sampling, Trajectory, Turn
+from turnwise.types import Message, MismatchKind, Opening, Reply, Row, Sampling, Trajectory, Turn
 
 __all__ = ["cost", "masked", "said"]
 
@@ -66,9 +65,8 @@ def masked(renderer: Renderer, thinking: Thinking, rule: TurnWeighting | None = 
         )
     if trajectory.template_mismatch is not None:
         # a completion that the template would write differently is no failure: the sampled tokens are trained on
-        only_completion = concerns_completion(trajectory.template_mismatch)
         return answer(
-            "note" if only_completion else "fail",
+            "note" if trajectory.template_mismatch.kind is MismatchKind.COMPLETION else "fail",
             f"the tokens differ from the tokens that the template writes: {trajectory.template_mismatch}",
         )
     trained, all_tokens = sum(map(len, recorded)), sum(len(segment) for segment in trajectory.segments)

@@ -20,9 +20,11 @@ from turnwise.types import (
     LogprobKind,
     Media,
     Message,
+    MismatchKind,
     Row,
     Segment,
     Stop,
+    TemplateMismatch,
     ToolCall,
     ToolOutcome,
     ToolSchema,
@@ -32,7 +34,7 @@ from turnwise.types import (
 
 __all__ = ["decode_trajectory"]
 
-E = TypeVar("E", Stop, LogprobKind)
+E = TypeVar("E", Stop, LogprobKind, MismatchKind)
 
 _REQUIRED: Any = object()
 
@@ -134,6 +136,10 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
     advantages: list[Any] = [_advantage(fields) for fields in record.each("turns")]
     error = None if record.values.get("error") is None else record.fields("error")
     row = record.mapping("row", {})
+    mismatch, mismatch_kind = (
+        record.text_or_none("template_mismatch"),
+        _enum(MismatchKind, record, "template_mismatch_kind"),
+    )
     return Trajectory(
         id=record.text("id"),
         group=record.text("group", ""),
@@ -155,7 +161,7 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
         metrics=record.numbers("metrics"),
         advantages=[] if all(a is None for a in advantages) else [math.nan if a is None else a for a in advantages],
         logprob_kind=_enum(LogprobKind, record, "logprob_kind") or LogprobKind.NONE,
-        template_mismatch=record.text_or_none("template_mismatch"),
+        template_mismatch=None if mismatch is None else TemplateMismatch(mismatch_kind, mismatch),
         started=record.number_or_none("started"),
         seconds=record.number("seconds"),
     )

@@ -50,7 +50,7 @@ def trajectory_record(trajectory: Trajectory, *, media: MediaStore | None = None
     """A trajectory as JSON values. Its images are written to `media`; None writes none, and names them only."""
     store = media or MediaStore(None)
     fields = {name: value for name, value in trajectory.row.fields.items() if name != "multi_modal_inputs"}  # tensors
-    error = trajectory.error
+    error, mismatch = trajectory.error, trajectory.template_mismatch
     return {
         "schema": SCHEMA,
         **_present({"step": trajectory.step}),
@@ -71,7 +71,8 @@ def trajectory_record(trajectory: Trajectory, *, media: MediaStore | None = None
         ],
         "segments": [_segment(segment, store) for segment in trajectory.segments],
         "logprob_kind": trajectory.logprob_kind,
-        "template_mismatch": trajectory.template_mismatch,
+        "template_mismatch": None if mismatch is None else mismatch.message,
+        **_present({"template_mismatch_kind": None if mismatch is None else mismatch.kind}),
         **_present({"started": _time(trajectory.started)}),
         "seconds": round(trajectory.seconds, 4),
     }

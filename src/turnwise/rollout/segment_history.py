@@ -24,7 +24,7 @@ from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.rollout.context import RolloutContext
-from turnwise.types import Message, Segment, ToolSchema
+from turnwise.types import Message, Segment, TemplateMismatch, ToolSchema
 
 __all__ = ["SegmentHistory"]
 
@@ -122,8 +122,8 @@ class SegmentHistory:
         self._thoughts.discard(len(self._messages))
         return self._turns.pop(len(self._messages))
 
-    def template_mismatch(self) -> str | None:
-        """How the segment's tokens differ from what the template writes for its messages, for people; None if they agree."""
+    def template_mismatch(self) -> TemplateMismatch | None:
+        """The first difference between the segment's tokens and the template's rendering of its messages; None if they agree."""
         check = SanityCheck(self._context.renderer)
         return check.compare(self._segment_messages(), as_served=self._context.thinking == "branch")
 
