@@ -258,6 +258,11 @@ class Trajectory:
     advantages: list[float | Sequence[float]] = field(default_factory=list)
     """One entry for each turn; empty where the trajectory is not trained on. An entry is one number for all tokens of the turn,
     or one number for each of its sampled tokens: those whose `Segment.turn` is the turn's index, in the order of the segments."""
+    values: list[float | Sequence[float]] = field(default_factory=list)
+    """The critic's estimates, set before advantages are computed; empty without a critic. The shape is that of `advantages`: a
+    number is the value of the state before the turn; with a number for each sampled token, each is the value before the token."""
+    returns: list[float | Sequence[float]] = field(default_factory=list)
+    """The critic's targets, in the shape of `advantages`. Empty without a critic, and where the trajectory is not trained on."""
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: TemplateMismatch | None = None
     """The first difference between the tokens and what the chat template writes for the messages; None if they agree."""
@@ -302,6 +307,7 @@ class Trajectory:
         self.stop = Stop.DEADLINE if failure.kind == "deadline" else Stop.ERROR
         self.reward = None
         self.advantages = []
+        self.returns = []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -311,6 +317,9 @@ class Group:
     id: str
     row: Row
     trajectories: list[Trajectory]
+    baseline: Trajectory | None = None
+    """A conversation at temperature 0 on the same row, for estimators that compare with its reward (ReMax). It is scored, and not
+    trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.conversations import a_row
-from turnwise.rewards.credit import grpo
+from turnwise.rewards import credit
+from turnwise.rewards.credit import Credit
+from turnwise.rewards.credit.statistics import Scale
 from turnwise.types import Failure, Group, Trajectory, Turn
 
 
@@ -26,6 +29,10 @@ def a_group(*rewards: float | None, turns: Sequence[int] | None = None) -> Group
             one.fail(Failure("environment", "broken"))
         trajectories.append(one)
     return Group(id="1", row=row, trajectories=trajectories)
+
+
+def grpo(groups: Sequence[Group], *, scale: Scale = "std") -> None:
+    Credit("grpo", functools.partial(credit.grpo, scale=scale))(groups)
 
 
 def advantages(group: Group) -> list[list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import signal
 from fractions import Fraction
@@ -15,7 +16,7 @@ import torch
 from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
-from turnwise.rewards.credit import grpo
+from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 
@@ -146,7 +147,7 @@ def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, me
     assert broken.messages[-1]["content"] == "a"  # what it holds stays
     assert [one.reward for one in trajectories] == [1.0, None, 3.0, 4.0]
     group = Group(id="1", row=broken.row, trajectories=trajectories)
-    grpo([group], scale="none")
+    Credit("grpo", functools.partial(grpo, scale="none"))([group])
     assert [one.advantages for one in trajectories] == [
         [pytest.approx(-5 / 3)],
         [],
@@ -322,7 +323,7 @@ def test_a_reward_that_no_gradient_could_hold_breaks_its_trajectory_and_no_other
     assert trajectories[1].error == Failure(
         "reward", f"the reward function 'f' gave {value:g}; a reward must lie between -1e+15 and 1e+15"
     )
-    grpo([Group(id="1", row=trajectories[0].row, trajectories=trajectories)])
+    Credit("grpo", grpo)([Group(id="1", row=trajectories[0].row, trajectories=trajectories)])
     assert [one.reward for one in trajectories] == [2.0, None, 2.0]
 
 

@@ -62,7 +62,7 @@ def _reward(use: RewardUse, *, key: str, given: Sequence[Any]) -> tuple[Callable
 
 def credit(config: Config) -> Credit:
     """The recipe's credit assignment: from rewards to advantages."""
-    return functools.partial(grpo, scale=config.credit.scale)
+    return Credit("grpo", functools.partial(grpo, scale=config.credit.scale))
 
 
 def turn_weighting(config: Config) -> TurnWeighting:

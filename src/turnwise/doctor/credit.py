@@ -17,7 +17,7 @@ from turnwise.doctor.conversation import said
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, user_message
 from turnwise.record.metrics import failures
-from turnwise.rewards.credit import grpo
+from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
 from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
@@ -177,7 +177,7 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
     mask = custom(lambda turn: (1.0, 0.5, 0.0)[turn.index], name="doctor")
     for one in group.trajectories:
         mask(one)
-    grpo([group])
+    Credit("grpo", grpo)([group])
     return group
 
 

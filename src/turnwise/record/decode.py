@@ -133,7 +133,6 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
     histories = [_messages_of(record, f"previous_histories.{n}", history) for n, history in enumerate(previous)]
     tools: list[ToolSchema] = _objects(record, "tools")
     turns = _turns(record, tools, [*histories, messages])
-    advantages: list[Any] = [_advantage(fields) for fields in record.each("turns")]
     error = None if record.values.get("error") is None else record.fields("error")
     row = record.mapping("row", {})
     mismatch, mismatch_kind = (
@@ -159,7 +158,9 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
         reward=record.number_or_none("reward"),
         rewards=record.numbers("rewards"),
         metrics=record.numbers("metrics"),
-        advantages=[] if all(a is None for a in advantages) else [math.nan if a is None else a for a in advantages],
+        advantages=_estimates(record, "advantage"),
+        values=_estimates(record, "value"),
+        returns=_estimates(record, "return"),
         logprob_kind=_enum(LogprobKind, record, "logprob_kind") or LogprobKind.NONE,
         template_mismatch=None if mismatch is None else TemplateMismatch(mismatch_kind, mismatch),
         started=record.number_or_none("started"),
@@ -274,12 +275,15 @@ def _call(fields: _Fields) -> tuple[ToolCall, ToolOutcome | None]:
     return call, outcome
 
 
-def _advantage(fields: _Fields) -> float | list[float] | None:
-    """The advantage of a turn: a number, a list with one for each token, or None where the turn has none."""
-    value = fields.values.get("advantage")
-    if isinstance(value, list):
-        return list(_column("d", fields, "advantage"))
-    return fields.number_or_none("advantage")
+def _estimates(record: _Fields, key: str) -> list[float | Sequence[float]]:
+    """The advantage, value or return of each turn: a number, or a list with a number for each token. Empty if no turn has any."""
+    estimates: list[Any] = [
+        list(_column("d", fields, key)) if isinstance(fields.values.get(key), list) else fields.number_or_none(key)
+        for fields in record.each("turns")
+    ]
+    if all(estimate is None for estimate in estimates):
+        return []
+    return [math.nan if estimate is None else estimate for estimate in estimates]
 
 
 def _segment(fields: _Fields, turns: int, media: Path | None) -> Segment:

@@ -95,7 +95,9 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         **({"tools": _plain(store, list(turn.tools))} if changed else {}),
         "reward": _finite(turn.reward),
         **_present({"rewards": turn.rewards}),
-        "advantage": _advantage(trajectory, turn.index),
+        "advantage": _estimate(trajectory.advantages, turn.index),
+        **({"value": _estimate(trajectory.values, turn.index)} if trajectory.values else {}),
+        **({"return": _estimate(trajectory.returns, turn.index)} if trajectory.returns else {}),
         "weight": turn.weight,
         **_present({"train_on": turn.train_on or None, "kept_tokens": turn.kept_tokens}),
         "info": _plain_mapping(store, turn.info),
@@ -134,11 +136,12 @@ def _segment(segment: Segment, store: MediaStore) -> dict[str, Any]:
     }
 
 
-def _advantage(trajectory: Trajectory, index: int) -> float | list[float] | None:
-    if not trajectory.advantages:
+def _estimate(estimates: Sequence[Any], index: int) -> float | list[float] | None:
+    """The advantage, value or return of a turn: a number, or a number for each sampled token."""
+    if not estimates:
         return None
-    advantage: Any = trajectory.advantages[index]
-    return advantage if isinstance(advantage, int | float) else [float(value) for value in advantage]
+    estimate = estimates[index]
+    return estimate if isinstance(estimate, int | float) else [float(number) for number in estimate]
 
 
 def _present(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from turnwise.compat.swift.builtin import MathTipsScheduler, ThinkingModelTipsSc
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
-from turnwise.rewards.credit import grpo
+from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 from turnwise.training.batch import pack
 from turnwise.types import Group, Request, Stop, Trajectory
@@ -71,7 +71,7 @@ def test_a_conversation_of_many_records_weighs_as_much_as_one_of_one() -> None:
     """Defect 13: each record had the whole advantage, so advantages did not add up to zero, and many records weighed more."""
     four = tipped()
     assert [len(one.segments) for one in four] == [1, 2, 2, 2]
-    grpo([Group(id="g", row=four[0].row, trajectories=four)])
+    Credit("grpo", grpo)([Group(id="g", row=four[0].row, trajectories=four)])
     assert math.isclose(sum(one.advantages[0] for one in four), 0.0, abs_tol=1e-9)
     # what reaches the loss: of each conversation the same, whatever the number of its records
     weights: dict[float, float] = {}
