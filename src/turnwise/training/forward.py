@@ -6,17 +6,18 @@ Axis suffixes are those of batch.py: B rows, L columns, N targets, T tokens of a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from turnwise.errors import TurnwiseError
 from turnwise.models.attention import set_text_attention
-from turnwise.models.distribution import sampling_logits
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
+from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logprobs_of_logits
 from turnwise.training.tree import Tree, TreeShape, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
@@ -24,47 +25,54 @@ __all__ = ["Forward", "try_tree_attention"]
 
 
 class Forward:
-    """Computes log-probabilities of the targets of a micro-batch, of the distribution that `sampling` draws from."""
+    """Computes log-probabilities of the targets of a micro-batch, of the distribution that `sampling` draws from.
 
-    def __init__(self, model: Any, sampling: Sampling) -> None:
+    `chunk_bytes` is the memory for logits (see `TokenLogprobs`). A model whose logits are not its output layer on its body's
+    hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory.
+    """
+
+    def __init__(self, model: Any, sampling: Sampling, *, chunk_bytes: int = LOGITS_BYTES) -> None:
         self._model = model
         self._sampling = sampling
-        self._body, self._head = _body_and_head(model)
+        self._body, head = _body_and_head(model)
+        vocabulary = model.config.get_text_config().vocab_size
+        self._head = (
+            None if head is None else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)
+        )
         self._vision = VisionAdapter.of(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    @property
+    def chunks_logits(self) -> bool:
+        """Whether the logits of all targets are never in memory at once."""
+        return self._head is not None
+
     def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        sampling = self._sampling
-        logits_NV = sampling_logits(
-            self._logits(micro),
-            temperature_N=sampling.temperature,
-            top_k_N=sampling.top_k,
-            top_p_N=sampling.top_p,
-            min_p_N=sampling.min_p,
-            keep_N=micro.targets.token_N,
-        )
-        if not entropy:
-            return -F.cross_entropy(logits_NV, micro.targets.token_N, reduction="none"), None
-        all_NV = logits_NV.log_softmax(dim=-1)
-        logprob_N = all_NV.gather(-1, micro.targets.token_N.unsqueeze(-1)).squeeze(-1)
-        # tokens that top-k, top-p or min-p removed have probability 0 and log-probability -inf: their product counts as 0
-        entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1)
-        return logprob_N, entropy_N
+        token_N = micro.targets.token_N
+        with self._inputs(micro) as inputs:
+            if self._body is not None and self._head is not None:
+                hidden_BLD = self._body(**inputs)[0]
+                return self._head(hidden_BLD[micro.row_N, micro.column_N], token_N, entropy=entropy)
+            return logprobs_of_logits(self._logits(micro, inputs), token_N, self._sampling, entropy=entropy)
 
-    def _logits(self, micro: MicroBatch) -> torch.Tensor:
-        """Logits [N, V] that predict the targets."""
+    @contextmanager
+    def _inputs(self, micro: MicroBatch) -> Iterator[dict[str, Any]]:
+        """The arguments of the model's forward, which must be called inside the context."""
         # padded rows need neither positions nor a mask: padding is on the right, and causal attention does not look there
-        if micro.media_B:
-            return self._logits_with_media(micro)
         inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
-        if micro.tree is None:
-            return self._predictions(micro, inputs)
-        with tree_attention(micro.tree):
-            return self._predictions(micro, {**inputs, "position_ids": micro.position_BL})
+        if micro.media_B:
+            with self._media_inputs(micro) as given:
+                yield {**inputs, **given}
+        elif micro.tree is None:
+            yield inputs
+        else:
+            with tree_attention(micro.tree):
+                yield {**inputs, "position_ids": micro.position_BL}
 
-    def _logits_with_media(self, micro: MicroBatch) -> torch.Tensor:
-        """Logits [N, V] for rows with images or videos, which need positions of their own."""
+    @contextmanager
+    def _media_inputs(self, micro: MicroBatch) -> Iterator[dict[str, Any]]:
+        """The arguments for rows with images or videos, which need positions of their own."""
         if self._vision is None:
             raise TurnwiseError(
                 f"the conversations contain images, and {type(self._model).__name__} takes none. Train a vision model, such "
@@ -74,7 +82,7 @@ class Forward:
         kinds_BL = np.stack(
             [self._vision.token_types(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
         )
-        inputs: dict[str, Any] = {"use_cache": False}
+        inputs: dict[str, Any] = {}
         if self._vision.uses_mrope:
             # padding gets positions as text does; no target attends to it
             axes = [self._vision.position_ids(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
@@ -82,12 +90,10 @@ class Forward:
         kinds = torch.from_numpy(kinds_BL).to(micro.token_ids_BL.device)
         media = [item for row in micro.media_B for item in row]
         with self._vision.forward_inputs(micro.token_ids_BL, kinds, media) as given:
-            return self._predictions(micro, {**inputs, **given})
+            yield {**inputs, **given}
 
-    def _predictions(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
-        if self._body is not None:
-            hidden_BLD = self._body(**inputs)[0]
-            return self._head(hidden_BLD[micro.row_N, micro.column_N])
+    def _logits(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
+        """Logits [N, V] that predict the targets, from the model's own forward."""
         if not self._takes_logits_to_keep:
             return self._model(**inputs).logits[micro.row_N, micro.column_N]
         kept, place_N = torch.unique(micro.column_N, return_inverse=True)
