@@ -331,7 +331,7 @@ def test_the_reward_of_a_turn_is_written_in_one_place() -> None:
         for node in ast.walk(function)
         if _writes_reward(node)
     }
-    of_trajectories = {("types.py", "fail"), ("rewards/reward.py", "write"), ("doctor/options.py", "_advantages")}
+    of_trajectories = {("types.py", "fail"), ("rewards/scorer.py", "write"), ("doctor/options.py", "_advantages")}
     assert writers - of_trajectories == {("types.py", "add_reward")}
 
 

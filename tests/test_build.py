@@ -234,8 +234,16 @@ def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"trajectory": ["{user}:at_turn"]}, "reward.trajectory.0: {user}:at_turn cannot be called with the arguments"),
-        ({"turns": ["{user}:good", "{user}:tool"]}, "reward.turns.1: {user}:tool cannot be called"),
+        (
+            {"trajectory": ["{user}:at_turn"]},
+            "reward.trajectory.0: {user}:at_turn cannot be called as a reward function: it has the "
+            "parameter 'turn', which functions in "
+            "reward.turns have; functions in reward.trajectory have: trajectory, completion, messages",
+        ),
+        (
+            {"turns": ["{user}:good", "{user}:tool"]},
+            "reward.turns.1: {user}:tool cannot be called as a reward function: it has none of the parameters",
+        ),
         ({"trajectory": [{"use": "{user}:good", "arguments": {"skale": 1}}]}, "unexpected keyword argument 'skale'"),
         ({"trajectory": ["{user}:NUMBER"]}, "reward.trajectory.0: {user}:NUMBER is a int and cannot be called"),
         ({"group": ["{user}:ranked", "{user}:at_turn"]}, "reward.group.1: {user}:at_turn cannot be called"),
@@ -246,7 +254,8 @@ def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
         ),
         (
             {"turns": ["{user}:Shortest"]},
-            "reward.turns.0: an instance of {user}:Shortest cannot be called as a reward function: too many positional",
+            "reward.turns.0: an instance of {user}:Shortest cannot be called as a reward function: it has the parameter "
+            "'trajectories', which functions in reward.group and reward.batch have",
         ),
         (
             {"turns": ["{user}:Half"]},

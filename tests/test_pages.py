@@ -36,7 +36,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (python,), (recipe,) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
+    (python, *_), (recipe, *_) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
     (tmp_path / "my_rewards.py").write_text(python)
     options = {"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(recipe)}
     scorer = build.scorer(Config.model_validate(options))
@@ -49,7 +49,9 @@ def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, mon
     assert [one["polite"] for one in parts] == [0.2, 0.2, 0.2, 0.0]
     assert [one["no_failed_calls"] for one in parts] == [0.0] * 4
     assert [one.get("shortest") for one in parts] == [0.1, 0.0, None, 0.0]
-    assert [one.reward for one in group.trajectories] == pytest.approx([1.3, 1.2, 0.2, 1.0])
+    assert [one["normalised_length"] for one in parts] == pytest.approx([0.025, -0.05, 0.025, 0.0])
+    in_all = [(one.reward or 0.0) - one.rewards["normalised_length"] for one in group.trajectories]
+    assert in_all == pytest.approx([1.3, 1.2, 0.2, 1.0])
 
 
 def test_what_the_page_names_of_a_trajectory_is_there() -> None:

@@ -134,6 +134,15 @@ CHANGED = {
     "reward.turns[].arguments": f"reward.turns=[{{use: '{PLACES}:turn_length', arguments: {{by: 2}}}}]",
     "reward.turns[].weight": f"reward.turns=[{{use: '{PLACES}:turn_length', weight: 2}}]",
     "reward.turns[].name": f"reward.turns=[{{use: '{PLACES}:turn_length', name: short}}]",
+    **{
+        f"reward.batch[].{option}": f"reward.batch=[{{use: '{PLACES}:ranked'{value}}}]"
+        for option, value in (
+            ("use", ""),
+            ("arguments", ", arguments: {by: 2}"),
+            ("weight", ", weight: 2"),
+            ("name", ", name: short"),
+        )
+    },
     "reward.group[].use": f"reward.group=['{PLACES}:ranked']",
     "reward.group[].arguments": f"reward.group=[{{use: '{PLACES}:ranked', arguments: {{by: 2}}}}]",
     "reward.group[].weight": f"reward.group=[{{use: '{PLACES}:ranked', weight: 2}}]",
@@ -166,6 +175,10 @@ BASES = {
     **dict.fromkeys(
         ("reward.group[].arguments", "reward.group[].weight", "reward.group[].name"),
         f"reward.group=['{PLACES}:ranked']",
+    ),
+    **dict.fromkeys(
+        ("reward.batch[].arguments", "reward.batch[].weight", "reward.batch[].name"),
+        f"reward.batch=['{PLACES}:ranked']",
     ),
     "data.split": "data.max_rows=null",
 }

@@ -10,7 +10,8 @@ import pytest
 from support.conversations import Says, a_row, a_table, call, scripted
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.record.metrics import conversation_metrics, failures
-from turnwise.rewards.reward import Scorer, TrajectoryReward
+from turnwise.rewards.functions import TrajectoryReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Group, Trajectory
@@ -53,6 +54,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "version/oldest": 0,
         "version/newest": 0,
         "rewards/judge/mean": 1.0,
+        "rewards/judge/std": pytest.approx(math.sqrt(2 / 3)),
         "stop/done": 0.5,
         "stop/max_turns": 0.25,
         "stop/length": 0.0,

@@ -17,7 +17,8 @@ from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
 from turnwise.rewards.credit import Credit, grpo
-from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
+from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 
 

@@ -6,7 +6,8 @@ import asyncio
 
 from support.conversations import Says, a_row, a_table
 from turnwise.environments.users import ScriptedUser
-from turnwise.rewards.reward import Scorer, TrajectoryReward
+from turnwise.rewards.functions import TrajectoryReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.runs.evaluate import evaluate
 
 

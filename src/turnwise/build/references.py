@@ -15,8 +15,9 @@ from turnwise.user_code.object_references import resolve
 __all__ = ["named_callable", "reference_name"]
 
 
-def named_callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functools.partial[Any]:
+def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: bool = False) -> functools.partial[Any]:
     """The callable that `use` names, with its arguments bound. `given` stands for the positional arguments of later calls.
+    `partly`: later calls have further arguments.
 
     Raises ConfigError, with `key` as the place in the recipe, if the object cannot be imported, cannot be called, or does not
     accept the arguments.
@@ -25,7 +26,8 @@ def named_callable(use: Use, *, key: str, given: Sequence[Any] = ()) -> functool
     if not callable(target):
         raise ConfigError(f"{key}: {use.use} is a {type(target).__name__} and cannot be called")
     try:
-        inspect.signature(target).bind(*given, **use.arguments)
+        signature = inspect.signature(target)
+        (signature.bind_partial if partly else signature.bind)(*given, **use.arguments)
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
         hint = renamed_arguments(use.use, use.arguments)
         raise ConfigError(

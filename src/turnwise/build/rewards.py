@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from turnwise.build.references import named_callable, reference_name
 from turnwise.config.schema import Config, RewardUse
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.rewards.arguments import CallPlan, Form, plan_call
 from turnwise.rewards.credit import Credit, grpo
-from turnwise.rewards.reward import GroupReward, Scorer, TrajectoryReward, TurnReward
+from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory
 from turnwise.user_code.object_references import resolve
 
@@ -19,45 +21,41 @@ __all__ = ["credit", "scorer", "turn_weighting"]
 
 
 def scorer(config: Config) -> Scorer:
-    """The recipe's reward functions.
+    """The recipe's reward functions, with the arguments that each is called with.
 
-    Raises ConfigError if a function cannot be imported, constructed, or called with the arguments that it will get.
+    `Scorer.refuse_unknown_columns` compares their parameters with the columns of the data. Raises ConfigError if a function
+    cannot be imported, constructed or called.
     """
-
-    def named(use: RewardUse, place: str, given: Sequence[Any]) -> tuple[str, Callable[..., Any], float]:
-        function, name = _reward(use, key=f"reward.{place}", given=given)
-        return use.name or name, function, use.weight
-
     options = config.reward
     return Scorer(
-        trajectory=[
-            TrajectoryReward(*named(use, f"trajectory.{n}", (None,))) for n, use in enumerate(options.trajectory)
-        ],
-        turns=[TurnReward(*named(use, f"turns.{n}", (None, None))) for n, use in enumerate(options.turns)],
-        groups=[GroupReward(*named(use, f"group.{n}", ((),))) for n, use in enumerate(options.group)],
+        trajectory=[TrajectoryReward(*_reward(use, "trajectory", n)) for n, use in enumerate(options.trajectory)],
+        turns=[TurnReward(*_reward(use, "turns", n)) for n, use in enumerate(options.turns)],
+        groups=[GroupReward(*_reward(use, "group", n)) for n, use in enumerate(options.group)],
+        batch=[BatchReward(*_reward(use, "batch", n)) for n, use in enumerate(options.batch)],
         timeout=options.timeout,
     )
 
 
-def _reward(use: RewardUse, *, key: str, given: Sequence[Any]) -> tuple[Callable[..., Any], str]:
-    """A reward function and its name.
+def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[..., Any], float, CallPlan]:
+    """A reward function: its name, the function, its weight, and the plan of its calls.
 
     A class is constructed here, once per run, and its instance is the function. If the instance has a `__name__`, this is the
     name of the reward function: adapters set it to the name of the wrapped function.
     """
-    function = named_callable(use, key=key, given=() if isinstance(resolve(use.use, key=key), type) else given)
-    if not isinstance(function.func, type):
-        return function, reference_name(use)
+    key = f"reward.{form}.{number}"
+    target = resolve(use.use, key=key)
+    if not isinstance(target, type):
+        function = named_callable(use, key=key, partly=True)
+        plan = plan_call(target, form, bound=use.arguments, name=f"{key}: {use.use}")
+        return use.name or reference_name(use), function if use.arguments else target, use.weight, plan
+    constructor = named_callable(use, key=key)
     try:
         with boundary("reward"):
-            instance = function()
+            instance = constructor()
     except Failed as failed:
         raise ConfigError(f"{key}: {use.use} cannot be made: {failed.failure.message}") from failed
-    try:
-        inspect.signature(instance).bind(*given)
-    except (TypeError, ValueError) as error:  # an instance that cannot be called has no signature
-        raise ConfigError(f"{key}: an instance of {use.use} cannot be called as a reward function: {error}") from None
-    return instance, getattr(instance, "__name__", reference_name(use))
+    plan = plan_call(instance, form, name=f"{key}: an instance of {use.use}")
+    return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
 
 
 def credit(config: Config) -> Credit:

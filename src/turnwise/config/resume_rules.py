@@ -64,6 +64,7 @@ RULES: Mapping[str, Rule] = {
     **_all("named", "reward.trajectory[].", "use arguments weight name"),
     **_all("named", "reward.turns[].", "use arguments weight name"),
     **_all("named", "reward.group[].", "use arguments weight name"),
+    **_all("named", "reward.batch[].", "use arguments weight name"),
     "reward.timeout": "free",
     **_all("named", "credit.", "name scale"),
     "loss_mask": "named",

@@ -164,7 +164,14 @@ def refuse_without_reward(config: Config) -> None:
     Raises ConfigError.
     """
     reward = config.reward
-    if reward.trajectory or reward.turns or reward.group or config.tools or config.mcp.servers is not None:
+    if (
+        reward.trajectory
+        or reward.turns
+        or reward.group
+        or reward.batch
+        or config.tools
+        or config.mcp.servers is not None
+    ):
         return  # a tool may score a call
     if config.environment.use in WITHOUT_REWARD:
         raise ConfigError(

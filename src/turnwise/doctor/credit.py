@@ -18,7 +18,8 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, user_message
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit import Credit, grpo
-from turnwise.rewards.reward import Scorer, TrajectoryReward, TurnReward
+from turnwise.rewards.functions import TrajectoryReward, TurnReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups

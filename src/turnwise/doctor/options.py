@@ -69,9 +69,8 @@ def _held_out(config: Config) -> list[Any]:
 
 def _reward_functions(config: Config) -> list[Any]:
     found = build.scorer(config)
-    uses = [*config.reward.trajectory, *config.reward.turns, *config.reward.group]
-    functions = [*found.trajectory, *found.turns, *found.groups]
-    made = zip(functions, uses, strict=True)
+    reward = config.reward
+    made = zip(found.functions, [*reward.trajectory, *reward.turns, *reward.group, *reward.batch], strict=True)
     return [found.timeout, *((one.name, one.weight, use.use, use.arguments) for one, use in made)]
 
 
@@ -117,7 +116,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     },
     **{
         f"reward.{kind}[].{name}": _reward_functions
-        for kind in ("trajectory", "turns", "group")
+        for kind in ("trajectory", "turns", "group", "batch")
         for name in ("use", "arguments", "weight", "name")
     },
     "reward.timeout": _reward_functions,

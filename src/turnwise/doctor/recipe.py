@@ -93,6 +93,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
     """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
     scorer, mask, credit = build.scorer(config), build.turn_weighting(config), build.credit(config)
+    scorer.refuse_unknown_columns(rows)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
         engine = _engine(config, renderer, model)
@@ -122,18 +123,18 @@ def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
 
 
 def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:
-    """The problem if a reward is not the sum of the turns' rewards and of the trajectory and group functions; else None."""
+    """The problem if a reward is not the sum of the turns' rewards and of the functions of trajectories; else None."""
     scorer = build.scorer(config)
     of_turns = {one.name for one in scorer.turns}
-    of_trajectory = {one.name for one in (*scorer.trajectory, *scorer.groups)}
+    of_trajectory = {one.name for one in (*scorer.trajectory, *scorer.groups, *scorer.batch)}
     for one in scored:
         if not _close(one.reward, sum(one.rewards.values())):
             return f"the reward of trajectory {one.id} is {one.reward}, which is not the sum of its parts {one.rewards}"
         summed = sum(turn.reward for turn in one.turns) + sum(one.rewards.get(name, 0.0) for name in of_trajectory)
         if not of_turns & of_trajectory and not _close(one.reward, summed):  # a shared name hides the source
             return (
-                f"the reward of trajectory {one.id} is {one.reward}, but the rewards of its turns and of the trajectory and "
-                f"group functions add up to {summed}"
+                f"the reward of trajectory {one.id} is {one.reward}, but the rewards of its turns and of the functions of "
+                f"trajectories, groups and the batch add up to {summed}"
             )
     return None
 

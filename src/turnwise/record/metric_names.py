@@ -64,6 +64,10 @@ METRICS = (
         "Result of one reward function, multiplied by its weight.", same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
+        "rewards/<function>/std", "reward", "standard deviation over the finished conversations that the function applies to",
+        "Standard deviation of the results of one reward function, multiplied by its weight.",
+    ),
+    Metric(
         "metrics/<name>", "any", "mean over the finished conversations for which the number was reported",
         "A number that a reward function reported (TRL: `log_metric`). It is not part of the reward.",
     ),

@@ -40,7 +40,9 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     metrics["version/newest"] = max(versions, default=None)
     for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
         # of those that the function applies to
-        metrics[f"rewards/{name}/mean"] = mean([one.rewards[name] for one in whole if name in one.rewards])
+        values = [one.rewards[name] for one in whole if name in one.rewards]
+        metrics[f"rewards/{name}/mean"] = mean(values)
+        metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
     for name in sorted({name for one in whole for name in one.metrics}):
         metrics[f"metrics/{name}"] = mean([one.metrics[name] for one in whole if name in one.metrics])
     for stop in Stop:

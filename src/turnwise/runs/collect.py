@@ -48,6 +48,7 @@ async def _collect(
     rows, notes = build.drop_long_prompts(config, build.rows(config, limit=config.rollout.max_rows), renderer)
     _print(console, notes, style="dim")
     scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
+    scorer.refuse_unknown_columns(rows)
     rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
     groups, scripts = _assign_scripts(config, groups)

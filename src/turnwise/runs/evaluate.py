@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from turnwise.record.metrics import conversation_metrics
-from turnwise.rewards.reward import Scorer
+from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 

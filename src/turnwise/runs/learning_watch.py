@@ -80,7 +80,7 @@ class LearningWatch:
     def _cause(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> str:
         sampling, reward = self.config.sampling, self.config.reward
         rewards = {trajectory.reward for trajectory in trajectories}
-        names = [use.use for use in (*reward.trajectory, *reward.turns, *reward.group)]
+        names = [use.use for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
         if all(
             len({tuple(sample.assistant_texts) for sample in group.trajectories if not sample.failed}) <= 1
             for group in groups

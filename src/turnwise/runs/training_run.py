@@ -9,7 +9,7 @@ from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.rewards.credit import Credit
-from turnwise.rewards.reward import Scorer
+from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext
 from turnwise.runs.assembly import read_inputs
 from turnwise.runs.learning_watch import LearningWatch
@@ -50,6 +50,7 @@ def assemble(config: Config) -> TrainingRun:
     refuse_without_reward(config)
     scorer, credit, weigh_turns = build.scorer(config), build.credit(config), build.turn_weighting(config)
     inputs = read_inputs(config, "train", _read_rows)
+    scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
     opened, renderer = inputs.opened, inputs.renderer
     environments = build.environment_factory(config, encode=renderer.encode)
     learner = build.learner(config, opened.source, reference=opened.reference)

@@ -15,9 +15,10 @@ from turnwise.compat.swift import reward, scheduler
 from turnwise.compat.swift.rewards import arguments_of, call_reward_once, orms
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
 from turnwise.errors import ConfigError
-from turnwise.rewards.reward import Scorer, TrajectoryReward
+from turnwise.rewards.functions import TrajectoryReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.limits import Limits
-from turnwise.types import Trajectory
+from turnwise.types import Group, Trajectory
 
 PLUGIN = """
 from swift.rewards import ORM, AsyncORM, orms
@@ -168,7 +169,7 @@ def test_a_reward_that_raises_breaks_its_own_trajectory_and_no_zero_stands_in() 
 
     trajectory = spoken("x")
     score = Scorer(trajectory=[TrajectoryReward("breaks", lambda one: call_reward_once(breaks, one, "breaks"))])
-    asyncio.run(score.score_group([trajectory]))
+    asyncio.run(score.score([Group(id="g", row=trajectory.row, trajectories=[trajectory])]))
     assert trajectory.error is not None
     assert (trajectory.error.kind, trajectory.error.message.partition("RuntimeError")[2]) == ("reward", ": no judge")
     assert trajectory.reward is None

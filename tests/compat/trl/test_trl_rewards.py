@@ -14,7 +14,8 @@ from turnwise.compat.trl import TrlEnvironments
 from turnwise.compat.trl_rewards import TrlReward
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.rewards.reward import GroupReward, Scorer
+from turnwise.rewards.functions import GroupReward
+from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.limits import Limits
 from turnwise.types import Group, Trajectory
 

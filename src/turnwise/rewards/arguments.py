@@ -1,0 +1,299 @@
+"""The arguments of reward functions: chosen by the names of their parameters, once, before the run begins.
+
+`plan_call` reads the signature of a function and returns a `CallPlan`. The plan then makes the arguments of each call, without
+reading the signature again. It does not call the function.
+
+Functions of a trajectory and of a turn can have the parameters in `VALUES`. Functions of a group or of the whole batch can have
+those in `LISTS`: lists with one item for each trajectory. Every other parameter is a column of the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, Literal
+
+from turnwise.errors import ConfigError, Failed, nearest
+from turnwise.types import Failure, Group, Trajectory, Turn
+
+__all__ = ["LISTS", "POSITIONAL_PLANS", "VALUES", "CallPlan", "Form", "Scored", "plan_call"]
+
+Form = Literal["trajectory", "turns", "group", "batch"]
+"""What a reward function is called for; the name of its list in the section `reward` of a recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A trajectory that is scored, with its group, and the turn in a function of turns."""
+
+    trajectory: Trajectory
+    group: Group
+    turn: Turn | None = None
+
+
+def _completion(scored: Scored) -> str:
+    return "\n".join(scored.trajectory.assistant_texts)
+
+
+def _info(scored: Scored) -> dict[str, Any]:
+    return {name: value for turn in scored.trajectory.turns for name, value in turn.info.items()}
+
+
+def _environment(scored: Scored) -> Any:
+    handle = scored.trajectory.environment
+    if handle is None:
+        raise Failed(
+            Failure(
+                "reward",
+                "it has the parameter `environment`, and the recipe's environment gives no object to reward functions: use an "
+                "environment with the method environment_handle() (such as turnwise.compat.trl:TrlEnvironments), or give the "
+                "parameter a default value",
+            )
+        )
+    return handle.instance
+
+
+VALUES: Mapping[str, Callable[[Scored], Any]] = {
+    "trajectory": lambda scored: scored.trajectory,
+    "completion": _completion,
+    "messages": lambda scored: scored.trajectory.messages,
+    "turns": lambda scored: scored.trajectory.turns,
+    "row": lambda scored: scored.trajectory.row,
+    "info": _info,
+    "group": lambda scored: scored.group,
+    "environment": _environment,
+}
+"""The parameters of a function of a trajectory."""
+
+_TURN_VALUES: Mapping[str, Callable[[Scored], Any]] = {
+    **VALUES,
+    "turn": lambda scored: scored.turn,
+    "index": lambda scored: None if scored.turn is None else scored.turn.index,
+}
+
+_LIST_OF: Mapping[str, str] = {
+    "trajectories": "trajectory",
+    "completions": "completion",
+    "messages": "messages",
+    "turns": "turns",
+    "rows": "row",
+    "infos": "info",
+    "groups": "group",
+    "environments": "environment",
+}
+LISTS = tuple(_LIST_OF)
+"""The parameters of a function of a group or of the batch: each is a list with one item for each trajectory."""
+
+_ENVIRONMENTS = ("environment", "environments")
+_SHARED = ("row", "group")
+"""Further parameters of a function of a group: all its trajectories have the same row and group."""
+
+BY_POSITION: Mapping[Form, tuple[str, ...]] = {
+    "trajectory": ("trajectory",),
+    "turns": ("trajectory", "turn"),
+    "group": ("trajectories",),
+    "batch": ("trajectories",),
+}
+"""What a function is called with if its parameters can only be given by position: `f(*args)`, `f(x, /)`."""
+
+_ANNOTATED: Mapping[Form, Mapping[str, str]] = {
+    "trajectory": {"Trajectory": "trajectory"},
+    "turns": {"Trajectory": "trajectory", "Turn": "turn"},
+    "group": {"Trajectory": "trajectories"},
+    "batch": {"Trajectory": "trajectories"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """The arguments of a reward function, by position and by name.
+
+    Example: the plan of `def f(completion, answer, scale=1.0)` in `reward.trajectory` has `by_name=(("completion",
+    "completion"),)`, `columns=("answer",)` and `optional_columns=("scale",)`.
+    """
+
+    form: Form
+    positional: tuple[str, ...] = ()
+    """Keys of `VALUES` or `LISTS`, in the order of the arguments."""
+    by_name: tuple[tuple[str, str], ...] = ()
+    """The name of a parameter, and the key of its value."""
+    columns: tuple[str, ...] = ()
+    """The columns of the row that the function needs."""
+    optional_columns: tuple[str, ...] = ()
+    """Parameters with a default value: they get the column of their name if the row has it."""
+    optional_environment: str | None = None
+    """The parameter `environment` or `environments` if it has a default value, which holds where there is no object."""
+    all_columns: bool = False
+    """Whether the function takes `**kwargs`, and so all columns."""
+    may_return_none: bool = False
+    """Whether the annotation of the result allows None: the function does not apply to a trajectory."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the function can only be called when all conversations of the row have ended."""
+        used = {*self.positional, *(key for _, key in self.by_name)}
+        return self.form in ("group", "batch") or "group" in used
+
+    def arguments(self, scored: Scored) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a function of a trajectory or a turn. Raises Failed."""
+        values, row = _TURN_VALUES, scored.trajectory.row
+        positional = [values[key](scored) for key in self.positional]
+        named = {name: values[key](scored) for name, key in self.by_name}
+        if self.optional_environment is not None and scored.trajectory.environment is not None:
+            named[self.optional_environment] = scored.trajectory.environment.instance
+        if not (self.columns or self.optional_columns or self.all_columns):
+            return positional, named
+        missing = next((name for name in self.columns if name not in row.fields), None)
+        if missing is not None:
+            have = ", ".join(sorted(row.fields)) or "none"
+            message = (
+                f"it has the parameter {missing!r}, and row {row.id!r} has no such column; its columns are: {have}. Add the "
+                f"column to the row, or give the parameter a default value"
+            )
+            raise Failed(Failure("reward", message))
+        wanted = row.fields if self.all_columns else (*self.columns, *self.optional_columns)
+        columns = {name: row.fields[name] for name in wanted if name in row.fields and name not in named}
+        return positional, {**columns, **named}
+
+    def list_arguments(self, scored: Sequence[Scored]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a function of a group or of the batch: each is a list with one item for each of `scored`.
+
+        A row without a column that other rows have gives None. Raises Failed.
+        """
+        positional = [self._list(key, scored) for key in self.positional]
+        named = {name: self._list(key, scored) for name, key in self.by_name}
+        if self.optional_environment is not None and all(one.trajectory.environment is not None for one in scored):
+            named[self.optional_environment] = self._list("environments", scored)
+        fields = [one.trajectory.row.fields for one in scored]
+        present = dict.fromkeys(name for row in fields for name in row)
+        optional = [name for name in (present if self.all_columns else self.optional_columns) if name in present]
+        for name in dict.fromkeys((*self.columns, *optional)):
+            if name not in named:
+                named[name] = [row.get(name) for row in fields]
+        return positional, named
+
+    def _list(self, key: str, scored: Sequence[Scored]) -> Any:
+        if key in _SHARED:
+            return VALUES[key](scored[0])
+        value = VALUES[_LIST_OF[key]]
+        return [value(one) for one in scored]
+
+    def refuse_unknown(self, columns: Collection[str], *, name: str) -> None:
+        """Refuse parameters that are no column of the data. `name` begins the message.
+
+        Raises ConfigError.
+        """
+        for parameter in self.columns:
+            if parameter not in columns:
+                known = parameters_of(self.form)
+                listed = ", ".join(sorted(columns)) or "none"
+                hint = nearest(parameter, (*known, *columns)) or "."
+                raise ConfigError(
+                    f"{name} has the parameter {parameter!r}, which is neither a value of the conversation ({', '.join(known)}) "
+                    f"nor a column of the data ({listed}){hint} Rename the parameter, give "
+                    f"it a default value, or map a column to it: data.columns.{parameter}=<column>"
+                )
+
+
+POSITIONAL_PLANS: Mapping[Form, CallPlan] = {form: CallPlan(form, positional=BY_POSITION[form]) for form in BY_POSITION}
+"""The plans of functions that are called by position."""
+
+
+def parameters_of(form: Form) -> tuple[str, ...]:
+    """The parameters, besides columns, that a function can have."""
+    match form:
+        case "trajectory":
+            return tuple(VALUES)
+        case "turns":
+            return tuple(_TURN_VALUES)
+        case "group":
+            return (*LISTS, *_SHARED)
+        case "batch":
+            return LISTS
+
+
+def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str] = (), name: str) -> CallPlan:
+    """The plan for calling `function`. `bound` are the parameters that the recipe sets; `name` begins error messages.
+
+    Raises ConfigError if the function takes nothing of the conversation, or a value that functions of this form do not have.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # an object that cannot be called, or a builtin without a signature
+        raise ConfigError(f"{name} cannot be called as a reward function: {error}") from None
+    known, positional = parameters_of(form), list[str]()
+    by_name: list[tuple[str, str]] = []
+    columns: list[str] = []
+    optional: list[str] = []
+    environment: str | None = None
+    for parameter in signature.parameters.values():
+        if parameter.name in bound or parameter.kind is Parameter.VAR_KEYWORD:
+            continue
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL):
+            positional += _next_position(parameter, form, positional, name)
+        elif parameter.name in _ENVIRONMENTS and parameter.name in known and parameter.default is not Parameter.empty:
+            environment = parameter.name
+        elif parameter.name in known:
+            by_name.append((parameter.name, parameter.name))
+        elif (key := _annotated(parameter, form)) is not None:
+            by_name.append((parameter.name, key))
+        elif parameter.default is not Parameter.empty:
+            optional.append(parameter.name)
+        else:
+            _refuse_other_form(parameter.name, form, name)
+            columns.append(parameter.name)
+    if not positional and not by_name:
+        raise ConfigError(
+            f"{name} cannot be called as a reward function: it has none of the parameters {', '.join(known)}, so it does not "
+            f"depend on the conversation. Its parameters are: {', '.join(signature.parameters) or 'none'}"
+        )
+    return CallPlan(
+        form,
+        positional=tuple(positional),
+        by_name=tuple(by_name),
+        columns=tuple(columns),
+        optional_columns=tuple(optional),
+        optional_environment=environment,
+        all_columns=any(one.kind is Parameter.VAR_KEYWORD for one in signature.parameters.values()),
+        may_return_none=_allows_none(signature.return_annotation),
+    )
+
+
+def _next_position(parameter: Parameter, form: Form, positional: Sequence[str], name: str) -> Sequence[str]:
+    """The next values of the form's positional call: one for a parameter, all that are left for `*args`."""
+    rest = BY_POSITION[form][len(positional) :]
+    if parameter.kind is Parameter.VAR_POSITIONAL:
+        return rest
+    if not rest and parameter.default is Parameter.empty:
+        raise ConfigError(
+            f"{name} cannot be called as a reward function: it needs more than {len(positional)} arguments by position, and "
+            f"reward.{form} calls it with {', '.join(BY_POSITION[form])}"
+        )
+    return rest[:1]
+
+
+def _allows_none(annotation: Any) -> bool:
+    """Whether the annotation of a result is a union with None: `float | None`, `Optional[float]`."""
+    written = annotation if isinstance(annotation, str) else str(annotation)
+    return "| None" in written or "None |" in written or "Optional[" in written
+
+
+def _annotated(parameter: Parameter, form: Form) -> str | None:
+    """The value that the parameter's type names, for a parameter of another name: `def f(one: Trajectory)`."""
+    if parameter.annotation is Parameter.empty or parameter.default is not Parameter.empty:
+        return None
+    written = parameter.annotation if isinstance(parameter.annotation, str) else str(parameter.annotation)
+    return next((key for kind, key in _ANNOTATED[form].items() if kind in written), None)
+
+
+def _refuse_other_form(parameter: str, form: Form, name: str) -> None:
+    """Refuse a value that functions of another form have, such as `turn` in `reward.trajectory`. Raises ConfigError."""
+    others = [other for other in BY_POSITION if parameter in parameters_of(other)]
+    if others:
+        raise ConfigError(
+            f"{name} cannot be called as a reward function: it has the parameter {parameter!r}, which functions in "
+            f"{' and '.join(f'reward.{other}' for other in others)} have; functions in reward.{form} have: "
+            f"{', '.join(parameters_of(form))}, and the columns of the data"
+        )

@@ -1,0 +1,303 @@
+"""Scores trajectories: the rewards that the environment gave to turns, and the recipe's reward functions.
+
+A function that raises, that does not return a finite number, or that takes too long fails the trajectories that it was called
+for and no others: a failure is not a reward of zero, and is not part of the statistics of the group. Functions are not called
+for trajectories that have failed before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.errors import Failed, boundary
+from turnwise.rewards.arguments import Scored
+from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.results import finite_number, list_item, one_per_trajectory
+from turnwise.types import Failure, Group, Row, Trajectory
+from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.deadlines import conversation, deadline
+from turnwise.user_code.time_limit import Interrupted, time_limit
+
+__all__ = ["Scorer"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Sets `Trajectory.reward` and `Trajectory.rewards`, and adds the numbers of turn functions to the rewards of turns."""
+
+    trajectory: Sequence[TrajectoryReward] = ()
+    turns: Sequence[TurnReward] = ()
+    groups: Sequence[GroupReward] = ()
+    batch: Sequence[BatchReward] = ()
+    timeout: float | None = 120.0
+    """Time limit in seconds. For async functions: of all functions of one trajectory together, and of each call of a group or
+    batch function. For sync functions: of each call; it is interrupted by SIGALRM, in the main thread. None: no limit."""
+
+    @property
+    def functions(self) -> tuple[TrajectoryReward | TurnReward | GroupReward | BatchReward, ...]:
+        """All functions."""
+        return (*self.trajectory, *self.turns, *self.groups, *self.batch)
+
+    def refuse_unknown_columns(self, rows: Iterable[Row]) -> None:
+        """Refuse functions with a parameter that is neither a value of the conversation nor a column of `rows`.
+
+        Raises ConfigError.
+        """
+        columns = {name for row in rows for name in row.fields}
+        for reward in self.functions:
+            reward.plan.refuse_unknown(columns, name=reward.source)
+            for name, key in reward.plan.by_name:
+                if name in columns and name == key:
+                    _log.warning(
+                        "the parameter %r of %s is a value of the conversation, and the data has a column of the same name. "
+                        "For the column, use row[%r], or give it another name in data.columns",
+                        name,
+                        reward.source,
+                        name,
+                    )
+
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Score all trajectories that did not fail and are not scored yet, as one batch."""
+        score = self.scoring_callback(groups)
+        await _run_all([score(trajectory) for group in groups for trajectory in group.trajectories])
+
+    def scoring_callback(
+        self, groups: Sequence[Group]
+    ) -> Callable[[Trajectory], Coroutine[Any, Any, Sequence[Trajectory]]]:
+        """A function to be awaited with each trajectory of `groups` when its conversation has ended.
+
+        It calls the functions that can be called at that time: those of the trajectory at once, those of a group when its last
+        conversation has ended, and those of the batch when all conversations of `groups` have ended. It returns the
+        trajectories that are completely scored by then; their environments are closed.
+        """
+        batch = _Batch(self, groups)
+        return batch.finished
+
+
+class _Batch:
+    """The scoring of the trajectories of some groups: which of them have ended, and their rewards so far."""
+
+    def __init__(self, scorer: Scorer, groups: Sequence[Group]) -> None:
+        self._scorer = scorer
+        self._groups = groups
+        self._group_of = {id(trajectory): group for group in groups for trajectory in group.trajectories}
+        self._unfinished = {id(group): len(group.trajectories) for group in groups}
+        self._pending: dict[int, _PendingScore] = {}
+        """By the id of the trajectory: those that did not fail and are not written yet."""
+        self._by_group = bool(scorer.groups) or any(
+            reward.plan.needs_group for reward in (*scorer.trajectory, *scorer.turns)
+        )
+
+    async def finished(self, trajectory: Trajectory) -> Sequence[Trajectory]:
+        """A conversation has ended. Returns the trajectories that are completely scored now."""
+        scorer, group = self._scorer, self._group_of[id(trajectory)]
+        if not trajectory.failed and trajectory.reward is None:
+            pending = self._pending[id(trajectory)] = _PendingScore(Scored(trajectory, group))
+            await _score_alone(scorer, pending, with_group=False)
+        self._unfinished[id(group)] -= 1
+        if not self._by_group and not scorer.batch:
+            return self._write([trajectory])
+        if self._unfinished[id(group)]:
+            return ()
+        if self._by_group:
+            await self._score_group(group)
+        if not scorer.batch:
+            return self._write(group.trajectories)
+        del self._unfinished[id(group)]
+        if self._unfinished:
+            return ()
+        everything = [trajectory for group in self._groups for trajectory in group.trajectories]
+        for reward in scorer.batch:
+            if pending_scores := self._not_failed(everything):
+                await _score_together(scorer, reward, pending_scores, of="the batch", isolate=True)
+        return self._write(everything)
+
+    async def _score_group(self, group: Group) -> None:
+        scorer = self._scorer
+        await _run_all(
+            [_score_alone(scorer, pending, with_group=True) for pending in self._not_failed(group.trajectories)]
+        )
+        if pending := self._not_failed(group.trajectories):
+            await _run_all(
+                [_score_together(scorer, reward, pending, of="a group", isolate=False) for reward in scorer.groups]
+            )
+
+    def _not_failed(self, trajectories: Sequence[Trajectory]) -> list[_PendingScore]:
+        return [self._pending[id(one)] for one in trajectories if id(one) in self._pending and not one.failed]
+
+    def _write(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        for trajectory in trajectories:
+            if (pending := self._pending.pop(id(trajectory), None)) is not None:
+                pending.write()
+            handle, trajectory.environment = trajectory.environment, None
+            if handle is not None:
+                handle.release()
+        return trajectories
+
+
+@dataclass(slots=True)
+class _PendingScore:
+    """The rewards of a trajectory so far. They are written into the trajectory when all functions have returned."""
+
+    scored: Scored
+    parts: dict[str, float] = field(default_factory=dict)
+    """The parts of the trajectory's reward, by the name of the function."""
+    of_turns: list[tuple[str, list[float]]] = field(default_factory=list)
+    """The name of each turn function, and its reward for each turn."""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self.scored.trajectory
+
+    def add(self, name: str, value: float) -> None:
+        self.parts[name] = self.parts.get(name, 0.0) + value
+
+    def write(self) -> None:
+        if self.trajectory.failed:
+            return
+        try:
+            total = finite_number("all reward functions together", sum(self.parts.values()))
+        except Failed as failed:
+            self.trajectory.fail(failed.failure)
+            return
+        for name, values in self.of_turns:
+            for turn, value in zip(self.trajectory.turns, values, strict=True):
+                turn.add_reward(value, name)
+        self.trajectory.rewards = self.parts
+        self.trajectory.reward = total
+
+
+async def _score_alone(scorer: Scorer, pending: _PendingScore, *, with_group: bool) -> None:
+    """Call the functions of a trajectory and of its turns: those that need the group, or those that do not."""
+    trajectory, source = pending.trajectory, "the reward functions"
+    with conversation(trajectory.id):
+        try:
+            async with deadline(scorer.timeout):
+                if not with_group:
+                    of_environment = sum(finite_number("the environment", turn.reward) for turn in trajectory.turns)
+                    pending.add("turns", of_environment)
+                for reward in scorer.turns:
+                    if reward.plan.needs_group == with_group:
+                        await _score_turns(scorer, reward, pending)
+                for reward in scorer.trajectory:
+                    if reward.plan.needs_group == with_group:
+                        value = await _single(scorer, reward, pending.scored)
+                        if value is not None:
+                            pending.add(reward.name, reward.weight * value)
+        except Failed as failed:
+            trajectory.fail(failed.failure)
+        except TimeoutError:
+            trajectory.fail(_too_slow(source, scorer))
+
+
+async def _score_turns(scorer: Scorer, reward: TurnReward, pending: _PendingScore) -> None:
+    """Call a function for each turn. A turn to which it does not apply gets nothing. No entry if it applies to no turn."""
+    values = [
+        await _single(scorer, reward, replace(pending.scored, turn=turn)) for turn in pending.scored.trajectory.turns
+    ]
+    weighted = [0.0 if value is None else reward.weight * value for value in values]
+    if not values or any(value is not None for value in values):
+        pending.add(reward.name, sum(weighted))
+    pending.of_turns.append((reward.name, weighted))
+
+
+async def _score_together(
+    scorer: Scorer, reward: GroupReward | BatchReward, pending: Sequence[_PendingScore], *, of: str, isolate: bool
+) -> None:
+    """Call a function of several trajectories. A wrong item of its list fails its own trajectory.
+
+    If the function raises, all the trajectories fail. With `isolate`, it is then called for each trajectory alone; those for
+    which it raises again fail, and it is called a second time for the others together.
+    """
+    try:
+        values = await _several(scorer, reward, pending, of)
+    except Failed as failed:
+        broken = [one for one in pending if isolate and await _raises_alone(scorer, reward, one, of)]
+        others = [one for one in pending if not one.trajectory.failed]
+        if broken and others:
+            return await _score_together(scorer, reward, others, of=of, isolate=False)
+        for one in pending:
+            one.trajectory.fail(failed.failure)
+        return
+    except TimeoutError:
+        for one in pending:
+            one.trajectory.fail(_too_slow(reward.source, scorer))
+        return
+    for one, value in zip(pending, values, strict=True):
+        try:
+            if (number := list_item(reward.source, value)) is not None:
+                one.add(reward.name, reward.weight * number)
+        except Failed as failed:
+            one.trajectory.fail(failed.failure)
+
+
+async def _raises_alone(scorer: Scorer, reward: GroupReward | BatchReward, pending: _PendingScore, of: str) -> bool:
+    """Whether a function raises for a trajectory alone; if so, the trajectory fails."""
+    try:
+        await _several(scorer, reward, [pending], of)
+    except Failed as failed:
+        pending.trajectory.fail(failed.failure)
+        return True
+    except TimeoutError:
+        pending.trajectory.fail(_too_slow(reward.source, scorer))
+        return True
+    return False
+
+
+async def _several(
+    scorer: Scorer, reward: GroupReward | BatchReward, pending: Sequence[_PendingScore], of: str
+) -> list[Any]:
+    """The items that a function of several trajectories returns. Raises Failed or TimeoutError."""
+    with conversation(reward.source):
+        async with deadline(scorer.timeout):
+            with boundary("reward", where=reward.source):
+                positional, named = reward.plan.list_arguments([one.scored for one in pending])
+            returned = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
+    return one_per_trajectory(reward.source, returned, len(pending), of)
+
+
+async def _single(scorer: Scorer, reward: TrajectoryReward | TurnReward, scored: Scored) -> float | None:
+    """The number of a function of a trajectory or a turn. None: the function does not apply. Raises Failed."""
+    with boundary("reward", where=reward.source):
+        positional, named = reward.plan.arguments(scored)
+    value = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
+    return None if value is None and reward.plan.may_return_none else finite_number(reward.source, value)
+
+
+async def _call(scorer: Scorer, source: str, function: Callable[[], Any]) -> Any:
+    """Call a reward function of any kind. Raises Failed.
+
+    A sync function runs in the event loop's thread, which is the main thread: it may set alarms, and it blocks all other work.
+    """
+
+    def limited() -> Any:
+        with time_limit(scorer.timeout):
+            return function()
+
+    try:
+        with boundary("reward", where=source):
+            value = call_blocking(limited, kind="reward", name=source)
+            return await call(lambda: value, kind="reward", name=source) if inspect.isawaitable(value) else value
+    except Failed as failed:
+        if isinstance(failed.__cause__, Interrupted):
+            message = f"{_too_slow(source, scorer).message} and was interrupted: make it faster, or raise the limit"
+            raise Failed(replace(failed.failure, message=message)) from failed
+        raise
+
+
+def _too_slow(source: str, scorer: Scorer) -> Failure:
+    return Failure("reward", f"{source} took longer than reward.timeout={scorer.timeout:g}")
+
+
+async def _run_all(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    if len(coroutines) == 1:  # without a task: if no function awaits, the trajectory is scored before other tasks run
+        await coroutines[0]
+    else:
+        await asyncio.gather(*coroutines)
