@@ -1,0 +1,261 @@
+"""Estimators with an advantage for each turn: rewards are accumulated first, and centred afterwards.
+
+r_t is the reward of turn t, with the reward of the conversation added to the last turn. G_t is the return from turn t on:
+`r_t + gamma * r_(t+1) + gamma^2 * r_(t+2) + ...`. A turn that is not trained on (weight 0) keeps its reward, which is part of the
+returns of earlier turns. Its own return is in no mean and no standard deviation, and its advantage is 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+from turnwise.rewards.credit.episode import Advantages, Batch, Episode
+from turnwise.rewards.credit.statistics import Scale, all_equal, centred, divisors, return_to_go, whitening
+
+__all__ = ["Baseline", "discounted", "gigpo", "kevin", "reinforce_pp", "shared", "turn_return"]
+
+Baseline = Literal["group", "none"]
+"""Whether returns are compared with those of the other conversations of the group."""
+
+Returns = list[list[list[float]]]
+"""For each group, conversation and turn: a number."""
+
+
+def turn_return(batch: Batch, *, gamma: float = 1.0, scale: Scale = "std") -> Advantages:
+    """The return from the turn on, minus the mean return of the other conversations of the group at the same turn.
+
+    `A_t = G_t - mean of G_t of the other conversations that have turn t`. If no other conversation has turn t, the mean is that
+    of the last turns of the others. The mean does not depend on the conversation itself, so the gradient is unbiased for any
+    size of the group. `scale` divides by the standard deviation of all returns of the group (`std`) or of the batch (`batch`).
+    A group of one has advantages of 0. If no turn has a reward and gamma is 1, this is `rloo`, up to the scale.
+
+    Paper: policy gradients with reward to go (Sutton and others, 1999), with the leave-one-out baseline of arXiv 2402.14740.
+
+    Example: returns (3, 2) and (1,). The first turns are compared with each other. The second turn of the first conversation is
+    compared with the last turn of the other: 2 - 1.
+
+    >>> rounded(turn_return([[Episode([1.0, 2.0]), Episode([1.0])]], scale="none"))
+    [[[2.0, 1.0], [-2.0]]]
+    """
+    returns = [[return_to_go(episode.received, gamma) for episode in group] for group in batch]
+    return _scaled(batch, returns, _minus_others(batch, returns), scale)
+
+
+def shared(batch: Batch, *, baseline: Baseline = "group") -> Advantages:
+    """Each turn has the final reward R of the conversation: the first scheme of the multi-turn note.
+
+    `baseline="group"` subtracts the mean R of the other conversations of the group (this is `rloo`); a group of one has
+    advantage 0. `baseline="none"` subtracts nothing: the advantages are the numbers of the note, and equal rewards have
+    advantages other than 0.
+
+    >>> rounded(shared([[Episode([0.0, 0.0], outcome=1.0), Episode([0.0])]], baseline="none"))
+    [[[1.0, 1.0], [0.0]]]
+    >>> rounded(shared([[Episode([0.0, 0.0], outcome=1.0), Episode([0.0])]]))
+    [[[1.0, 1.0], [-1.0]]]
+    """
+    returns = [[[episode.reward] * episode.turns for episode in group] for group in batch]
+    if baseline == "none":
+        return _scaled(batch, returns, returns, "none")
+    # the others' reward, at each turn: also that of conversations with fewer turns
+    others = [[[episode.reward] for episode in group] for group in batch]
+    centred_ = _minus_others([[Episode([0.0]) for _ in group] for group in batch], others)
+    values = [
+        [of_episode * episode.turns for episode, of_episode in zip(group, of_group, strict=True)]
+        for group, of_group in zip(batch, centred_, strict=True)
+    ]
+    return _scaled(batch, returns, values, "none")
+
+
+def discounted(batch: Batch, *, gamma: float = 0.95, baseline: Baseline = "group") -> Advantages:
+    """A turn has `R * gamma^(turns after it)`: the second scheme of the multi-turn note.
+
+    R is the final reward of the conversation. `baseline="group"` subtracts the mean of this number over the other conversations
+    of the group at the same turn, as in `turn_return`; a group of one has advantages of 0. `baseline="none"` subtracts nothing.
+    The estimator prefers short conversations: it follows the gradient of the discounted reward.
+
+    >>> rounded(discounted([[Episode([0.0, 0.0, 0.0], outcome=1.0)]], gamma=0.5, baseline="none"))
+    [[[0.25, 0.5, 1.0]]]
+    """
+    returns = [
+        [[episode.reward * gamma**later for later in reversed(range(episode.turns))] for episode in group]
+        for group in batch
+    ]
+    return _scaled(batch, returns, returns if baseline == "none" else _minus_others(batch, returns), "none")
+
+
+def kevin(batch: Batch, *, gamma: float = 0.4, scale: Scale = "std") -> Advantages:
+    """The discounted return from the turn on, normalised over all turns of all conversations of the group.
+
+    `A_t = (G_t - mean) / (std + 1e-6)`, with one mean and one standard deviation for all turns of the group. A group with a
+    single turn has advantage 0.
+
+    Bias: with gamma below 1, rewards of later turns count less than in the objective that is reported. The mean contains the
+    conversation's own turns, so long conversations pull it towards themselves; this vanishes in large groups.
+
+    Paper: Kevin, arXiv 2507.11948.
+
+    Example, gamma 0.5: the returns are 1 + 0.5 * 2 = 2, 2 and 0.5; their mean is 1.5.
+
+    >>> rounded(kevin([[Episode([1.0, 2.0]), Episode([0.5])]], gamma=0.5, scale="none"))
+    [[[0.5, 0.5], [-1.0]]]
+    """
+    returns = [[return_to_go(episode.received, gamma) for episode in group] for group in batch]
+
+    def of_group(group: Sequence[Episode], of_episodes: Sequence[Sequence[float]]) -> list[list[float]]:
+        pooled = _trained(group, of_episodes)
+        if len(pooled) < 2 or all_equal(pooled):
+            return [[0.0] * episode.turns for episode in group]
+        mean = statistics.fmean(pooled)
+        return [[value - mean for value in values] for values in of_episodes]
+
+    values = [of_group(group, of_episodes) for group, of_episodes in zip(batch, returns, strict=True)]
+    return _scaled(batch, returns, values, scale)
+
+
+def gigpo(
+    batch: Batch, *, omega: float = 1.0, gamma: float = 0.95, scale: Literal["std", "none"] = "none"
+) -> Advantages:
+    """The advantage of the conversation, plus `omega` times the advantage among all turns in the same state.
+
+    `A_t = (R - mean R of the group) + omega * (G_t - mean G of the turns of the group whose state is that before turn t)`.
+    A state that occurs once has 0 for the second term. `scale="std"` divides each term by the standard deviation of the numbers
+    that it compares. A group of one has only the second term, from states that it visits twice.
+
+    Bias: both means contain the turn itself, which scales the terms by (n - 1) / n; n differs from state to state. With gamma
+    below 1, the second term follows the discounted reward.
+
+    Paper: GiGPO, arXiv 2505.10978.
+
+    Example: both conversations begin in state a. The first returns are 1 and 0, and so are the rewards.
+
+    >>> first, second = Episode([0.0, 1.0], states_T=["a", "b"]), Episode([0.0], states_T=["a"])
+    >>> rounded(gigpo([[first, second]], gamma=1.0))
+    [[[1.0, 0.5], [-1.0]]]
+    """
+    advantages: Returns = []
+    for group in batch:
+        rewards = [episode.reward for episode in group]
+        (of_group,) = divisors([rewards], scale)
+        values = [[value / of_group] * episode.turns for value, episode in zip(centred(rewards), group, strict=True)]
+        turns_in: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        returns = [return_to_go(episode.received, gamma) for episode in group]
+        for number, episode in enumerate(group):
+            for turn, state in enumerate(episode.states_T):
+                if state is not None and episode.trained_T[turn]:
+                    turns_in[state].append((number, turn))
+        for turns in turns_in.values():
+            compared = [returns[number][turn] for number, turn in turns]
+            (of_state,) = divisors([compared], scale)
+            for (number, turn), value in zip(turns, centred(compared), strict=True):
+                values[number][turn] += omega * value / of_state
+        advantages.append(values)
+    return _scaled(batch, advantages, advantages, "none")
+
+
+def reinforce_pp(batch: Batch, *, gamma: float = 1.0) -> Advantages:
+    """REINFORCE++: the return from a token on, whitened over all trained tokens of the batch.
+
+    The reward of a turn is received at its last token; `gamma` discounts each sampled token. Whitening subtracts the mean over
+    tokens and divides by their standard deviation (of the sample). Groups play no role, so a group of one is like any other.
+    With gamma 1, all tokens of a turn have the same advantage; otherwise the result has a number for each token.
+
+    Bias: the standard deviation and the mean contain the conversation itself; this vanishes in large batches. verl's function
+    returns 0 for all turns but the last where turns are separated by tokens of tools; here it does not.
+
+    Paper: REINFORCE++, arXiv 2501.03262.
+
+    Example: returns 1 (two tokens) and 0 (two tokens) have mean 0.5 and standard deviation 0.577.
+
+    >>> rounded(reinforce_pp([[Episode([1.0], tokens_T=[2]), Episode([0.0], tokens_T=[2])]]))
+    [[[0.866], [-0.866]]]
+    >>> rounded(reinforce_pp([[Episode([1.0], tokens_T=[2]), Episode([0.0], tokens_T=[2])]], gamma=0.5))
+    [[[[0.261, 1.306]], [[-0.783, -0.783]]]]
+    """
+    episodes = [episode for group in batch for episode in group]
+    returns = [_token_returns(episode, gamma) for episode in episodes]
+    trained = [
+        value
+        for episode, of_turns in zip(episodes, returns, strict=True)
+        for values, included in zip(of_turns, episode.trained_T, strict=True)
+        if included
+        for value in values
+    ]
+    mean, factor = whitening(trained, [1] * len(trained))
+    whitened: list[list[float | Sequence[float]]] = []
+    for episode, of_turns in zip(episodes, returns, strict=True):
+        entries: list[float | Sequence[float]] = []
+        for values, included in zip(of_turns, episode.trained_T, strict=True):
+            tokens = [(value - mean) * factor if included else 0.0 for value in values]
+            entries.append(tokens if gamma != 1.0 else (tokens[0] if tokens else 0.0))
+        whitened.append(entries)
+    result = iter(whitened)
+    return [[next(result) for _ in group] for group in batch]
+
+
+def _token_returns(episode: Episode, gamma: float) -> list[list[float]]:
+    """The discounted return from each sampled token on, by turn.
+
+    The reward of a turn without sampled tokens is received at the last token before it.
+    """
+    returns: list[list[float]] = []
+    following = 0.0
+    for reward, count in zip(reversed(episode.received), reversed(episode.tokens_T), strict=True):
+        following += reward if not count else 0.0
+        tokens = return_to_go([*[0.0] * (count - 1), reward + gamma * following], gamma) if count else []
+        following = tokens[0] if tokens else following
+        returns.append(tokens)
+    return returns[::-1]
+
+
+def _minus_others(batch: Batch, returns: Returns) -> Returns:
+    """Each return minus the mean of the other conversations' returns at the same turn.
+
+    Where no other conversation has the turn, the mean is that of their last turns; 0 if there are no others.
+    """
+    return [_group_minus_others(group, of_group) for group, of_group in zip(batch, returns, strict=True)]
+
+
+def _group_minus_others(group: Sequence[Episode], returns: Sequence[Sequence[float]]) -> list[list[float]]:
+    # the returns of trained turns, by the index of the turn and by conversation
+    at_turn: dict[int, dict[int, float]] = defaultdict(dict)
+    last: dict[int, float] = {}
+    for number, episode in enumerate(group):
+        for turn in range(episode.turns):
+            if episode.trained_T[turn]:
+                at_turn[turn][number] = last[number] = returns[number][turn]
+
+    def advantage(number: int, turn: int) -> float:
+        others = [value for other, value in at_turn[turn].items() if other != number]
+        others = others or [value for other, value in last.items() if other != number]
+        value = returns[number][turn]
+        return 0.0 if not others or all_equal([value, *others]) else value - statistics.fmean(others)
+
+    return [
+        [advantage(number, turn) if episode.trained_T[turn] else 0.0 for turn in range(episode.turns)]
+        for number, episode in enumerate(group)
+    ]
+
+
+def _trained(group: Sequence[Episode], values: Sequence[Sequence[float]]) -> list[float]:
+    """The values of all turns of a group that are trained on."""
+    return [
+        value
+        for episode, of_episode in zip(group, values, strict=True)
+        for value, included in zip(of_episode, episode.trained_T, strict=True)
+        if included
+    ]
+
+
+def _scaled(batch: Batch, compared: Returns, values: Returns, scale: Scale) -> Advantages:
+    """The values divided by the standard deviation of the compared numbers; 0 for turns that are not trained on."""
+    widths = divisors([_trained(group, of_group) for group, of_group in zip(batch, compared, strict=True)], scale)
+    return [
+        [
+            [value / width if included else 0.0 for value, included in zip(of_episode, episode.trained_T, strict=True)]
+            for episode, of_episode in zip(group, of_group, strict=True)
+        ]
+        for group, of_group, width in zip(batch, values, widths, strict=True)
+    ]
