@@ -21,7 +21,7 @@ from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
-from turnwise.training.batch import Batch, stale_without_logprobs
+from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
 from turnwise.types import Group, Trajectory
 
@@ -50,11 +50,12 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
             groups, update_started = rollouts.groups, time.perf_counter()
             _weigh(run, groups)
             run.credit(groups)
-            update = await _update(run, pack_groups(run, groups))
+            batches = pack_groups(run, groups)
+            update = await _update(run, batches)
             # at once, so that no further token is sampled from the old weights
             await run.publisher.publish(run.step + 1)
             seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - update_started}
-            _finish_step(run, report, groups, update, seconds=seconds, started=started)
+            _finish_step(run, report, groups, update, saved=share_saved(batches), seconds=seconds, started=started)
         if run.evaluation_due(config.eval.every):
             await _evaluate(run, report)
     report.end(run.directory, run.checkpoints.newest)
@@ -141,10 +142,11 @@ def _finish_step(
     groups: Sequence[Group],
     update: UpdateStats,
     *,
+    saved: float,
     seconds: dict[str, float],
     started: float,
 ) -> None:
-    """Write down the step, and warn of what keeps the run from learning."""
+    """Write down the step, and warn of what keeps the run from learning. `saved` is the share of tokens not computed."""
     metrics: dict[str, Any] = {
         **conversation_metrics(groups),
         "loss": update.loss,
@@ -153,6 +155,7 @@ def _finish_step(
         "ratio/max_deviation": update.max_deviation,
         "ratio/clip_fraction": update.clip_fraction,
         "tokens/trained": update.tokens,
+        "tokens/prefix_saved": saved,
     }
     tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
     if not run.config.train.overlap and update.max_deviation > tolerance:

@@ -68,14 +68,15 @@ def test_a_group_shares_its_prompt_and_branches_keep_their_positions() -> None:
     assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 9, 2, 10, 11, 12, 2, 13, 2]]
     assert micro.position_BL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4]]
     assert micro.tree is not None
-    assert micro.tree.prefix_GP.tolist() == [[0, 1, 2]]
-    assert micro.tree.branch_NR.tolist() == [[3, 4, 5, 6, 7, 8, 9], [10, 11, 0, 0, 0, 0, 0]]
-    assert micro.tree.seen_N1RK[1, 0, :2].int().tolist() == [
-        [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
-    ]
+    first, second = micro.tree.buckets  # a: all of its tokens; b: its own tokens behind the prompt
+    assert first.query_NR.tolist() == first.key_NK.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert first.mask(window=None) is None
+    assert (second.query_NR.tolist(), second.key_NK.tolist()) == ([[10, 11]], [[0, 1, 2, 10, 11]])
+    mask = second.mask(window=None)
+    assert mask is not None
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert micro.targets.token_N.tolist() == [8, 9, 2, 12, 2, 13, 2]
-    assert micro.column_N.tolist() == [2, 3, 4, 7, 8, 2, 10]
+    assert micro.column_U[micro.prediction_N].tolist() == [2, 3, 4, 7, 8, 2, 10]
     assert micro.targets.advantage_N.tolist() == [1.0, 1.0, 1.0, 1.0, 1.0, -0.5, -0.5]
 
 
@@ -180,9 +181,10 @@ def test_what_a_group_says_twice_is_computed_once_at_the_weight_of_both() -> Non
     assert len(merged_logprobs) == 5
 
 
-def test_models_whose_layers_do_not_all_see_everything_share_no_prompts() -> None:
+def test_models_with_sliding_windows_share_prefixes() -> None:
     assert try_tree_attention(tiny_model())
     windowed = tiny_model(
         use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
     )
-    assert not try_tree_attention(windowed)
+    assert try_tree_attention(windowed)
+    assert windowed.config.sliding_window == 4

@@ -66,9 +66,9 @@ class TrainSection(OptimizationSection):
     """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
     bonus."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Whether the common prompt of a group is computed only once in the forward pass. A check at the start tests whether the
-    model then gives the same log-probabilities. If the check fails, `auto` computes the prompt for each trajectory, and `always`
-    is an error."""
+    """Whether a prefix that several training sequences have in common is computed only once in the forward pass: the prompt of a
+    group, a common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same
+    log-probabilities. If the check fails, `auto` computes each sequence separately, and `always` is an error."""
     overlap: bool = False
     """Whether the trajectories of the next step are sampled during the training of this step. This is faster, but trajectories
     are then sampled with weights that are one version older (off-policy)."""

@@ -51,9 +51,10 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
             packed = max(packed, _off(logprob_N, micro.targets.behaviour_logprob_N))
             count += len(logprob_N)
     tolerance = _TOLERANCE.get(model.dtype, 0.5)
+    packing = "shared prefixes" if shares else "separate rows"
     figures = (
         f"{count} tokens of {len(trajectories)} conversations: the probability ratio to the engine differs from 1 by at most "
-        f"{packed:.1e} in the trainer ({'shared prompts' if shares else 'separate rows'}) and {plain:.1e} in a plain forward pass"
+        f"{packed:.1e} in the trainer ({packing}) and {plain:.1e} in a plain forward pass"
     )
     if max(packed, plain) <= tolerance:
         return Check(name, "ok", f"{figures} (tolerance for {str(model.dtype).removeprefix('torch.')}: {tolerance:g})")

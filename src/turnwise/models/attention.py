@@ -9,7 +9,8 @@ module to refuse such a model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["ignored_by_sdpa", "set_text_attention", "unsupported"]
+__all__ = ["ignored_by_sdpa", "narrow_window", "set_text_attention", "unsupported"]
 
 _NAME = "turnwise_recorder"
 """The name of an attention that records its options."""
@@ -71,6 +72,23 @@ def ignored_by_sdpa(model: Any) -> list[str]:
         if model.config.get_text_config()._attn_implementation != original:
             set_text_attention(model, original)
     return sorted(names)
+
+
+@contextmanager
+def narrow_window(config: Any, tokens: int) -> Iterator[None]:
+    """Inside, the sliding windows of a model with this text configuration have at most `tokens` tokens.
+
+    The test of an attention on a few tokens then includes what is outside the window.
+    """
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        yield
+        return
+    config.sliding_window = min(window, tokens)
+    try:
+        yield
+    finally:
+        config.sliding_window = window
 
 
 def set_text_attention(model: Any, name: str) -> None:

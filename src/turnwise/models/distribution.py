@@ -31,7 +31,7 @@ def sampling_logits(
         torch.as_tensor(option, device=logits_NV.device).reshape(-1, 1)
         for option in (temperature_N, top_k_N, top_p_N, min_p_N)
     )
-    logits_NV = logits_NV.float()
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if bool((temperature_N1 != 1.0).any()):
         logits_NV = logits_NV / temperature_N1.float()
     use_k, use_p, use_m = bool((top_k_N1 > 0).any()), bool((top_p_N1 < 1.0).any()), bool((min_p_N1 > 0.0).any())

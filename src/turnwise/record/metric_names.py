@@ -129,6 +129,11 @@ METRICS = (
         lines="train, sft, sft eval",
     ),
     Metric(
+        "tokens/prefix_saved", "share", "tokens of the training sequences",
+        "Tokens that are not computed in training, because they are in a prefix that sequences of a micro-batch share.",
+        lines=_BOTH,
+    ),
+    Metric(
         "entropy", "nats", "mean over the sampled tokens of finished conversations",
         "Estimate of the entropy: -log p of each sampled token. Null if the engine reports no log-probabilities for it.",
         near=("actor/entropy", "actor/entropy_loss"),

@@ -16,7 +16,7 @@ from turnwise.record.metrics import mean, share
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.sft.run import SftRun, assemble
 from turnwise.terminal.sft_report import SftReport
-from turnwise.training.batch import Batch
+from turnwise.training.batch import Batch, share_saved
 from turnwise.training.learner import UpdateStats
 from turnwise.types import Row, Trajectory
 
@@ -107,6 +107,7 @@ def _finish_step(
         "grad_norm": update.grad_norm,
         "turns/mean": mean([len(trajectory.turns) for trajectory in trained]),
         "tokens/trained": batch.tokens,
+        "tokens/prefix_saved": share_saved([batch]),
         "tokens/all": sum(len(segment) for trajectory in trained for segment in trajectory.segments),
         **_shares(trajectories),
         "template_mismatch": share([trajectory.template_mismatch is not None for trajectory in trajectories]),

@@ -1,13 +1,16 @@
 """Packs trajectories into micro-batches: each sampled token is one target, weighted by its share of the batch's average.
 
-A group is packed as a *tree*: the tokens that its trajectories have in common (the prefix), then one branch for each
-trajectory. A token sees the prefix and its own branch, at the positions that it has in its own sequence, so the prompt of a
-group is computed once and the result is that of separate rows. The tokens to train on are a flat list of targets: which
-token, predicted from which column, with which advantage and which weight. The weights add up to one over the batch, so the
-division into micro-batches changes memory use and never the result.
+The sequences of a batch form a *prefix tree*: tokens that several sequences have in common from the beginning are computed
+once, whichever groups, trajectories or segments the sequences belong to. This includes sampled tokens: two conversations that
+were sampled identically up to some token share all tokens before the difference. A token sees the tokens of its own sequence, at
+the positions that they have in the sequence, so the result is that of separate rows (`tree.py`).
 
-Axis suffixes in this folder: B rows, L columns, N targets, T tokens of a flat row, D hidden dimension, H heads, V vocabulary;
-in tree.py also G prefixes, P tokens of a prefix, R tokens of a branch.
+The tokens to train on are a flat list of targets: which token, predicted from which column, with which advantage and which
+weight. A sampled token that several sequences share is one *prediction* and several targets, each with its own advantage and
+weight. The weights add up to one over the batch, so the division into micro-batches changes memory use and never the result.
+
+Axis suffixes in this folder: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden dimension,
+H heads, V vocabulary; in tree.py others, which are listed there.
 """
 
 from __future__ import annotations
@@ -23,36 +26,39 @@ import torch
 
 from turnwise.training.branch import Branch, branches_of, logprob_kind
 from turnwise.training.loss import Targets
-from turnwise.training.tree import Tree, TreeShape
+from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Failure, LogprobKind, Media, Trajectory
 
-__all__ = ["Batch", "MicroBatch", "pack", "stale_without_logprobs"]
+__all__ = ["Batch", "MicroBatch", "pack", "share_saved", "stale_without_logprobs"]
 
-_CHEAP_PADDING = 32
-"""Tokens of padding in a branch that cost less than a second copy of the prefix."""
-_LONGEST_SHARED = 4096
-"""Tokens. Sharing needs a mask of branches by sequences; for longer sequences it costs more than the prompt."""
+_CUT_TOKENS = 64
+"""A further micro-batch costs as much as this number of tokens, besides the tokens that are in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The input of one forward pass, and its N targets: either rows padded on the right, or one flat row of trees.
+    """The input of one forward pass, and its N targets: either rows padded on the right, or one flat row of prefix trees.
 
-    Example: prompt `P P`, completions `a b` and `c`, as a tree::
+    Example: prompt `P P`, completions `a b`, `a c` and `d`, as a tree::
 
-        token_ids_BL = P P a b c
-        position_BL  = 0 1 2 3 2
-        targets: a from column 1, b from column 2, c from column 1
+        token_ids_BL = P P a b c d
+        position_BL  = 0 1 2 3 3 2
+        predictions:   a from column 1, d from column 1, b from column 2, c from column 2
+        targets:       a b, a c, d: prediction_N = 0 2 0 3 1
     """
 
     token_ids_BL: torch.Tensor
     position_BL: torch.Tensor
     tree: Tree | None
-    """The trees of a flat row; None for padded rows."""
-    row_N: torch.Tensor
-    """The row of a target."""
-    column_N: torch.Tensor
-    """The column whose logits predict the target."""
+    """The prefix trees of a flat row; None for padded rows."""
+    row_U: torch.Tensor
+    """The row of a prediction."""
+    column_U: torch.Tensor
+    """The column whose logits predict the token."""
+    token_U: torch.Tensor
+    """The token that is predicted. No two predictions are equal in row, column and token."""
+    prediction_N: torch.Tensor
+    """The prediction of each target: an index into the columns with the axis U."""
     targets: Targets
     media_B: Sequence[Sequence[Media]] = ()
     """The images and videos in each row; empty if no row has any."""
@@ -63,8 +69,10 @@ class MicroBatch:
             token_ids_BL=self.token_ids_BL.to(device),
             position_BL=self.position_BL.to(device),
             tree=None if self.tree is None else self.tree.to(device),
-            row_N=self.row_N.to(device),
-            column_N=self.column_N.to(device),
+            row_U=self.row_U.to(device),
+            column_U=self.column_U.to(device),
+            token_U=self.token_U.to(device),
+            prediction_N=self.prediction_N.to(device),
             targets=self.targets.to(device),
             media_B=self.media_B,
         )
@@ -79,6 +87,16 @@ class Batch:
     """Trajectories that count in the average, including those without a gradient."""
     tokens: int
     """Sampled tokens of those trajectories in turns with a weight above 0."""
+    sequence_tokens: int
+    """Tokens of the sequences in the forward pass, each sequence up to its last target."""
+    computed_tokens: int
+    """The same, where a prefix that sequences of a micro-batch share is counted once. Padding is not counted."""
+
+
+def share_saved(batches: Sequence[Batch]) -> float:
+    """The share of the sequences' tokens that are not computed, because sequences of a micro-batch share prefixes."""
+    tokens = sum(batch.sequence_tokens for batch in batches)
+    return 1 - sum(batch.computed_tokens for batch in batches) / tokens if tokens else 0.0
 
 
 def pack(
@@ -96,8 +114,8 @@ def pack(
     the same, however many segments they have, and tokens by weight within a trajectory.
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
-    is zero; `keep_zero` keeps them in, for losses with further terms. Trajectories of a group with equal tokens and equal
-    advantages are computed once, at the weight of all of them.
+    is zero; `keep_zero` keeps them in, for losses with further terms. Sequences of a group with equal tokens and equal
+    advantages are one sequence, at the weight of all of them.
 
     `kinds` are the kinds of log-probability that the loss can use (`BatchRequirements.logprob_kinds`); those of other kinds
     are dropped, and `Targets.known_N` is false for their tokens.
@@ -120,18 +138,20 @@ def pack(
         share = 1.0 / total if average == "token" else 1.0 / (len(counted) * weight_sum)
         for branch in branches_of(trajectory, kinds, share, sequence_numbers):
             branches.append((trajectory.group, branch))
-    bundles = _bundles(branches, share_prompts=share_prompts)
-    trees = [_Tree.of(part) for bundle in bundles for part in _split(bundle, micro_batch_tokens)]
-    shareable = [share_prompts and tree.longest <= _LONGEST_SHARED and not tree.media for tree in trees]
-    flat = [tree for tree, shared in zip(trees, shareable, strict=True) if shared]
-    padded = [tree for tree, shared in zip(trees, shareable, strict=True) if not shared]
+    merged = _merge_equal(branches)
+    shared = [branch for branch in merged if share_prompts and not branch.media]
+    separate = [branch for branch in merged if not share_prompts or branch.media]
+    micro_batches = [
+        *(_flat_row(part) for part in _cut(shared, micro_batch_tokens)),
+        *(_padded_rows(part) for part in _by_length(separate, micro_batch_tokens)),
+    ]
     return Batch(
-        micro_batches=[
-            *(_flat_row(chosen) for chosen in _micro_batches(flat, micro_batch_tokens, padded=False)),
-            *(_padded_rows(chosen) for chosen in _micro_batches(padded, micro_batch_tokens, padded=True)),
-        ],
+        micro_batches=micro_batches,
         trajectories=len(counted),
         tokens=sum(tokens for _, _, tokens in weighted),
+        sequence_tokens=sum(len(branch.token_ids) for branch in merged),
+        computed_tokens=sum(len(branch.token_ids) for branch in separate)
+        + sum(micro.token_ids_BL.numel() for micro in micro_batches if micro.tree is not None),
     )
 
 
@@ -164,133 +184,109 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
     return None
 
 
-def _bundles(branches: Sequence[tuple[str, Branch]], *, share_prompts: bool) -> list[list[Branch]]:
-    """Branches (with their groups) by common prefix. Equal branches are merged into one, with the sum of their shares."""
-    bundles: dict[tuple[str, bytes], dict[bytes, Branch]] = {}
+def _merge_equal(branches: Sequence[tuple[str, Branch]]) -> list[Branch]:
+    """Branches (with their groups), where equal branches of a group are one, with the sum of their shares."""
+    merged: dict[tuple[str, bytes], Branch] = {}
     for group, branch in branches:
-        identity = branch.identity()
-        shareable = share_prompts and len(branch.token_ids) <= _LONGEST_SHARED and not branch.media
-        # a group shares its opening; behind it, trajectories differ
-        common = branch.token_ids[: branch.prefix].tobytes() if shareable else identity
-        bundle = bundles.setdefault((group, common), {})
-        equal = bundle.get(identity)
-        bundle[identity] = branch if equal is None else replace(equal, share=equal.share + branch.share)
-    return [list(bundle.values()) for bundle in bundles.values()]
+        key = (group, branch.identity())
+        equal = merged.get(key)
+        merged[key] = branch if equal is None else replace(equal, share=equal.share + branch.share)
+    return list(merged.values())
 
 
-def _split(bundle: list[Branch], micro_batch_tokens: int) -> Iterator[list[Branch]]:
-    """Divide a bundle into parts that share one copy of the prefix and fit into a forward pass."""
+def _cut(branches: Sequence[Branch], micro_batch_tokens: int) -> list[list[Branch]]:
+    """Divide branches into micro-batches of at most `micro_batch_tokens` tokens; a longer branch is a micro-batch of its own.
+
+    Branches are in lexicographic order, so that neighbors share the longest prefixes. Each cut computes the prefix at the cut
+    a second time. The cuts are those with the smallest number of tokens in all micro-batches, by dynamic programming.
+    """
+    # big-endian bytes sort as the token ids themselves
+    ordered = sorted(branches, key=lambda branch: branch.token_ids.astype(">i4").tobytes())
+    if not ordered:
+        return []
+    sequences = [branch.token_ids for branch in ordered]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    shared = [0, *(shared_prefix(*pair) for pair in itertools.pairwise(sequences))]
+    # own[j] - own[i]: tokens of the branches i to j - 1, without the prefixes that they share with the branch before them
+    own = np.concatenate([[0], np.cumsum(lengths - shared)])
+    # a micro-batch of the branches i to j - 1 has opening[i] + own[j] tokens
+    opening = lengths - own[1:]
+    cost = np.zeros(len(ordered) + 1, dtype=np.int64)
+    cut = np.zeros(len(ordered) + 1, dtype=np.int64)
+    first = 0
+    for end in range(1, len(ordered) + 1):
+        while first < end - 1 and opening[first] + own[end] > micro_batch_tokens:
+            first += 1
+        costs = cost[first:end] + opening[first:end]
+        cut[end] = first + int(costs.argmin())
+        cost[end] = costs.min() + own[end] + _CUT_TOKENS
+    parts: list[list[Branch]] = []
+    end = len(ordered)
+    while end:
+        parts.append(ordered[cut[end] : end])
+        end = int(cut[end])
+    return parts[::-1]
+
+
+def _by_length(branches: Sequence[Branch], micro_batch_tokens: int) -> Iterator[list[Branch]]:
+    """Branches of similar length together, as many as fit into a micro-batch with their padding."""
     part: list[Branch] = []
-    length = 0
-    for branch in sorted(bundle, key=lambda branch: -len(branch.token_ids)):
-        own = len(branch.token_ids) - branch.prefix
-        # attention pads branches to the longest: a second copy of the prefix is cheaper for a much shorter branch
-        short = bool(part) and 2 * own + _CHEAP_PADDING < len(part[0].token_ids) - branch.prefix
-        if part and (short or length + own > micro_batch_tokens):
+    for branch in sorted(branches, key=lambda branch: -len(branch.token_ids)):
+        if part and (len(part) + 1) * len(part[0].token_ids) > micro_batch_tokens:
             yield part
-            part, length = [], 0
-        length += own if part else len(branch.token_ids)
+            part = []
         part.append(branch)
-    yield part
+    if part:
+        yield part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tree:
-    """A prefix and its branches, one after the other, and the columns that predict the targets."""
-
-    branches: list[Branch]
-    shape: TreeShape
-    """With `start` 0: the place in the flat row is not known yet."""
-    token_ids: np.ndarray
-    position: np.ndarray
-    column: np.ndarray
-    """One for each target of the branches, in their order."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence in it."""
-        return self.shape.prefix + max(self.shape.branches)
-
-    @property
-    def media(self) -> Sequence[Media]:
-        """Only a tree of a single branch has media: rows with images are not shared."""
-        return self.branches[0].media
-
-    @classmethod
-    def of(cls, branches: list[Branch]) -> _Tree:
-        prefix = branches[0].prefix
-        ids, positions = [branches[0].token_ids[:prefix]], [np.arange(prefix)]
-        columns: list[np.ndarray] = []
-        start = prefix
-        for branch in branches:
-            length = len(branch.token_ids)
-            ids.append(branch.token_ids[prefix:])
-            positions.append(np.arange(prefix, length))
-            # a token is predicted from the column before it; the first one of a branch from the last one of the prefix
-            before = np.arange(start - 1, start + length - prefix - 1)
-            before[0] = prefix - 1
-            columns.append(before[branch.is_target[prefix:]])
-            start += length - prefix
-        return cls(
-            branches=branches,
-            shape=TreeShape(0, prefix, [len(branch.token_ids) - prefix for branch in branches]),
-            token_ids=np.concatenate(ids),
-            position=np.concatenate(positions),
-            column=np.concatenate(columns),
-        )
-
-
-def _micro_batches(trees: list[_Tree], micro_batch_tokens: int, *, padded: bool) -> Iterator[list[_Tree]]:
-    """Trees of similar length together, as many as fit; if `padded`, the padding counts too."""
-    chosen: list[_Tree] = []
-    tokens = longest = 0
-    for tree in sorted(trees, key=lambda tree: (-max(tree.shape.branches), -len(tree.token_ids))):
-        longest = max(longest, len(tree.token_ids))
-        tokens = (len(chosen) + 1) * longest if padded else tokens + len(tree.token_ids)
-        if chosen and tokens > micro_batch_tokens:
-            yield chosen
-            chosen, tokens, longest = [], len(tree.token_ids), len(tree.token_ids)
-        chosen.append(tree)
-    if chosen:
-        yield chosen
-
-
-def _flat_row(trees: list[_Tree]) -> MicroBatch:
-    """Trees one after the other in a single row."""
-    starts = np.cumsum([0, *(len(tree.token_ids) for tree in trees)])[:-1]
-    shapes = [replace(tree.shape, start=int(start)) for tree, start in zip(trees, starts, strict=True)]
-    columns = [tree.column + start for tree, start in zip(trees, starts, strict=True)]
+def _flat_row(branches: list[Branch]) -> MicroBatch:
+    """A single row, in which each common prefix is present once. The branches are in lexicographic order."""
+    row = FlatRow.of([branch.token_ids for branch in branches])
+    # a token is predicted from the token before it in its sequence
+    columns = [
+        places[np.flatnonzero(branch.is_target) - 1] for branch, places in zip(branches, row.places, strict=True)
+    ]
+    targets = _targets(branches)
+    column_N = np.concatenate(columns)
+    _, first_U, prediction_N = np.unique(
+        column_N << 32 | targets.token_N.numpy(), return_index=True, return_inverse=True
+    )
     return MicroBatch(
-        token_ids_BL=torch.from_numpy(np.concatenate([tree.token_ids for tree in trees])[None]),
-        position_BL=torch.from_numpy(np.concatenate([tree.position for tree in trees])[None]),
-        tree=Tree.of(shapes),
-        row_N=torch.zeros(sum(len(column) for column in columns), dtype=torch.int64),
-        column_N=torch.from_numpy(np.concatenate(columns)),
-        targets=_targets(trees),
+        token_ids_BL=torch.from_numpy(row.token_ids[None]),
+        position_BL=torch.from_numpy(row.position[None]),
+        tree=Tree.of(row.runs),
+        row_U=torch.zeros(len(first_U), dtype=torch.int64),
+        column_U=torch.from_numpy(column_N[first_U]),
+        token_U=targets.token_N[torch.from_numpy(first_U)],
+        prediction_N=torch.from_numpy(prediction_N),
+        targets=targets,
     )
 
 
-def _padded_rows(trees: list[_Tree]) -> MicroBatch:
+def _padded_rows(branches: list[Branch]) -> MicroBatch:
     """A row for each sequence, padded on the right."""
-    length = max(len(tree.token_ids) for tree in trees)
-    token_ids = np.zeros((len(trees), length), dtype=np.int64)
-    for row, tree in zip(token_ids, trees, strict=True):
-        row[: len(tree.token_ids)] = tree.token_ids
-    rows = [np.full(len(tree.column), row) for row, tree in enumerate(trees)]
+    length = max(len(branch.token_ids) for branch in branches)
+    token_ids = np.zeros((len(branches), length), dtype=np.int64)
+    for row, branch in zip(token_ids, branches, strict=True):
+        row[: len(branch.token_ids)] = branch.token_ids
+    columns = [np.flatnonzero(branch.is_target) - 1 for branch in branches]
+    targets = _targets(branches)
     return MicroBatch(
         token_ids_BL=torch.from_numpy(token_ids),
-        position_BL=torch.arange(length).expand(len(trees), length),
+        position_BL=torch.arange(length).expand(len(branches), length),
         tree=None,
-        row_N=torch.from_numpy(np.concatenate(rows)),
-        column_N=torch.from_numpy(np.concatenate([tree.column for tree in trees])),
-        targets=_targets(trees),
-        media_B=[tree.media for tree in trees] if any(tree.media for tree in trees) else (),
+        row_U=torch.from_numpy(np.repeat(np.arange(len(branches)), [len(column) for column in columns])),
+        column_U=torch.from_numpy(np.concatenate(columns)),
+        token_U=targets.token_N,
+        prediction_N=torch.arange(len(targets.token_N)),
+        targets=targets,
+        media_B=[branch.media for branch in branches] if any(branch.media for branch in branches) else (),
     )
 
 
-def _targets(trees: list[_Tree]) -> Targets:
-    """The targets of all branches, in the order of the trees' columns."""
-    branches = [branch for tree in trees for branch in tree.branches]
+def _targets(branches: Sequence[Branch]) -> Targets:
+    """The targets of all branches, in their order."""
 
     def column(values: Callable[[Branch], np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([values(branch)[branch.is_target] for branch in branches]))

@@ -40,8 +40,6 @@ class Branch:
     """`Targets.sequence_N` of its tokens."""
     share: float
     """Share of a token of weight 1 in the batch's average."""
-    prefix: int
-    """Length of the opening: the tokens before the first sampled token."""
     media: Sequence[Media]
 
     @property
@@ -86,8 +84,6 @@ def branches_of(
             weights=weights,
             number=next(sequence_numbers),
             share=share,
-            # also where the first turns have weight 0: a group has its opening in common
-            prefix=int(np.flatnonzero(turn >= 0)[0]),
             media=[media for media in segment.media if media.start < end],
         )
 

@@ -1,12 +1,13 @@
 """Log-probabilities of a packed batch under a transformers model: the only forward pass of the learner.
 
-Axis suffixes are those of batch.py: B rows, L columns, N targets, T tokens of a flat row, D hidden dimension, V vocabulary.
+Axis suffixes are those of batch.py: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden
+dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 import torch
 
 from turnwise.errors import TurnwiseError
-from turnwise.models.attention import set_text_attention
+from turnwise.models.attention import narrow_window, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
 from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logprobs_of_logits
-from turnwise.training.tree import Tree, TreeShape, tree_attention, use_tree_attention
+from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
 __all__ = ["Forward", "try_tree_attention"]
@@ -49,12 +50,14 @@ class Forward:
 
     def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        token_N = micro.targets.token_N
         with self._inputs(micro) as inputs:
             if self._body is not None and self._head is not None:
-                hidden_BLD = self._body(**inputs)[0]
-                return self._head(hidden_BLD[micro.row_N, micro.column_N], token_N, entropy=entropy)
-            return logprobs_of_logits(self._logits(micro, inputs), token_N, self._sampling, entropy=entropy)
+                hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
+                logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)
+            else:
+                logits_UV = self._logits(micro, inputs)
+                logprob_U, entropy_U = logprobs_of_logits(logits_UV, micro.token_U, self._sampling, entropy=entropy)
+        return logprob_U[micro.prediction_N], None if entropy_U is None else entropy_U[micro.prediction_N]
 
     @contextmanager
     def _inputs(self, micro: MicroBatch) -> Iterator[dict[str, Any]]:
@@ -93,62 +96,62 @@ class Forward:
             yield {**inputs, **given}
 
     def _logits(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits [N, V] that predict the targets, from the model's own forward."""
+        """Logits [U, V] of the distinct predictions, from the model's own forward."""
         if not self._takes_logits_to_keep:
-            return self._model(**inputs).logits[micro.row_N, micro.column_N]
-        kept, place_N = torch.unique(micro.column_N, return_inverse=True)
-        return self._model(**inputs, logits_to_keep=kept).logits[micro.row_N, place_N]
+            return self._model(**inputs).logits[micro.row_U, micro.column_U]
+        kept, place_U = torch.unique(micro.column_U, return_inverse=True)
+        return self._model(**inputs, logits_to_keep=kept).logits[micro.row_U, place_U]
+
+
+_TREE_LAYERS = {"full_attention", "sliding_attention"}
+"""Types of layers whose attention depends on nothing but the keys and their distance to the query."""
+_PROBE_WINDOW = 3
+"""Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
+_PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
+"""Token ids of the test sequences, in lexicographic order: a tree of depth 4, and a sequence that shares nothing."""
 
 
 def try_tree_attention(model: Any) -> bool:
     """Give a model tree attention if its logits stay the same, which is tested on a small tree. Returns whether it has it.
 
-    A model that does not support it (sliding windows, recurrent layers, soft caps or sinks, an attention of its own) is
+    A model that does not support it (recurrent layers, attention in chunks, soft caps or sinks, an attention of its own) is
     unchanged.
     """
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    if any(kind != "full_attention" for kind in kinds) or (window is not None and not kinds):
+    if not _TREE_LAYERS.issuperset(getattr(config, "layer_types", None) or []):
         return False
     previous = config._attn_implementation
-    sequence = _probe_sequence(model)
-    with torch.no_grad():
-        expected_LV = model(sequence, use_cache=False).logits[0]
-    try:
-        use_tree_attention(model)
-        if _tree_gives(model, expected_LV):
-            return True
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        pass  # the attention takes other arguments, or cannot be replaced
+    vocabulary = model.get_input_embeddings().num_embeddings
+    sequences = sorted({tuple(token % vocabulary for token in sequence) for sequence in _PROBE})
+    with torch.no_grad(), narrow_window(config, _PROBE_WINDOW):
+        expected = [_logits_of(model, sequence) for sequence in sequences]
+        try:
+            use_tree_attention(model)
+            if _tree_gives(model, sequences, expected):
+                return True
+        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+            pass  # the attention takes other arguments or another mask, or cannot be replaced
     if config._attn_implementation != previous:
         set_text_attention(model, previous)
     return False
 
 
-_PREFIX, _OTHER, _BRANCH = (11, 7), (5, 3, 2), (13, 17)
-"""Token ids of the test tree: a prefix and two branches."""
+def _logits_of(model: Any, sequence: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of a sequence in a plain forward pass."""
+    return model(torch.tensor([sequence], device=model.device), use_cache=False).logits[0].float()
 
 
-def _probe_sequence(model: Any) -> torch.Tensor:
-    """The prefix and the second branch as a separate sequence [1, L]."""
-    return torch.tensor([_PREFIX + _BRANCH], device=model.device) % model.get_input_embeddings().num_embeddings
-
-
-def _tree_gives(model: Any, expected_LV: torch.Tensor) -> bool:
-    """Whether the logits of a tree's second branch, and of its sequence alone, equal those of the previous attention."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.tensor([_PREFIX + _OTHER + _BRANCH], device=model.device) % vocabulary
-    position = torch.tensor([[0, 1, 2, 3, 4, 2, 3]], device=model.device)
-    tree = Tree.of([TreeShape(0, len(_PREFIX), [len(_OTHER), len(_BRANCH)])]).to(model.device)
-    with torch.no_grad():
-        with tree_attention(tree):
-            shared_TV = model(ids, position_ids=position, use_cache=False).logits[0]
-        alone_LV = model(_probe_sequence(model), use_cache=False).logits[0]
+def _tree_gives(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether the logits of the sequences in a tree, and of each sequence alone, equal those of the previous attention."""
+    row = FlatRow.of([np.array(sequence) for sequence in sequences])
+    ids, position = (torch.from_numpy(values[None]).to(model.device) for values in (row.token_ids, row.position))
+    with tree_attention(Tree.of(row.runs).to(model.device)):
+        shared_TV = model(ids, position_ids=position, use_cache=False).logits[0].float()
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
     return all(
-        torch.allclose(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
-        for actual, expected in ((shared_TV[-len(_BRANCH) :], expected_LV[-len(_BRANCH) :]), (alone_LV, expected_LV))
+        torch.allclose(actual_LV, expected_LV, atol=tolerance, rtol=tolerance)
+        for sequence, places, expected_LV in zip(sequences, row.places, expected, strict=True)
+        for actual_LV in (shared_TV[torch.from_numpy(places)], _logits_of(model, sequence))
     )
 
 

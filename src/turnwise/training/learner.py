@@ -24,7 +24,7 @@ class BatchRequirements:
     """What a learner requires of the batches that it receives: arguments of `batch.pack`."""
 
     share_prompts: bool
-    """Whether the model can compute the prompt of a group once (tree attention)."""
+    """Whether the model can compute a prefix that sequences share once (tree attention)."""
     logprob_kinds: frozenset[LogprobKind]
     """The kinds of reported log-probability that the loss can use. The learner computes the others itself."""
     keep_zero: bool

@@ -81,7 +81,7 @@ class LocalLearner:
         if share_prompts == "always" and not shares:
             raise ConfigError(
                 f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with "
-                f"shared prompts (sliding windows and recurrent layers do not); use auto or never"
+                f"shared prefixes (recurrent layers and attention with soft caps or sinks do not); use auto or never"
             )
         self._model = model
         self._loss = loss or make_loss(LossConfig())

@@ -1,11 +1,14 @@
-"""Attention over trees: a prefix is computed once for all of its branches.
+"""Attention over prefix trees: a prefix that several sequences have in common is computed once, at any depth.
 
-All tokens of a micro-batch are in one flat row without padding. Only attention gathers them into padded rows: the tokens of a
-prefix attend to the prefix, the tokens of a branch to their prefix and to the branch itself. The attention is registered with
-transformers under a name of its own, and is the ordinary `sdpa` whenever no tree is computed.
+All sequences of a micro-batch are in one flat row without padding, and each common prefix is in the row once. A sequence is
+therefore not contiguous in the row: its tokens continue a *context*, which another sequence has brought into the row. Only
+attention has to know this. It gathers, for each run of consecutive tokens, the keys of the run's context and of the run itself,
+in the order of the sequence. A token sees the keys up to its own position, or those inside the model's sliding window.
 
-Axis suffixes: T tokens of the flat row, G prefixes of at most P tokens, N branches of at most R tokens, K = P + R keys of a
-branch, H heads, D head dimension.
+The attention is registered with transformers under a name of its own, and is the ordinary `sdpa` whenever no tree is computed.
+
+Axis suffixes: T tokens of the flat row, N runs of at most R tokens, K keys of a run (its context and the run itself), H heads,
+D head dimension.
 """
 
 from __future__ import annotations
@@ -25,105 +28,217 @@ from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.attention import set_text_attention, unsupported
 
-__all__ = ["Tree", "TreeShape", "tree_attention", "use_tree_attention"]
+__all__ = ["FlatRow", "Run", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
 
 _NAME = "turnwise_tree"
+_CALL_PAIRS = 16_384
+"""Pairs of a query and a key that cost as much as a further call of the attention function."""
+_MOST_MASKED_PAIRS = 1 << 24
+"""A run with more pairs of a query and a key shares no prefix: its mask would need more memory than sharing saves."""
+
+
+def shared_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """The number of leading tokens of `second` that are computed with `first`, its neighbor in lexicographic order."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    shared = int(differs.argmax()) if differs.any() else length
+    return shared if (len(second) - shared) * len(second) <= _MOST_MASKED_PAIRS else 0
 
 
 @dataclass(frozen=True, slots=True)
-class TreeShape:
-    """The place of a prefix and its branches in the flat row: `start`, then their lengths. The branches follow the prefix."""
+class Run:
+    """Consecutive tokens of the flat row that continue a context."""
 
     start: int
-    prefix: int
-    branches: Sequence[int]
+    """Place of the first token in the flat row."""
+    length: int
+    context: np.ndarray
+    """Places of the tokens before the run in its sequence, from the first token of the sequence; empty for a root."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRow:
+    """Sequences in one row, in which each common prefix is present once.
+
+    Example: the sequences `p q a b`, `p q a c` and `p q x`::
+
+        token_ids = p q a b c x    position = 0 1 2 3 3 2
+        runs      = p q a b | c with context p q a | x with context p q
+        places    = [0 1 2 3], [0 1 2 4], [0 1 5]
+    """
+
+    token_ids: np.ndarray
+    position: np.ndarray
+    """Position of each token in its sequence."""
+    runs: Sequence[Run]
+    places: Sequence[np.ndarray]
+    """For each sequence, the places of its tokens in the row."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[np.ndarray]) -> FlatRow:
+        """Lay out sequences of token ids. They must be in lexicographic order, in which neighbors share the longest prefixes."""
+        token_ids: list[np.ndarray] = []
+        position: list[np.ndarray] = []
+        places: list[np.ndarray] = []
+        runs: list[Run] = []
+        start = 0
+        for index, sequence in enumerate(sequences):
+            shared = shared_prefix(sequences[index - 1], sequence) if index else 0
+            context = places[-1][:shared] if shared else np.empty(0, dtype=np.int64)
+            length = len(sequence) - shared
+            places.append(np.concatenate([context, np.arange(start, start + length)]))
+            if not length:  # the same tokens as the sequence before
+                continue
+            runs.append(Run(start, length, context))
+            token_ids.append(sequence[shared:])
+            position.append(np.arange(shared, len(sequence)))
+            start += length
+        return cls(np.concatenate(token_ids), np.concatenate(position), runs, places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Runs of similar size, which are computed in one call. Padding holds 0: a valid place, whose result is never read."""
+
+    query_NR: torch.Tensor
+    """Places in the flat row of each run's tokens."""
+    key_NK: torch.Tensor
+    """Places of the tokens of each run's context and of the run itself, in the order of the sequence."""
+    position_NR: torch.Tensor
+    """The index in `key_NK` of each token of a run: its position in the sequence. Padding has the position of the first token,
+    because a token that sees no key would give NaN."""
+    roots: bool
+    """Whether no run has a context."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> _Bucket:
+        contexts = np.array([len(run.context) for run in runs])
+        lengths = np.array([run.length for run in runs])
+        query_NR = np.zeros((len(runs), int(lengths.max())), dtype=np.int64)
+        key_NK = np.zeros((len(runs), int((contexts + lengths).max())), dtype=np.int64)
+        for row, run in enumerate(runs):
+            own = np.arange(run.start, run.start + run.length)
+            query_NR[row, : run.length] = own
+            key_NK[row, : len(run.context)] = run.context
+            key_NK[row, len(run.context) : len(run.context) + run.length] = own
+        offset_R = np.arange(query_NR.shape[1])
+        position_NR = contexts[:, None] + np.where(offset_R < lengths[:, None], offset_R, 0)
+        return cls(
+            torch.from_numpy(query_NR), torch.from_numpy(key_NK), torch.from_numpy(position_NR), not contexts.any()
+        )
+
+    def to(self, device: torch.device) -> _Bucket:
+        """The same on another device."""
+        return _Bucket(self.query_NR.to(device), self.key_NK.to(device), self.position_NR.to(device), self.roots)
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same."""
+        keys = self.key_NK.shape[1]
+        if self.roots and (window is None or keys <= window):
+            return None
+        key_K, position_NR1 = torch.arange(keys, device=self.key_NK.device), self.position_NR.unsqueeze(-1)
+        seen_NRK = key_K <= position_NR1
+        if window is not None:
+            seen_NRK &= key_K > position_NR1 - window
+        return seen_NRK.unsqueeze(1)
+
+    def attend(
+        self,
+        query_THD: torch.Tensor,
+        key_THD: torch.Tensor,
+        value_THD: torch.Tensor,
+        mask_N1RK: torch.Tensor | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Attention of the runs, [N * R, H, D]."""
+        key_NHKD, value_NHKD = (tensor_THD[self.key_NK].transpose(1, 2) for tensor_THD in (key_THD, value_THD))
+        # on accelerators, the fast kernels take no mask together with grouped heads
+        grouped = mask_N1RK is None or key_NHKD.device.type == "cpu"
+        if not grouped:
+            repeats = query_THD.shape[1] // key_THD.shape[1]
+            key_NHKD, value_NHKD = (heads.repeat_interleave(repeats, dim=1) for heads in (key_NHKD, value_NHKD))
+        # keys have their rotary positions already, so a run continues at the position after its context, wherever it is in the
+        # flat row
+        output_NHRD = F.scaled_dot_product_attention(
+            query_THD[self.query_NR].transpose(1, 2),
+            key_NHKD,
+            value_NHKD,
+            attn_mask=mask_N1RK,
+            is_causal=mask_N1RK is None,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        return output_NHRD.transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Index tensors of a flat row.
+    """Index tensors of a flat row, for the attention."""
 
-    Example: a prefix `p q` with the branches `a b c` and `x`, at T = 0 1 2 3 4 5::
-
-        prefix_GP = [[0, 1]]    branch_NR = [[2, 3, 4], [5, 0, 0]]    prefix_of_N = [0, 0]
-        place_T   = 0 1 | 2 3 4 | 5         (2 places for the prefix, then 3 for each branch)
-    """
-
-    prefix_GP: torch.Tensor
-    """Places in the flat row of each prefix's tokens. Padding holds 0: a valid index, whose result is never read."""
-    branch_NR: torch.Tensor
-    """The same for the tokens of each branch."""
-    prefix_of_N: torch.Tensor
-    """The row of `prefix_GP` that each branch belongs to."""
-    seen_N1RK: torch.Tensor
-    """Which keys a token of a branch attends to: the P places of its prefix, then the R places of its branch."""
+    buckets: Sequence[_Bucket]
     place_T: torch.Tensor
-    """Place of each token's result among the G * P + N * R gathered results."""
+    """Place of each token's result among the results of all buckets, padding included."""
 
     @classmethod
-    def of(cls, shapes: Sequence[TreeShape]) -> Tree:
-        """The index tensors of trees that fill the flat row without gaps."""
-        prefixes = [shape.prefix for shape in shapes]
-        owners = [number for number, shape in enumerate(shapes) for _ in shape.branches]
-        lengths = [length for shape in shapes for length in shape.branches]
-        longest_prefix, longest_branch = max(prefixes), max(lengths)
-        prefix_GP = np.zeros((len(shapes), longest_prefix), dtype=np.int64)
-        branch_NR = np.zeros((len(lengths), longest_branch), dtype=np.int64)
-        place_T = np.empty(sum(prefixes) + sum(lengths), dtype=np.int64)
-        number = 0
-        for row, shape in enumerate(shapes):
-            flat = np.arange(shape.start, shape.start + shape.prefix)
-            prefix_GP[row, : shape.prefix] = flat
-            place_T[flat] = row * longest_prefix + np.arange(shape.prefix)
-            start = shape.start + shape.prefix
-            for length in shape.branches:
-                flat = np.arange(start, start + length)
-                branch_NR[number, :length] = flat
-                place_T[flat] = prefix_GP.size + number * longest_branch + np.arange(length)
-                start, number = start + length, number + 1
-        # a branch's token sees its whole prefix (not the padding behind it), and its own branch causally. Padding in a branch
-        # is on the right, where no token of the branch looks
-        of_prefix_NP = np.arange(longest_prefix)[None] < np.array(prefixes)[owners][:, None]
-        seen_NRP = np.broadcast_to(of_prefix_NP[:, None], (len(lengths), longest_branch, longest_prefix))
-        own_NRR = np.broadcast_to(np.tri(longest_branch, dtype=bool), (len(lengths), longest_branch, longest_branch))
-        return cls(
-            prefix_GP=torch.from_numpy(prefix_GP),
-            branch_NR=torch.from_numpy(branch_NR),
-            prefix_of_N=torch.tensor(owners),
-            seen_N1RK=torch.from_numpy(np.concatenate([seen_NRP, own_NRR], axis=-1)).unsqueeze(1),
-            place_T=torch.from_numpy(place_T),
-        )
+    def of(cls, runs: Sequence[Run]) -> Tree:
+        """The index tensors of runs that fill the flat row without gaps."""
+        groups = list(_by_size(runs))
+        place_T = np.empty(sum(run.length for run in runs), dtype=np.int64)
+        start = 0
+        for group in groups:
+            longest = max(run.length for run in group)
+            for run in group:
+                place_T[run.start : run.start + run.length] = np.arange(start, start + run.length)
+                start += longest
+        return cls([_Bucket.of(group) for group in groups], torch.from_numpy(place_T))
 
     def to(self, device: torch.device) -> Tree:
         """The same on another device."""
-        return Tree(*(getattr(self, name).to(device) for name in Tree.__dataclass_fields__))
+        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device))
+
+
+def _by_size(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """Divide runs into buckets: few, and with little padding. Roots without a context, which need no mask, are separate."""
+    for roots in (True, False):
+        group: list[Run] = []
+        length = keys = 0
+        for run in sorted((run for run in runs if (len(run.context) == 0) == roots), key=_keys):
+            padded = (len(group) + 1) * max(length, run.length) * _keys(run)
+            separate = len(group) * length * keys + run.length * _keys(run) + _CALL_PAIRS
+            if group and padded > separate:
+                yield group
+                group, length = [], 0
+            group.append(run)
+            length, keys = max(length, run.length), _keys(run)
+        if group:
+            yield group
+
+
+def _keys(run: Run) -> int:
+    return len(run.context) + run.length
+
+
+@dataclass(frozen=True, slots=True)
+class _TreeMask:
+    """What layers of one kind receive as their attention mask: the tree, and a mask for each of its buckets.
+
+    Layers pass their mask on to the attention function unread. It therefore also arrives there when gradient checkpointing
+    computes a layer again, in the backward pass.
+    """
+
+    tree: Tree
+    masks: Sequence[torch.Tensor | None]
 
     def attend(
         self, query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query."""
-        repeat = query_HTD.shape[0] // key_HTD.shape[0]
-
-        def gathered(heads_HTD: torch.Tensor, places: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-            rows = heads_HTD.transpose(0, 1)[places]  # [rows, length, heads, D]
-            return rows.transpose(1, 2).repeat_interleave(repeat, dim=1)  # [rows, heads * repeat, length, D]
-
-        # prefixes: causal attention hides the padding, which is on the right
-        prefix_key, prefix_value = (gathered(x, self.prefix_GP, repeat) for x in (key_HTD, value_HTD))
-        prefix_out = F.scaled_dot_product_attention(
-            gathered(query_HTD, self.prefix_GP), prefix_key, prefix_value, is_causal=True, scale=scaling
-        )
-        # branches: the keys of the prefix come first. Keys have their rotary positions already, so a branch continues at the
-        # position after its prefix, wherever it is in the flat row
-        branch_out = F.scaled_dot_product_attention(
-            gathered(query_HTD, self.branch_NR),
-            torch.cat([prefix_key[self.prefix_of_N], gathered(key_HTD, self.branch_NR, repeat)], dim=2),
-            torch.cat([prefix_value[self.prefix_of_N], gathered(value_HTD, self.branch_NR, repeat)], dim=2),
-            attn_mask=self.seen_N1RK,
-            scale=scaling,
-        )
-        results = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in (prefix_out, branch_out)])
-        return results[self.place_T]
+        query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
+        results = [
+            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling)
+            for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
+        ]
+        return torch.cat(results)[self.tree.place_T]
 
 
 _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)
@@ -131,7 +246,7 @@ _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)
 
 @contextmanager
 def tree_attention(tree: Tree) -> Iterator[None]:
-    """While it is open, models with tree attention compute `tree`."""
+    """A forward pass inside the context computes `tree`, if the model has tree attention."""
     token = _current_tree.set(tree)
     try:
         yield
@@ -154,18 +269,22 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | _TreeMask | None,
     scaling: float | None = None,
     **others: Any,  # transformers' own protocol
 ) -> tuple[torch.Tensor, None]:
-    tree = _current_tree.get()
-    if tree is None:
+    if not isinstance(attention_mask, _TreeMask):
+        if _current_tree.get() is not None:
+            raise TypeError("the model does not pass its attention mask on to the attention function")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     if ignored := unsupported(others, known=("dropout", "is_causal")):
         raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
-    return tree.attend(query[0], key[0], value[0], scaling).unsqueeze(0), None
+    return attention_mask.attend(query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 
-def _mask(*arguments: Any, **options: Any) -> torch.Tensor | None:
-    # the tree has a mask of its own; one of all T x T tokens would be large and unused
-    return None if _current_tree.get() is not None else sdpa_mask(*arguments, **options)
+def _mask(*arguments: Any, local_size: int | None = None, **options: Any) -> torch.Tensor | _TreeMask | None:
+    # transformers' own protocol; `local_size` is the sliding window of the layers that the mask is for
+    tree = _current_tree.get()
+    if tree is None:
+        return sdpa_mask(*arguments, local_size=local_size, **options)
+    return _TreeMask(tree, [bucket.mask(local_size) for bucket in tree.buckets])

@@ -7,9 +7,9 @@ of Llama-like models, the generic pass runs any decoder of transformers, and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError, Failed, boundary
+from turnwise.models.attention import narrow_window
 from turnwise.models.vision import VisionAdapter
 
 __all__ = ["CachedForward", "choose_forward", "logit_difference"]
@@ -111,7 +112,7 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[fl
     kv.resize(3, longest)
     # two prefills and a decode step, over rows with a gap between them
     rows_N, split = np.array([0, 2]), 2
-    with _narrow_window(config), forward.inference():
+    with narrow_window(config, _PROBE_WINDOW), forward.inference():
         forward.reload_parameters()
         zeros_N = np.zeros(2, dtype=np.int64)
         forward.prefill(kv, rows_N, zeros_N, [sequence[:split] for sequence in sequences])
@@ -128,20 +129,6 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[fl
     scale = max(1.0, own_NV.abs().max().item())
     limit = scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
     return (difference if difference == difference else float("inf")), limit  # NaN counts as infinite
-
-
-@contextmanager
-def _narrow_window(config: Any) -> Iterator[None]:
-    """Inside, a model with a sliding window has a window of a few tokens."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
-        yield
-        return
-    config.sliding_window = min(window, _PROBE_WINDOW)
-    try:
-        yield
-    finally:
-        config.sliding_window = window
 
 
 def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:
