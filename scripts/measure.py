@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 63,
-    "way: lines": 9750,
-    "way: lines that run": 3035,
-    "way without the embedded engine: files": 52,
-    "way without the embedded engine: lines": 7990,
-    "way without the embedded engine: lines that run": 2220,
+    "way: files": 66,
+    "way: lines": 10290,
+    "way: lines that run": 3200,
+    "way without the embedded engine: files": 55,
+    "way without the embedded engine: lines": 8530,
+    "way without the embedded engine: lines that run": 2385,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support.tiny import tiny_model
+from training.test_attention import CONFIGS, made
 from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
@@ -120,11 +121,9 @@ def test_rates() -> None:
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"no model could be loaded from .*model\.path must be"):
         load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
-    windowed = tiny_model(
-        use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
-    )
-    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Qwen3ForCausalLM does not"):
-        LocalLearner(windowed, sampling=Sampling(), share_prompts="always")
+    with_sinks = made(CONFIGS["sinks"]())
+    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: GptOssForCausalLM does not"):
+        LocalLearner(with_sinks, sampling=Sampling(), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:

@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.attention import set_text_attention, unsupported
 
-__all__ = ["FlatRow", "Run", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
+__all__ = ["FlatRow", "FlatRun", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
 
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384
@@ -46,7 +46,7 @@ def shared_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FlatRun:
     """Consecutive tokens of the flat row that continue a context."""
 
     start: int
@@ -70,7 +70,7 @@ class FlatRow:
     token_ids: np.ndarray
     position: np.ndarray
     """Position of each token in its sequence."""
-    runs: Sequence[Run]
+    runs: Sequence[FlatRun]
     places: Sequence[np.ndarray]
     """For each sequence, the places of its tokens in the row."""
 
@@ -80,7 +80,7 @@ class FlatRow:
         token_ids: list[np.ndarray] = []
         position: list[np.ndarray] = []
         places: list[np.ndarray] = []
-        runs: list[Run] = []
+        runs: list[FlatRun] = []
         start = 0
         for index, sequence in enumerate(sequences):
             shared = shared_prefix(sequences[index - 1], sequence) if index else 0
@@ -89,7 +89,7 @@ class FlatRow:
             places.append(np.concatenate([context, np.arange(start, start + length)]))
             if not length:  # the same tokens as the sequence before
                 continue
-            runs.append(Run(start, length, context))
+            runs.append(FlatRun(start, length, context))
             token_ids.append(sequence[shared:])
             position.append(np.arange(shared, len(sequence)))
             start += length
@@ -111,7 +111,7 @@ class _Bucket:
     """Whether no run has a context."""
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> _Bucket:
+    def of(cls, runs: Sequence[FlatRun]) -> _Bucket:
         contexts = np.array([len(run.context) for run in runs])
         lengths = np.array([run.length for run in runs])
         query_NR = np.zeros((len(runs), int(lengths.max())), dtype=np.int64)
@@ -180,7 +180,7 @@ class Tree:
     """Place of each token's result among the results of all buckets, padding included."""
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Tree:
+    def of(cls, runs: Sequence[FlatRun]) -> Tree:
         """The index tensors of runs that fill the flat row without gaps."""
         groups = list(_by_size(runs))
         place_T = np.empty(sum(run.length for run in runs), dtype=np.int64)
@@ -197,10 +197,10 @@ class Tree:
         return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device))
 
 
-def _by_size(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:
     """Divide runs into buckets: few, and with little padding. Roots without a context, which need no mask, are separate."""
     for roots in (True, False):
-        group: list[Run] = []
+        group: list[FlatRun] = []
         length = keys = 0
         for run in sorted((run for run in runs if (len(run.context) == 0) == roots), key=_keys):
             padded = (len(group) + 1) * max(length, run.length) * _keys(run)
@@ -214,7 +214,7 @@ def _by_size(runs: Sequence[Run]) -> Iterator[list[Run]]:
             yield group
 
 
-def _keys(run: Run) -> int:
+def _keys(run: FlatRun) -> int:
     return len(run.context) + run.length
 
 
