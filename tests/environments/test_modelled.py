@@ -18,11 +18,11 @@ from turnwise.build.references import named_callable
 from turnwise.config.schema import Config, Use
 from turnwise.environments.calculator import calculator
 from turnwise.environments.modelled_user import Endpoint, ModelledUser
-from turnwise.environments.service import ServiceError
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.chat_model import EngineChatModel
 from turnwise.rollout.limits import Limits
+from turnwise.services.json_service import ServiceError
 from turnwise.types import Message, Row, Sampling, Trajectory
 
 GREETING = {"role": "user", "content": "Hello! What can I do for you?"}

@@ -13,11 +13,11 @@ import pytest
 from support.conversations import Says, call, hold
 from support.servers import Answer, serving
 from turnwise.environments.search import Search
-from turnwise.environments.service import ServiceError
 from turnwise.environments.tools.tool import Toolbox
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.serve.retrieval import Document, Index, RetrievalServer
+from turnwise.services.json_service import ServiceError
 
 
 def found(*contents: str) -> list[dict[str, Any]]:

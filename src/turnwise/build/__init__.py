@@ -14,7 +14,7 @@ from turnwise.build.learners import (
     optimizer_config,
     sft_learner,
 )
-from turnwise.build.rewards import credit, scorer, turn_weighting
+from turnwise.build.rewards import connect_engine, credit, scorer, turn_weighting
 from turnwise.build.rollouts import renderer, rollout_context
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
@@ -22,6 +22,7 @@ __all__ = [
     "EnvironmentSource",
     "Environments",
     "Scripts",
+    "connect_engine",
     "credit",
     "drop_long_prompts",
     "engine",

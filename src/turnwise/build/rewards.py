@@ -8,16 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 from turnwise.build.references import named_callable, reference_name
+from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, RewardUse
+from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rewards.arguments import CallPlan, Form, plan_call
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory
+from turnwise.rollout.chat_model import EngineChatModel
+from turnwise.services.chat_model import ChatModel
+from turnwise.types import Sampling
 from turnwise.user_code.object_references import resolve
 
-__all__ = ["credit", "scorer", "turn_weighting"]
+__all__ = ["connect_engine", "credit", "scorer", "turn_weighting"]
 
 
 def scorer(config: Config) -> Scorer:
@@ -56,6 +62,17 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
         raise ConfigError(f"{key}: {use.use} cannot be made: {failed.failure.message}") from failed
     plan = plan_call(instance, form, name=f"{key}: an instance of {use.use}")
     return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
+
+
+def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
+    """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends."""
+
+    def maker(name: str) -> Callable[[Sampling], ChatModel]:
+        return lambda sampling: EngineChatModel(engine, renderer, sampling, name=name)
+
+    for number, reward in enumerate(scorer.functions):
+        if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
+            reward.function.use_engine(maker(f"reward.{number}"))
 
 
 def credit(config: Config) -> Credit:

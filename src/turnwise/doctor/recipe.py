@@ -97,6 +97,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
         engine = _engine(config, renderer, model)
+        build.connect_engine(scorer, engine, renderer)
         context = build.rollout_context(config, renderer, engine, environments, longest=None)
         turns, tokens = min(context.limits.turns, _TURNS), min(context.limits.tokens_per_turn, _TOKENS)
         context = replace(context, limits=replace(context.limits, turns=turns, tokens_per_turn=tokens), lockstep=False)

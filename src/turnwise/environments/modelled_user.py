@@ -8,90 +8,16 @@ server, `turnwise.rollout.chat_model.EngineChatModel` an engine.
 from __future__ import annotations
 
 import asyncio
-import inspect
-import os
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.environments.environment import user_message
-from turnwise.environments.service import ServiceError, service
 from turnwise.errors import ConfigError
+from turnwise.services.chat_model import ChatModel, Endpoint, ask_chat_model, given_chat_model
+from turnwise.services.json_service import ServiceError
 from turnwise.types import Message, Opening, Reply, Row, Turn
-from turnwise.user_code.object_references import resolve
-from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["ChatModel", "Endpoint", "ModelledUser"]
-
-ChatModel = Callable[[list[Message]], Awaitable[str] | str]
-"""Returns the answer to the last message. A sync function runs in a thread."""
-
-_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-_RESERVED = ("messages", "model", "n", "stream")
-
-
-class Endpoint:
-    """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
-
-    Example::
-
-        Endpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="USER_MODEL_KEY", request={"temperature": 0.7})
-
-    `api_key_env` names the environment variable that holds the key. `request` holds further fields of the request. Requests
-    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times; the
-    pause before each retry grows by `pause` seconds. At most `max_concurrent` requests run at once, over all conversations.
-
-    Raises ConfigError.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        api_key_env: str | None = None,
-        request: Mapping[str, Any] | None = None,
-        timeout: float = 30.0,
-        retries: int = 3,
-        pause: float = 1.0,
-        max_concurrent: int = 64,
-    ) -> None:
-        if taken := [name for name in _RESERVED if name in (request or {})]:
-            raise ConfigError(f"endpoint.request has {taken[0]!r}, which turnwise sets itself: remove it")
-        headers: tuple[tuple[str, str], ...] = ()
-        if api_key_env is not None:
-            key = os.environ.get(api_key_env)
-            if not key:
-                raise ConfigError(
-                    f"endpoint.api_key_env: the environment variable {api_key_env} is not set; it must hold the key"
-                )
-            headers = (("Authorization", f"Bearer {key}"),)
-        address = url.rstrip("/")
-        self._service = service(
-            address if address.endswith("/chat/completions") else f"{address}/chat/completions",
-            timeout=timeout,
-            retries=retries,
-            pause=pause,
-            max_concurrent=max_concurrent,
-            headers=headers,
-        )
-        self._question = {**(request or {}), "model": model}
-
-    async def __call__(self, messages: list[Message]) -> str:
-        """The answer of the model, without its reasoning.
-
-        Raises ServiceError, with status and body, if there is no answer.
-        """
-        answer = await self._service.ask({**self._question, "messages": messages})
-        match answer:
-            case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                pass
-            case _:
-                raise ServiceError(
-                    f"the service {self._service.url} must answer "
-                    f'{{"choices": [{{"message": {{"content": "..."}}}}]}}; it answered {str(answer)[:300]}'
-                )
-        return _THOUGHTS.sub("", text).strip()
 
 
 class ModelledUser:
@@ -125,8 +51,7 @@ class ModelledUser:
         max_user_turns: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        if (endpoint is None) == (chat_model is None):
-            raise ConfigError("ModelledUser needs either endpoint or chat_model: set one of them")
+        chat = given_chat_model(endpoint, chat_model, owner="ModelledUser", key="environment.arguments.chat_model")
         if system_prompt is None and system_prompt_column is None:
             raise ConfigError("ModelledUser needs a system prompt: set system_prompt, system_prompt_column or both")
         if max_user_turns is not None and (isinstance(max_user_turns, bool) or max_user_turns < 1):
@@ -136,7 +61,7 @@ class ModelledUser:
         if timeout is not None and (endpoint is not None or not timeout > 0):
             fix = "set endpoint.timeout" if endpoint is not None else "give a number above 0"
             raise ConfigError(f"timeout={timeout} has no effect: {fix}")
-        self._chat_model = _endpoint(endpoint) if endpoint is not None else _chat_model(chat_model)
+        self._chat_model = chat
         self._system_prompt, self._column = system_prompt, system_prompt_column
         self._greeting = greeting
         self._stop = stop_phrase
@@ -188,12 +113,9 @@ class ModelledUser:
         try:
             # `Endpoint` has its own timeout, for each attempt
             async with asyncio.timeout(self._timeout if self._bounded else None):
-                text = await _ask(self._chat_model, messages)
+                return await ask_chat_model(self._chat_model, messages, name="the modelled user", kind="environment")
         except TimeoutError:
             raise ServiceError(f"the modelled user did not answer within {self._timeout:g} s") from None
-        if not isinstance(text, str):
-            raise TypeError(f"the chat_model of the modelled user returned {text!r:.80}; it must return a text")
-        return text
 
 
 def exchange_roles(messages: Sequence[Message], greeting: str) -> list[Message]:
@@ -214,26 +136,3 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         return str(content or "")
     return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
-
-
-async def _ask(chat_model: ChatModel, messages: list[Message]) -> Any:
-    if inspect.iscoroutinefunction(chat_model) or inspect.iscoroutinefunction(type(chat_model).__call__):
-        return await chat_model(messages)  # type: ignore[misc]
-    answer = await run_in_thread(lambda: chat_model(messages), name="user", kind="environment")
-    return await answer if inspect.isawaitable(answer) else answer
-
-
-def _endpoint(options: Mapping[str, Any]) -> Endpoint:
-    try:
-        inspect.signature(Endpoint).bind(**options)
-    except TypeError as error:
-        raise ConfigError(f"endpoint cannot be made of {dict(options)}: {error}") from None
-    return Endpoint(**options)
-
-
-def _chat_model(found: str | ChatModel | None) -> ChatModel:
-    if isinstance(found, str):
-        found = resolve(found, key="environment.arguments.chat_model")
-    if not callable(found):
-        raise ConfigError(f"chat_model is a {type(found).__name__}, {found!r:.80}; it must be a function of messages")
-    return found

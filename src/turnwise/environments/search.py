@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.environments.service import ServiceError, service
 from turnwise.errors import ConfigError
+from turnwise.services.json_service import ServiceError, service
 
 __all__ = ["Search"]
 

@@ -16,11 +16,20 @@ class EngineChatModel:
     """Answers a list of messages with one sampled turn, without its reasoning.
 
     Each answer is a separate request with the complete conversation, and is not trained on. With the same `seed` the answers are
-    the same, as long as they are requested in the same order.
+    the same, as long as they are requested in the same order. Two chat models on one engine need different names.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        name: str = "user",
+    ) -> None:
         self._engine = engine
+        self._name = name
         self._renderer = renderer
         sampling = sampling or Sampling()
         self._sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *renderer.stop_token_ids))
@@ -31,7 +40,7 @@ class EngineChatModel:
         number = next(self._numbers)
         prompt = self._renderer.encode_opening(messages, ())
         request = Request(
-            conversation=f"user/{number}",
+            conversation=f"{self._name}/{number}",
             token_ids=prompt.token_ids,
             media=prompt.media,
             sampling=self._sampling,

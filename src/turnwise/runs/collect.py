@@ -54,6 +54,7 @@ async def _collect(
     groups, scripts = _assign_scripts(config, groups)
     model = build.engine_model(config)
     engine = build.engine(config, renderer, model, scripts=scripts)
+    build.connect_engine(scorer, engine, renderer)
     longest = context_length(model.config.to_dict()) if model is not None else None
     context = build.rollout_context(config, renderer, engine, environments, longest=longest)
     started = time.perf_counter()

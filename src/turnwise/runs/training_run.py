@@ -56,6 +56,7 @@ def assemble(config: Config) -> TrainingRun:
     learner = build.learner(config, opened.source, reference=opened.reference)
     opened.compare_model(learner)
     engine = build.engine(config, renderer, learner.model, version=opened.step)
+    build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
     opened.begin(learner)
     return TrainingRun(

@@ -11,10 +11,10 @@ import pytest
 from support.conversations import Says, call, hold
 from support.servers import Answer, serving
 from turnwise.environments.sandbox import SandboxError, SandboxFusion
-from turnwise.environments.service import ServiceError
 from turnwise.environments.tools.tool import Toolbox
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
+from turnwise.services.json_service import ServiceError
 
 
 def ran(

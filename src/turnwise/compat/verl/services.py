@@ -19,9 +19,9 @@ from turnwise.compat.verl.search_batch import perform_single_search_batch
 from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.sandbox.fusion import SandboxFusion
 from turnwise.environments.search import Search
-from turnwise.environments.service import ServiceError
 from turnwise.environments.tools import result as tool_result
 from turnwise.errors import ConfigError, nearest
+from turnwise.services.json_service import ServiceError
 
 __all__ = ["Content", "MCPBaseTool", "MCPSearchTool", "RawServers", "SandboxFusionTool", "SearchTool", "connect"]
 

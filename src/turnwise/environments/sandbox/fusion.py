@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from turnwise.environments.sandbox.bounds import Ran, SandboxError
-from turnwise.environments.service import service
 from turnwise.errors import ConfigError
+from turnwise.services.json_service import service
 
 __all__ = ["SandboxFusion"]
 

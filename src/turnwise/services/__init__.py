@@ -1,0 +1,1 @@
+"""Clients of services outside of the process: JSON over HTTP, and chat models."""
