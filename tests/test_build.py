@@ -101,7 +101,7 @@ def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> Non
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("SingleTurn", "k: 'SingleTurn' names nothing; write package.module:name or path/to/file.py:name"),
+        ("SingleTurn", "k: 'SingleTurn' is not a reference; write package.module:name or path/to/file.py:name"),
         (":SingleTurn", "k: ':SingleTurn' names nothing"),
         ("a.b:", "k: 'a.b:' names nothing"),
         ("turnwise.nothing:x", "k: turnwise.nothing could not be imported: ModuleNotFoundError: No module named"),
@@ -178,14 +178,14 @@ def test_tools_are_put_in_front(user: str) -> None:
         ({"environment": "{user}:bare"}, "missing a required argument: 'row'"),
         (
             {"environment": "{user}:Half"},
-            "{user}:Half makes a Half without step, close; an environment has async begin(row)",
+            "{user}:Half creates a Half without step, close; an environment has async methods begin(row)",
         ),
         ({"environment": "{user}:Half", "tools": ["{user}:tool"]}, "makes a Half without step, close"),
-        ({"environment": "{user}:breaks"}, "environment: {user}:breaks cannot be made: OSError: no port is free"),
+        ({"environment": "{user}:breaks"}, "environment: {user}:breaks cannot be created: OSError: no port is free"),
         ({"environment": "builtins:int"}, "environment: builtins:int cannot be called with the arguments"),
         (
             {"environment": {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": "a"}}},
-            "cannot be made: TypeError: lines must be a list of texts",
+            "cannot be created: TypeError: lines must be a list of texts",
         ),
         ({"tools": ["{user}:untyped"]}, "the parameter 'x' of the tool 'untyped' has no type; annotate it"),
         ({"tools": ["{user}:tool", "{user}:tool"]}, "two tools have the name 'tool'"),
@@ -324,7 +324,7 @@ def test_scripts_are_lists_of_texts_a_line(tmp_path: Path) -> None:
         ('"a"', ':1: a script is a list of texts, for example ["Hello.", "Bye."]'),
         ('["a"]\n["b", 5]', ":2: a script is a list of texts"),
         ('{"a": ["b"]}', ":1: a script is a list of texts"),
-        ("\n \n", " has no scripts; each line is a list of texts"),
+        ("\n \n", " is empty; write a list of texts on each line"),
     ],
 )
 def test_a_script_that_is_none_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -403,4 +403,4 @@ def test_what_is_made_to_be_tried_out_is_closed_also_where_close_is_async(
         make("Place")
     assert file.with_suffix(".log").read_text().splitlines() == ["Box made", "Box closed", "Place made", "Place closed"]
     make("Unready")  # warned of only: it was not begun
-    assert "built as a check, could not be closed: AttributeError: not begun" in caplog.text
+    assert "was created as a check, and could not be closed: AttributeError: not begun" in caplog.text

@@ -156,7 +156,7 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
     [
         (
             {"tools": [{"use": "{user}:long", "arguments": {"x": 1}}]},
-            "tools.0: arguments are for classes, which are made",
+            "tools.0: {user}:long is a function, and only classes take arguments in a recipe",
         ),
         ({"tools": [{"use": "{user}:Bank", "arguments": {"x": 1}}]}, "Bank cannot be made with the arguments {'x': 1}"),
         ({"tools": ["{user}:SCHEMA"]}, "tools.0: {user}:SCHEMA is a dict and cannot be called"),
@@ -167,9 +167,9 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
         ),
         (
             {"mcp": {"timeout": 5}},
-            "mcp.timeout has no effect without servers: set mcp.servers to a file that names them",
+            "mcp.timeout has no effect without mcp.servers: set mcp.servers, or remove it",
         ),
-        ({"mcp": {"select": ["a"]}}, "mcp.select has no effect without servers"),
+        ({"mcp": {"select": ["a"]}}, "mcp.select has no effect without mcp.servers"),
         ({"mcp": {"servers": "nowhere.json"}}, "nowhere.json cannot be read: No such file or directory"),
         (
             {"mcp": {"servers": "x", "use": "{user}:Other"}},
@@ -181,7 +181,7 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
         ),
         (
             {"tools": ["{user}:long"], "tool_calls": {"tool_response_truncate_side": "left"}},
-            "tool_calls.tool_response_truncate_side has no effect without a length: set tool_calls.max_tool_response_length",
+            "tool_calls.tool_response_truncate_side has no effect without tool_calls.max_tool_response_length: set that option",
         ),
         (
             {"tools": ["{user}:long"], "tool_calls": {"max_tool_response_length": 9, "tool_response_unit": "tokens"}},

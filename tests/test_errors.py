@@ -57,7 +57,7 @@ def test_what_ends_the_run_passes(error: BaseException) -> None:
 
 
 def test_an_exit_ends_no_more_than_its_conversation() -> None:
-    assert caught(SystemExit(3)) == Failure("environment", "it tried to exit the process (status 3)")
+    assert caught(SystemExit(3)) == Failure("environment", "the code tried to exit the process (status 3)")
 
 
 def test_nothing_raised_is_nothing_caught() -> None:

@@ -317,7 +317,9 @@ def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint(recipe: Path, tmp_pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (whole // 2, limits[1]))
     try:
-        with pytest.raises(RunError, match=r"the checkpoint of step 2 could not be written.*the one before is whole"):
+        with pytest.raises(
+            RunError, match=r"the checkpoint of step 2 could not be written.*the previous checkpoint is complete"
+        ):
             run(recipe, "train.steps=2", "resume=auto")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) 
     console, errors = Terminal(), Terminal(stderr=True)
     level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
     if level not in levels:
-        errors.print(f"turnwise: TURNWISE_LOG={level} is no level; the levels are: {', '.join(levels)}", style="red")
+        errors.print(
+            f"turnwise: TURNWISE_LOG={level} is not a log level; the levels are: {', '.join(levels)}", style="red"
+        )
         return 1
     logging.basicConfig(
         level=level,

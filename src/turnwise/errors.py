@@ -121,7 +121,7 @@ def boundary(kind: str, *, where: str = "") -> Iterator[None]:
 def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:
     """An exception as the failure of one conversation, with the traceback."""
     if isinstance(error, SystemExit):  # it ends its own conversation, not the run
-        message = f"it tried to exit the process (status {text_of(error.code)})"
+        message = f"the code tried to exit the process (status {text_of(error.code)})"
     else:
         message = text_of(error)
         if not isinstance(error, TurnwiseError):

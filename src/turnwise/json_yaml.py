@@ -77,7 +77,7 @@ class PlainLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             if (key.tag, key.value) in seen:
-                problem = f"the key {key.value!r} stands twice; remove one of them"
+                problem = f"the key {key.value!r} occurs twice; remove one of them"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)
@@ -115,11 +115,11 @@ def parse_yaml(
 def check_text(text: str) -> str | None:
     """Why a text cannot be used (a clause for a message), or None."""
     if "\0" in text:
-        return f"the text {text[:60]!r} holds a NUL character; remove it"
+        return f"the text {text[:60]!r} contains a NUL character; remove it"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return f"the text {text[:60]!r} holds half of a surrogate pair, which is not a character; remove it"
+        return f"the text {text[:60]!r} contains half of a surrogate pair, which is not a character; remove it"
     return None
 
 
@@ -128,7 +128,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _Defect(f"the key {twice!r} stands twice; remove one of them")
+        raise _Defect(f"the key {twice!r} occurs twice; remove one of them")
     return mapping
 
 
@@ -140,9 +140,9 @@ def _check(value: Any, *, integers: bool = True) -> None:
         nonlocal values
         values += 1
         if depth > MAX_DEPTH:
-            raise _Defect(f"it is nested deeper than {MAX_DEPTH} levels, or an alias holds itself")
+            raise _Defect(f"it is nested deeper than {MAX_DEPTH} levels, or an alias contains itself")
         if values > _MAX_VALUES:
-            raise _Defect(f"it holds more than {_MAX_VALUES:,} values")
+            raise _Defect(f"it contains more than {_MAX_VALUES:,} values")
         match value:
             case dict():
                 for key, item in value.items():

@@ -113,8 +113,8 @@ class Segment:
         count = len(completion.token_ids)
         if len(completion.logprobs) != count or len(completion.versions) != count:
             raise ValueError(
-                f"the engine answered {count} token ids, {len(completion.logprobs)} log-probabilities and "
-                f"{len(completion.versions)} versions; the three must be of one length"
+                f"the engine returned {count} token ids, {len(completion.logprobs)} log-probabilities and "
+                f"{len(completion.versions)} versions; all three must have the same length"
             )
         # convert all columns before one is extended: a bad value must not leave the columns at different lengths
         ids, logprobs = array("i", completion.token_ids), array("f", completion.logprobs)
@@ -128,7 +128,8 @@ class Segment:
         """Remove all tokens after the first `length`. Raises ValueError if the model did not sample all of them."""
         if any(turn < 0 for turn in self.turn[length:]):
             raise ValueError(
-                f"cannot remove all tokens after token {length}: some are context, and only the end of a sampled turn can go"
+                f"cannot remove all tokens after token {length}: some are context, and only sampled tokens at the end of a turn "
+                f"can be removed"
             )
         for column in (self.token_ids, self.logprobs, self.turn, self.version):
             del column[length:]

@@ -109,7 +109,7 @@ def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
     if not trajectories:
         problems = "\n  ".join(failures(groups)[:5])
         raise RolloutError(
-            f"all conversations of step {run.step + 1} broke, so there is nothing to learn from:\n  {problems}"
+            f"all conversations of step {run.step + 1} failed, so there is nothing to train on:\n  {problems}"
         )
     trajectories = [t for t in trajectories if any(turn.weight for turn in t.turns)] or trajectories
     no_gradient = not any(turn.weight and t.has_advantage(turn.index) for t in trajectories for turn in t.turns)

@@ -114,8 +114,8 @@ class Row:
         except KeyError:
             have = ", ".join(sorted(self.fields)) or "none"
             raise KeyError(
-                f"row {self.id!r} has no column {name!r}; its columns are: {have}. "
-                f"Add the column to the data, or map one to it: data.columns.{name}=<column>"
+                f"row {self.id!r} has no column {name!r}; its columns are: {have}. Add the column to the data, or map another "
+                f"column to it: data.columns.{name}=<column>"
             ) from None
 
 

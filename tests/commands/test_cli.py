@@ -101,7 +101,7 @@ def test_rollout_holds_scores_and_writes_conversations(place: Path, capsys: pyte
     out, err = capsys.readouterr()
     assert err == ""
     assert "3 conversations in " in out
-    assert f"look into them: turnwise show {place / 'out'}\n" in out
+    assert f"to read them: turnwise show {place / 'out'}\n" in out
 
     records = read(place / "out" / "trajectories.jsonl")
     assert [record["id"] for record in records] == ["1/0", "2/0", "3/0"]
@@ -186,7 +186,7 @@ def test_broken_conversations_are_told_and_written(place: Path, capsys: pytest.C
     assert "environment (3 times): RuntimeError: no luck [today]" in told.out
     assert told.out.count(f'  File "{place / "user.py"}", line ') == 1  # once for all of a kind
     assert 'raise RuntimeError("no luck [today]")' in told.out
-    assert "all 3 conversations broke; they are in" in told.err
+    assert "all 3 conversations failed; they are in" in told.err
     records = read(place / "out" / "trajectories.jsonl")
     assert [(record["stop"], record["reward"], record["error"]["kind"]) for record in records] == [
         ("error", None, "environment")
@@ -239,7 +239,8 @@ def test_notes_of_the_recipe_are_told(place: Path, capsys: pytest.CaptureFixture
         (["environment=nowhere:x"], "environment: nowhere could not be imported: ModuleNotFoundError"),
         (
             ["rollout.max_rows=1"],
-            "has 3 scripts, and 1 rows with rollout.samples_per_row=1 make 1 conversations; there must be a row",
+            "has 3 scripts, and 1 rows with rollout.samples_per_row=1 make 1 conversations; the number "
+            "of scripts and the number of conversations must be equal",
         ),
         (["model.path=/nowhere/at/all"], "there is no model directory /nowhere/at/all"),
     ],
@@ -261,7 +262,7 @@ def test_what_a_person_can_put_right_is_one_line_on_stderr_and_status_1(
     [
         ('["a"]\n["b"', "lines.jsonl:2: this line is not JSON"),
         ('{"texts": ["a"]}', "lines.jsonl:1: a script is a list of texts"),
-        ("\n", "lines.jsonl has no scripts; each line is a list of texts"),
+        ("\n", "lines.jsonl is empty; write a list of texts on each line"),
     ],
 )
 def test_a_malformed_script_is_told_with_its_line(
@@ -327,7 +328,7 @@ def test_show_prints_what_was_asked_for(place: Path, capsys: pytest.CaptureFixtu
     assert main(["show", out, "--failed"]) == 1
     assert "no conversation in" in capsys.readouterr().err
     assert main(["show", str(place / "nowhere")]) == 1
-    assert "is no run: it has no trajectories.jsonl" in capsys.readouterr().err
+    assert "is not a run: it contains no trajectories.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

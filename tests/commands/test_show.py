@@ -221,12 +221,14 @@ def test_the_conversations_of_a_step(run: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"id": "nope"}, {"step": 9}, {"step": 1, "failed": True}])
 def test_nothing_that_fits_is_told(run: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(RunError, match=r"no conversation in .* matches; `turnwise show .*` prints what there is"):
+    with pytest.raises(
+        RunError, match=r"no conversation in .* matches; `turnwise show .*` prints a summary of the run"
+    ):
         shown(run, **options)
 
 
 def test_what_is_no_run_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=rf"^{tmp_path} is no run: it has no trajectories\.jsonl\."):
+    with pytest.raises(RunError, match=rf"^{tmp_path} is not a run: it contains no trajectories\.jsonl\."):
         shown(tmp_path)
 
 

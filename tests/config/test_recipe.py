@@ -96,8 +96,8 @@ def test_what_is_no_recipe_is_told(tmp_path: Path) -> None:
         f"there is no recipe {tmp_path / 'no.yaml'}; recipes are YAML files"
     )
     assert "is not YAML: " in refused(write(tmp_path, "model: {path: m"))
-    assert refused(write(tmp_path, "- a\n- b")).endswith("must hold a mapping of options; it holds a list")
-    assert refused(write(tmp_path, "")).endswith("must hold a mapping of options; it holds a NoneType")
+    assert refused(write(tmp_path, "- a\n- b")).endswith("must contain a mapping of options; it contains a list")
+    assert refused(write(tmp_path, "")).endswith("must contain a mapping of options; it contains a NoneType")
     (tmp_path / "latin.yaml").write_bytes(b"output: caf\xe9\n")
     assert "latin.yaml is not UTF-8: invalid continuation byte" in refused(tmp_path / "latin.yaml")
 
@@ -192,7 +192,7 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
     [
         ("train.lrr=1", "there is no option train.lrr; did you mean 'lr'?"),
         ("trian.lr=1", "there is no option trian; did you mean 'train'?"),
-        ("model.xyz=1", "there is no option model.xyz; the options here are: path, dtype, device"),
+        ("model.xyz=1", "there is no option model.xyz; the options are: path, dtype, device"),
         ("environment.args={}", "there is no option environment.args"),
         ("tools=[{use: 'a:b', time: 1}]", "there is no option tools.0.time; did you mean 'timeout'?"),
         (

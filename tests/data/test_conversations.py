@@ -167,7 +167,7 @@ def test_an_image_is_put_where_the_text_says(tmp_path: Path) -> None:
         {"type": "text", "text": "What?"},
     ]
     told = refused(tmp_path, {"messages": [USER, {**TWO, "content": "<image>"}], "images": ["a.png"]})
-    assert "stands in an assistant message, and the model says texts" in told
+    assert "an assistant message contains an image or a video, and the model generates only text" in told
 
 
 # what is refused
@@ -186,15 +186,23 @@ BAD_MESSAGES: list[tuple[str, Any, str]] = [
     (
         "no answer",
         [USER],
-        "has no assistant message (its roles are: user), so there is nothing to learn from it; leave the row out",
+        "has no assistant message (its roles are: user), so there is nothing to train on; remove the row",
     ),
-    ("an answer to nobody", [TWO, USER, TWO], "begins with an assistant message; the model answers somebody"),
+    (
+        "an answer to nobody",
+        [TWO, USER, TWO],
+        "begins with an assistant message; put a user or system message before it",
+    ),
     (
         "a tool's answer without a call",
         [USER, ANSWER, TWO],
-        "message 2 is a tool's, and no assistant message with a call stands before it",
+        "message 2 has the role tool, and no assistant message with a tool call precedes it",
     ),
-    ("an answer of a tool to the user", [USER, TWO, USER, ANSWER, TWO], "message 4 is a tool's, and no assistant"),
+    (
+        "an answer of a tool to the user",
+        [USER, TWO, USER, ANSWER, TWO],
+        "message 4 has the role tool, and no assistant message with a tool call",
+    ),
     ("no content", [USER, {"role": "assistant"}], "message 2 (role 'assistant') has no content"),
     (
         "content of no known kind",
@@ -209,7 +217,7 @@ BAD_MESSAGES: list[tuple[str, Any, str]] = [
     (
         "an image that the model says",
         [USER, {"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}],
-        "the model says texts, and this assistant message has a part",
+        "an assistant message contains only text, and this message has the part",
     ),
     (
         "a part without a text",
@@ -219,7 +227,7 @@ BAD_MESSAGES: list[tuple[str, Any, str]] = [
     (
         "calls of a user",
         [{**USER, "tool_calls": [CALL]}, TWO],
-        "`tool_calls` is a list of calls in an assistant message",
+        "`tool_calls` must be a list of calls in an assistant message",
     ),
     (
         "a call without a name",
@@ -239,13 +247,17 @@ BAD_MESSAGES: list[tuple[str, Any, str]] = [
     ("a weight that is a text", [USER, {**TWO, "weight": "0"}], "has the weight '0'; it must be a number, 0 or more"),
     ("a negative weight", [USER, {**TWO, "weight": -1}], "has the weight -1; it must be a number, 0 or more"),
     ("a flag that is a number", [USER, {**TWO, "loss": 1}], "has `loss` 1; it must be true or false"),
-    ("a user who is to be learnt", [{**USER, "train": True}, TWO], "message 1 (role 'user') asks to be learnt from"),
+    (
+        "a user who is to be learnt",
+        [{**USER, "train": True}, TWO],
+        "message 1 (role 'user') has a training weight, and only assistant messages are trained on",
+    ),
     (
         "calls of former times",
         [USER, {"role": "assistant", "content": None, "function_call": {"name": "add"}}],
-        'message 2 has `function_call`, which is not read: write {"tool_calls"',
+        'message 2 has `function_call`, which is not supported: write {"tool_calls"',
     ),
-    ("parts that are to be learnt", [USER, {**TWO, "train_detail": []}], "has `train_detail`, which is not read"),
+    ("parts that are to be learnt", [USER, {**TWO, "train_detail": []}], "has `train_detail`, which is not supported"),
 ]
 
 
@@ -260,14 +272,20 @@ def test_bad_messages_are_refused_with_the_line(tmp_path: Path, messages: Any, t
     ("record", "told"),
     [
         ({"mesages": [USER, TWO]}, "has no column 'messages', nor 'prompt' with 'completion'; did you mean 'mesages'?"),
-        ({"prompt": "1+1?"}, "Name the one with the conversation: data.columns.messages=<column>"),
+        ({"prompt": "1+1?"}, "Set the column with the conversation: data.columns.messages=<column>"),
         ({"prompt": "1+1?", "completion": 2}, "completion is 2; it must be a text or a list of messages"),
         ({"messages": [USER, TWO], "tools": "[oops"}, "the column 'tools' is not JSON"),
         ({"messages": [USER, TWO], "tools": {"name": "add"}}, "the column 'tools' must be a list of tools"),
-        ({"messages": [USER, TWO], "tools": [{"type": "function"}]}, "the column 'tools' holds {'type': 'function'}"),
+        (
+            {"messages": [USER, TWO], "tools": [{"type": "function"}]},
+            "the column 'tools' contains {'type': 'function'}",
+        ),
         ({"messages": [USER, TWO], "weights": [1, 1]}, "must be a list of numbers, one for each of the 1 assistant"),
-        ({"messages": [USER, {**TWO, "weight": 0}], "weights": [1]}, "both say what is learnt: remove one of them"),
-        ({"messages": [USER, TWO], "chat_template_kwargs": {"enable_thinking": False}}, "is not read; remove it"),
+        (
+            {"messages": [USER, {**TWO, "weight": 0}], "weights": [1]},
+            "in the column 'weights' and also in a message: remove one of them",
+        ),
+        ({"messages": [USER, TWO], "chat_template_kwargs": {"enable_thinking": False}}, "is not supported; remove it"),
         ("[1, 2]", "a row must be a JSON object; this is a list"),
         ("{", "this line is not JSON"),
     ],

@@ -58,13 +58,13 @@ def test_what_is_no_image_is_refused_with_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no image at all")
     cases = [
         (str(tmp_path / "missing.png"), "there is no image file"),
-        (str(tmp_path / "text.png"), "it is no image that PIL knows"),
+        (str(tmp_path / "text.png"), "it is not an image that PIL can read"),
         (b"no image", r"it \(8 bytes\) cannot be read"),
         (7, "it is 7; an image is a PIL image, a path"),
-        ("https://example.org/a.png", "Download it first"),
+        ("https://example.org/a.png", "Download the image first"),
         ("data:text/plain,hello", "begins with data:image/"),
         ("data:image/png;base64,!!!", "cannot be read as an image"),
-        ({"bytes": None, "path": None}, "holds no image"),
+        ({"bytes": None, "path": None}, "contains no image"),
     ]
     for value, message in cases:
         with pytest.raises(DataError, match=message):

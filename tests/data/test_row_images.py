@@ -96,16 +96,22 @@ def test_without_images_a_text_is_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"prompt": "<image> and <image>", "images": ["0.png"]}, "'images' holds 1 and the prompt has places for 2"),
+        (
+            {"prompt": "<image> and <image>", "images": ["0.png"]},
+            "the column 'images' and the prompt do not match: 1 in the column, 2 placeholders in the prompt",
+        ),
         (
             {"prompt": "<image>", "images": ["0.png", "1.png"]},
-            "holds 2 and the prompt has places for 1.*Write <image> into",
+            "2 in the column, 1 placeholders in the prompt.*Write <image> into",
         ),
-        ({"prompt": "<image>", "images": []}, "holds 0 and the prompt has places for 1"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "holds 0 and the prompt has places for 1"),
+        ({"prompt": "<image>", "images": []}, "0 in the column, 1 placeholders in the prompt"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "0 in the column, 1 placeholders in the prompt",
+        ),
         ({"prompt": "<image>", "images": ["9.png"]}, "image 1: there is no image file .*9.png"),
-        ({"prompt": "<image>", "images": ["rows.jsonl"]}, "it is no image that PIL knows"),
-        ({"prompt": "<image>", "images": ["https://x.org/a.png"]}, "Download it first"),
+        ({"prompt": "<image>", "images": ["rows.jsonl"]}, "it is not an image that PIL can read"),
+        ({"prompt": "<image>", "images": ["https://x.org/a.png"]}, "Download the image first"),
         ({"prompt": "<video>", "videos": [7]}, "video 1 is 7; a video is a path, or a list of frames"),
         ({"prompt": "<video>", "videos": ["a.mp4"]}, "there is no video file"),
         ({"prompt": "<video>", "videos": [["0.png", "9.png"]]}, "video 1, frame 2: there is no image file"),

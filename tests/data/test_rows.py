@@ -175,11 +175,11 @@ def test_a_missing_column_is_told_with_the_nearest_and_the_fix(tmp_path: Path) -
     source = jsonl(tmp_path, {"question": "1+1?", "answers": 2})
     assert refused(source) == (
         f"{source}:1 has no column 'prompt'; its columns are: question, answers. "
-        f"Name the right one: data.columns.prompt=<column>"
+        f"Set the right column: data.columns.prompt=<column>"
     )
     assert refused(source, columns={"prompt": "question", "answer": "answer"}) == (
         f"{source}:1 has no column 'answer'; did you mean 'answers'?; its columns are: question, answers. "
-        f"Name the right one: data.columns.answer=<column>"
+        f"Set the right column: data.columns.answer=<column>"
     )
 
 
@@ -190,9 +190,9 @@ def test_a_missing_column_is_told_with_the_nearest_and_the_fix(tmp_path: Path) -
         (None, "the prompt must be a text or a list of messages; it is None"),
         ([], "the prompt must be a text or a list of messages; it is []"),
         ({"role": "user"}, "the prompt must be a text or a list of messages; it is {'role': 'user'}"),
-        (["Hi"], "a message needs `role` and `content`; this one is 'Hi'"),
-        ([{"content": "Hi"}], "a message needs `role` and `content`; this one is {'content': 'Hi'}"),
-        ([{"role": "user"}], "a message needs `role` and `content`; this one is {'role': 'user'}"),
+        (["Hi"], "a message needs `role` and `content`; this message is 'Hi'"),
+        ([{"content": "Hi"}], "a message needs `role` and `content`; this message is {'content': 'Hi'}"),
+        ([{"role": "user"}], "a message needs `role` and `content`; this message is {'role': 'user'}"),
         ([{"role": 1, "content": "Hi"}], "a message needs `role` and `content`"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_none_is_told_with_its_line(tmp_path: Path, prompt: Any
 def test_rows_of_one_id_are_told_with_both_places(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"prompt": "a", "key": 7}, {"prompt": "b", "key": 8}, {"prompt": "c", "key": "7"})
     assert refused(source, columns={"id": "key"}) == (
-        f"{source}:1 and {source}:3 both have the id '7'; ids must differ. Map no column to `id`, and rows are numbered"
+        f"{source}:1 and {source}:3 both have the id '7'; ids must be unique. If no column is mapped to `id`, rows are numbered"
     )
 
 

@@ -114,14 +114,14 @@ def test_the_exit_status_is_1_where_something_is_wrong(tmp_path: Path, capsys: p
 
 def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model), "train.lr=1"]) == 1
-    assert "train.lr=1 is an option of a recipe, and there is none: add --recipe FILE" in capsys.readouterr().err
+    assert "train.lr=1 is an option of a recipe, and no recipe is given: add --recipe FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "there is no recipe"),
-        ("- a\n- b\n", "must hold a mapping of options; it holds a list"),
+        ("- a\n- b\n", "must contain a mapping of options; it contains a list"),
         ("train: {lr: [", "is not YAML"),
         ("\x89PNG", "is not UTF-8"),
         ("data: {train: x}\ntrain: {lrr: 1}\n", "there is no option train.lrr; did you mean 'lr'?"),

@@ -78,7 +78,7 @@ def test_what_an_environment_in_a_thread_raises_ends_its_own_conversation_only(e
         pytest.skip("ends its thread")
     made = iter([ThreadedEnvironment(Raises), ThreadedEnvironment(lambda: Blocks(0.0))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2)
-    told = "it tried to exit the process (status 3)" if isinstance(error, SystemExit) else "ValueError: no"
+    told = "the code tried to exit the process (status 3)" if isinstance(error, SystemExit) else "ValueError: no"
     assert bad.error == Failure("environment", told)
     assert good.stop is Stop.DONE
 

@@ -162,7 +162,7 @@ def test_a_tool_that_cancels_itself_ends_nobody_else(in_thread: bool) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (SystemExit(3), "Error: it tried to exit the process (status 3)"),
+        (SystemExit(3), "Error: the code tried to exit the process (status 3)"),
         (KeyboardInterrupt(), "Error: KeyboardInterrupt"),
     ],
 )

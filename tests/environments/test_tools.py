@@ -325,7 +325,7 @@ def test_a_call_that_could_not_be_read_is_told() -> None:
         (AssertionError("no"), "Error: AssertionError: no"),
         (StopIteration("over"), "StopIteration"),
         (RuntimeError("x" * 5000), "Error: RuntimeError: " + "x" * 986 + " ..."),
-        (SystemExit(3), "Error: it tried to exit the process (status 3)"),
+        (SystemExit(3), "Error: the code tried to exit the process (status 3)"),
         (ConfigError("the key is missing"), "Error: the key is missing"),
     ],
 )

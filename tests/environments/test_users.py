@@ -68,5 +68,5 @@ def test_a_row_without_the_answer_is_told_with_the_fix() -> None:
     assert trajectory.error.kind == "environment"
     assert trajectory.error.message == (
         "KeyError: row '1' has no column 'answer'; its columns are: solution. "
-        "Add the column to the data, or map one to it: data.columns.answer=<column>"
+        "Add the column to the data, or map another column to it: data.columns.answer=<column>"
     )

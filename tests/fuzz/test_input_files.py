@@ -115,13 +115,13 @@ def test_a_damaged_row_is_read_or_refused_with_a_message(read: Any, seed: int, t
         ("sampling.temperature=.inf", "sampling.temperature: input should be a finite number"),
         ('data.train=""', "data.train: it must not be empty"),
         ('model.path="  "', "model.path: it must not be empty"),
-        ('output="a\\0b"', "holds a NUL character"),
+        ('output="a\\0b"', "contains a NUL character"),
         ('sampling.stop=[""]', "sampling.stop.0: string should have at least 1 character"),
         ("environment.arguments.x=!!set {a}", "is a set; write a text, a number, a list or a mapping"),
         (f"seed={'9' * 5000}", "is not YAML: Exceeds the limit"),
         (f"seed={'9' * 40}", "an integer does not fit into 64 bits"),
         ("environment.arguments={a: 1, a: 2}", "the key 'a' stands twice"),
-        ("environment.arguments.x=&a [*a]", "nested deeper than 64 levels, or an alias holds itself"),
+        ("environment.arguments.x=&a [*a]", "nested deeper than 64 levels, or an alias contains itself"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(override: str, message: str) -> None:
@@ -138,7 +138,7 @@ def test_a_date_in_a_recipe_stays_a_text() -> None:
 def test_aliases_that_expand_to_billions_of_values_are_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
-    with pytest.raises(TurnwiseError, match="holds more than 1,000,000 values"):
+    with pytest.raises(TurnwiseError, match="contains more than 1,000,000 values"):
         load(write(tmp_path / "recipe.yaml", "\n".join(lines)))
 
 

@@ -99,10 +99,10 @@ def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_
     show_metric(Console(), tmp_path, "reward/mean")
     assert capsys.readouterr().out.splitlines()[-2:] == ["     1  0.5", "     2  null"]
     with pytest.raises(
-        RunError, match=r"^reward is no metric in .*; its name here is reward/mean\. .*: step, reward/mean"
+        RunError, match=r"^reward is not a metric in .*; its name here is reward/mean\. .*: step, reward/mean"
     ):
         show_metric(Console(), tmp_path, "reward")
     with pytest.raises(RunError, match=r"evaluations.jsonl has no metrics: it is missing or empty"):
         show_metric(Console(), tmp_path, "reward/mean", evaluation=True)
     assert main(["show", str(tmp_path), "--metric", "reward/mean", "--worst", "3"]) == 1
-    assert "--metric shows figures and --worst shows conversations: give one of them" in capsys.readouterr().err
+    assert "--metric prints metrics and --worst prints conversations: give one of them" in capsys.readouterr().err

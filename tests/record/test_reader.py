@@ -386,7 +386,7 @@ def a_record() -> dict[str, Any]:
         ("segments.0.logprobs.0", "x", "segments.0.logprobs must be a list of numbers"),
         ("segments.0.logprobs.0", 10**400, "segments.0.logprobs must be a list of numbers"),
         ("segments.0.turn.0", 2, r"segments.0.turn must be indexes of the 2 turns, or -1; got \[-?\d, 2\]"),
-        ("segments.0.version", [], r"segments.0 must have columns of one length; got \[0, \d+\]"),
+        ("segments.0.version", [], r"segments.0 must have columns of equal length; got \[0, \d+\]"),
         ("segments.0.media", [{"kind": "sound"}], "segments.0.media.0.kind must be image or video; got 'sound'"),
         ("logprob_kind", "x", "logprob_kind must be one of "),
         (

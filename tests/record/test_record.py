@@ -235,7 +235,10 @@ def test_a_former_run_is_refused_replaced_or_gone_on_with(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path / "run")
     run.prepare(a_config(), resuming=False)
     run.write_step({"step": 1}, [])
-    with pytest.raises(RunError, match=r"holds a run already\. Resume it: resume=auto; start again .* replace=true"):
+    with pytest.raises(
+        RunError,
+        match=r"contains a run already\. To resume it: resume=auto; to move it away and start a new run: replace=true",
+    ):
         run.prepare(a_config(), resuming=False)
     assert run.prepare(a_config(checkpoint={"keep": 5}, resume="auto"), resuming=True) == []
     assert yaml.safe_load(run.config.read_text())["checkpoint"]["keep"] == 5
@@ -254,7 +257,7 @@ def test_a_former_run_is_refused_replaced_or_gone_on_with(tmp_path: Path) -> Non
 def test_what_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        RunError, match=rf"^{tmp_path}/file/run cannot be written: Not a directory\. What was written before"
+        RunError, match=rf"^{tmp_path}/file/run cannot be written: Not a directory\. Earlier steps are complete"
     ):
         RunDirectory(tmp_path / "file" / "run").prepare(a_config(), resuming=False)
     with pytest.raises(RunError, match="x cannot be written: No space left"), writing(Path("x")):

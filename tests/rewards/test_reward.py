@@ -123,7 +123,7 @@ async def raises_later(trajectory: Trajectory) -> float:
         ),
         (
             lambda _: "1.0",
-            "the reward function 'f' gave the text '1.0'; a reward must be a number: give float(...) of it",
+            "the reward function 'f' gave the text '1.0'; a reward must be a number: convert it with float(...)",
         ),
         (
             lambda _: [1.0],

@@ -199,7 +199,7 @@ def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
     [
         (
             "loss_mask=last_trun",
-            "loss_mask: there is no rule of this name; there are all, last_turn, after_last_user, last_",
+            "loss_mask: there is no loss mask of this name; the loss masks are all, last_turn, after_last_user, last_",
         ),
         ("loss_mask=last_trun", "did you mean 'last_turn'?; got 'last_trun'"),
         ("loss_mask={use: last_turn, arguments: {n: 2}}", "loss_mask: the rule last_turn takes no arguments"),

@@ -222,7 +222,7 @@ def test_an_engine_whose_columns_differ_in_length() -> None:
     trajectory = hold(Careless("ab"))
     assert the_failure(trajectory) == (
         "engine",
-        "ValueError: the engine answered 3 token ids, 2 log-probabilities and 3 versions; the three must be of one length",
+        "ValueError: the engine returned 3 token ids, 2 log-probabilities and 3 versions; all three must have the same length",
     )
     assert spoken(trajectory.segments[0]) == [(-1, OPENING)]  # nothing of it was written
 
@@ -325,7 +325,7 @@ def test_a_text_for_a_final_reward_is_no_number() -> None:
     one = hold(Says("a"), lambda: Settled(reply=user_message("And?")), limits=Limits(turns=1))
     assert the_failure(one) == (
         "environment",
-        "TypeError: final_reward() gave the text '1.0'; a reward must be a number: give float(...) of it",
+        "TypeError: final_reward() gave the text '1.0'; a reward must be a number: convert it with float(...)",
     )
 
 

@@ -242,7 +242,7 @@ def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(copied: Path
     text = data.read_text()
     data.write_text(text.replace('"answer": "3"', '"answer": "4"'))
     with pytest.raises(
-        RunError, match=r"are not the rows .* \(the number is the same\).*resume_changes='\[data\.train\]'"
+        RunError, match=r"are not the rows .* \(the number of rows is the same\).*resume_changes='\[data\.train\]'"
     ):
         resume(copied, "train.steps=4")
     resume(copied, "train.steps=4", "resume_changes=[data.train]")
@@ -322,13 +322,14 @@ def test_a_link_that_is_gone_or_names_nothing_loses_no_run(copied: Path) -> None
     found = opened(copied)
     assert (found.step, found.notes[0]) == (
         2,
-        f"{folder / 'checkpoint'} is gone: resuming from {folder / 'checkpoints' / 'step-000002'}, the newest whole one",
+        f"{folder / 'checkpoint'} was removed: resuming from {folder / 'checkpoints' / 'step-000002'}, "
+        "the newest complete checkpoint",
     )
     (folder / "checkpoint").symlink_to("checkpoints/step-000009/model")
     found = opened(copied)
     assert (found.step, found.notes[0].partition(":")[0]) == (
         2,
-        f"the link {folder / 'checkpoint'} names no checkpoint",
+        f"the link {folder / 'checkpoint'} points to no checkpoint",
     )
     shutil.rmtree(folder / "checkpoints" / "step-000002")
     resume(copied, "train.steps=3")
@@ -341,14 +342,14 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(copied: Path) -> Non
     shutil.rmtree(folder / "checkpoints")
     before = contents(folder)
     with pytest.raises(
-        RunError, match=r"names no checkpoint, and there is no other: restore .*checkpoints from a copy"
+        RunError, match=r"points to no checkpoint, and there is no other checkpoint: restore .*checkpoints from a copy"
     ):
         resume(copied)
     (folder / "checkpoint").unlink()
-    with pytest.raises(RunError, match=r"the checkpoints of the run in .* are gone; the last was of step 2"):
+    with pytest.raises(RunError, match=r"the checkpoints of the run in .* were removed; the last was of step 2"):
         resume(copied)
     (folder / "run.json").write_bytes(b"\0")
-    with pytest.raises(RunError, match=r"holds files of a run and no checkpoint to resume from"):
+    with pytest.raises(RunError, match=r"contains files of a run, and no checkpoint to resume from"):
         resume(copied)
     after = contents(folder)
     assert {name for name in after if after[name] != before.get(name)} == {"run.json"}
@@ -369,7 +370,7 @@ def test_conversations_of_a_rollout_are_not_overwritten_by_a_run(recipe: Path, t
     assert main(["rollout", str(recipe), "--out", str(out), "rollout.max_rows=1"]) == 0
     before = contents(out)
     assert len(lines(out / "trajectories.jsonl")) == 1
-    with pytest.raises(RunError, match=r"holds files of a run and no checkpoint .*`turnwise rollout` makes none"):
+    with pytest.raises(RunError, match=r"contains files of a run, and no checkpoint .*`turnwise rollout` writes none"):
         resume(recipe)
     assert {name: content for name, content in contents(out).items() if name in before} == before
 
@@ -398,7 +399,10 @@ def test_a_directory_of_somebody_else_is_not_replaced_by_a_checkpoint(copied: Pa
     folder = copied.parent / "run" / "checkpoints" / "step-000003"
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match=r"step-000003 is in the way of the checkpoint of step 3"):
+    with pytest.raises(
+        RunError,
+        match=r"the checkpoint of step 3 cannot be written, because .*step-000003 exists and is not a checkpoint",
+    ):
         resume(copied, "train.steps=3")
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -456,7 +460,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied: Path, name: str, how: s
     assert message.startswith(f"the checkpoint {folder / STEP} is damaged: ")
     if not name.endswith("SHA256SUMS"):
         assert name.removeprefix(f"{STEP}/") in message
-    assert "step-000001 is whole: to resume from it, remove step-000002" in message
+    assert "step-000001 is complete: to resume from it, remove step-000002" in message
     assert contents(folder) == {**before, ".lock": contents(folder)[".lock"]}
     shutil.rmtree(folder / STEP)
     assert opened(copied).step == 1
@@ -473,7 +477,7 @@ def test_a_damaged_record_is_refused_by_name_and_one_that_was_moved_away_is_repo
     before = contents(folder)
     if how == "gone":
         assert found.directory.cut_back(found.saved.about["marks"]) == [
-            f"{folder / name} is gone: what it held of earlier steps is lost"
+            f"{folder / name} was removed: its lines of earlier steps are lost"
         ]
         return
     with pytest.raises(RunError, match="cannot be written" if how == "a directory" else r"is damaged: it"):

@@ -195,7 +195,7 @@ def test_weights_of_zero_leave_nothing_and_change_nothing(
     out = run(recipe, f"data.train={source}", "sft.weight_decay=0.5")
     written = lines(out / "metrics.jsonl")
     assert [(one["loss"], one["tokens/trained"], one["grad_norm"]) for one in written] == [(None, 0, 0.0)] * 3
-    assert "loss_mask=all and the rows' own weights leave nothing to learn from" in caplog.text
+    assert "loss_mask=all and the weights in the rows leave no turn to train on" in caplog.text
     assert same_weights(out / "checkpoint", model)
 
 
@@ -210,7 +210,7 @@ def test_tools_of_the_recipe_are_offered_where_a_row_names_none(recipe: Path, tm
     assert ['"name": "own"' in text for text in texts] == [False, True]
     everywhere = write(tmp_path / "everywhere.jsonl", [{"messages": talk(1), "tools": [tool]}])
     with pytest.raises(
-        ConfigError, match="tools and mcp are for rows without a column of tools, and all rows have one"
+        ConfigError, match="tools and mcp are for rows without a column `tools`, and all rows have this column"
     ):
         run(recipe, f"data.train={everywhere}", *tools)
 
@@ -250,7 +250,7 @@ def test_what_is_too_long_is_left_out_and_told_with_its_row(
     options = [f"data.train={source}", "limits.context=120", "sft.batch_size=3", "sft.steps=2"]
     assert main(["sft", str(recipe), *options]) == 0
     told = capsys.readouterr().out
-    assert told.count("row 2: longer than limits.context=120, and left out; raise it") == 1
+    assert told.count("row 2: longer than limits.context=120, and left out; raise limits.context") == 1
     first, _ = lines(tmp_path / "run/metrics.jsonl")
     assert first["left_out"] == pytest.approx(1 / 3)
     assert first["tokens/trained"] == 11 + 14
@@ -287,10 +287,12 @@ def test_a_step_of_rows_that_are_left_out_is_one_without_learning(recipe: Path, 
 
 def test_data_of_which_nothing_can_be_learnt_ends_the_run_with_the_rows(recipe: Path, tmp_path: Path) -> None:
     source = write(tmp_path / "long.jsonl", [LONG, LONG])
-    nothing = r"no conversation of the data can be learnt from:\n  rows 1, 2: longer than limits.context=120"
+    nothing = r"no conversation of the data can be trained on:\n  rows 1, 2: longer than limits.context=120"
     with pytest.raises(RolloutError, match=nothing):
         run(recipe, f"data.train={source}", "limits.context=120", "sft.batch_size=2", "data.shuffle=false")
-    with pytest.raises(RolloutError, match=r"no held-out conversation .* can be measured:\n  rows 1, 2: longer"):
+    with pytest.raises(
+        RolloutError, match=r"the loss of no held-out conversation .* can be computed:\n  rows 1, 2: longer"
+    ):
         run(recipe, f"data.eval={source}", "limits.context=120")
 
 

@@ -208,7 +208,7 @@ NO_CALLS = (
         (CALLING, "does not write the call of 'search': use a model whose template has tools, or write the call into"),
         (
             {"role": "assistant", "content": "4", "reasoning_content": "Hm."},
-            "leaves out of an assistant message what is in the data: 'Hm.'",
+            "leaves out a part of an assistant message: 'Hm.'",
         ),
     ],
 )

@@ -48,9 +48,9 @@ async def raises(error: BaseException) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[], Any], str]] = {
-    "cancelled": (cancels_itself, "CancelledError: it cancelled itself, or awaited a task that was cancelled"),
+    "cancelled": (cancels_itself, "CancelledError: the call cancelled itself, or awaited a task that was cancelled"),
     "base": (lambda: raises(Mean("no Exception")), "Mean: no Exception"),
-    "exit": (lambda: raises(SystemExit(3)), "it tried to exit the process (status 3)"),
+    "exit": (lambda: raises(SystemExit(3)), "the code tried to exit the process (status 3)"),
     "generator exit": (lambda: raises(GeneratorExit()), "GeneratorExit"),
     "unspeakable": (lambda: raises(Unspeakable()), "Unspeakable: <Unspeakable, whose __str__ raised RuntimeError>"),
     "long": (lambda: raises(ValueError("x" * 10_000)), "ValueError: " + "x" * 3988 + " [...]"),

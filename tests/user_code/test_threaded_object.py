@@ -142,8 +142,8 @@ def test_a_function_is_given_the_columns_that_it_names() -> None:
     with pytest.raises(KeyError) as error:
         columns_for(missing, row, name="Game.reset")
     assert error.value.args[0] == (
-        "Game.reset wants the column 'colour', and row '1' has none of that name; its columns are: hint, secret. Add it to the "
-        "data, or map one to it: data.columns.colour=<column>"
+        "Game.reset needs the column 'colour', and row '1' has no such column; its columns are: hint, secret. Add the column to "
+        "the data, or map another column to it: data.columns.colour=<column>"
     )
 
 

@@ -42,7 +42,9 @@ def drop_long_prompts(config: Config, rows: Sequence[Row], renderer: Renderer) -
         return list(rows), []
     kept = [row for row in rows if len(renderer.encode_opening(row.messages, ()).token_ids) <= longest]
     if rows and not kept:
-        raise DataError(f"all {len(rows)} prompts have more than data.max_prompt_tokens={longest} tokens: raise it")
+        raise DataError(
+            f"all {len(rows)} prompts have more than data.max_prompt_tokens={longest} tokens: raise this limit"
+        )
     dropped = len(rows) - len(kept)
     note = f"{dropped} of {len(rows)} rows are left out: data.max_prompt_tokens={longest}"
     return kept, [note] if dropped else []

@@ -81,7 +81,9 @@ def read_scripts(path: str) -> list[list[str]]:
     """
     file = Path(path)
     if not os.path.isfile(file):
-        raise DataError(f"engine.script: there is no file {file.absolute()}")
+        raise DataError(
+            f"engine.script: there is no file {file.absolute()}; paths are relative to the directory you run from"
+        )
     scripts: list[list[str]] = []
     # split, not splitlines: a text may contain U+2028
     for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
@@ -92,5 +94,5 @@ def read_scripts(path: str) -> list[list[str]]:
             raise DataError(f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."]')
         scripts.append(texts)
     if not scripts:
-        raise DataError(f"{path} has no scripts; each line is a list of texts")
+        raise DataError(f"{path} is empty; write a list of texts on each line")
     return scripts

@@ -101,19 +101,19 @@ def _check_environment(
             environment_tools = source.tools() if source is not None else ()
             Tools([*tools, *environment_tools])  # refuses two tools of one name
     except Failed as failed:
-        raise ConfigError(f"environment: {name} cannot be made: {failed.failure.message}") from failed
+        raise ConfigError(f"environment: {name} cannot be created: {failed.failure.message}") from failed
     if source is not None:
         if config.environment.thread:
             raise ConfigError(
-                f"environment.thread has no effect with {name}, which runs the methods of other classes: make those of them "
-                f"that block sync (`def` instead of `async def`); sync methods run in threads"
+                f"environment.thread has no effect with {name}, which runs the methods of other classes: remove it. To run a "
+                f"blocking method in a thread, write `def` instead of `async def`"
             )
         return source, environment_tools
     if not isinstance(built, Environment):
         missing = [method for method in ("begin", "step", "close") if not hasattr(built, method)]
         raise ConfigError(
-            f"environment: {name} makes a {type(built).__name__} without {', '.join(missing)}; an environment has async "
-            f"begin(row), step(turn) and close(), or is an async generator under @environment"
+            f"environment: {name} creates a {type(built).__name__} without {', '.join(missing)}; an environment has async "
+            f"methods begin(row), step(turn) and close(), or is an async generator function with @environment"
         )
     close_tried_environment(built.close, name)
     return None, ()

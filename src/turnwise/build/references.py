@@ -24,7 +24,9 @@ def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: boo
     """
     target = resolve(use.use, key=key)
     if not callable(target):
-        raise ConfigError(f"{key}: {use.use} is a {type(target).__name__} and cannot be called")
+        raise ConfigError(
+            f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
+        )
     try:
         signature = inspect.signature(target)
         (signature.bind_partial if partly else signature.bind)(*given, **use.arguments)

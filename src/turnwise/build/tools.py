@@ -28,8 +28,8 @@ def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
         return _toolbox(target, use.arguments, options, key=key)
     if use.arguments:
         raise ConfigError(
-            f"{key}: arguments are for classes, which are made for each conversation; {use.use} is a "
-            f"{type(target).__name__}, whose arguments the model gives: remove them"
+            f"{key}: {use.use} is a {type(target).__name__}, and only classes take arguments in a recipe (the model gives those "
+            f"of a function): remove `arguments`"
         )
     if isinstance(target, Tool):
         return dataclasses.replace(target, **options)
@@ -38,7 +38,9 @@ def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
             target, tools=tuple(dataclasses.replace(method, **options) for method in target.tools)
         )
     if not callable(target):
-        raise ConfigError(f"{key}: {use.use} is a {type(target).__name__} and cannot be called")
+        raise ConfigError(
+            f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
+        )
     return Tool.of(target, **options)
 
 
@@ -59,8 +61,8 @@ def _threaded(box: Toolbox) -> Toolbox:
     ]
     if not any(method.thread for method in tools):
         raise ConfigError(
-            f"thread=True of {box.name} has no effect: it has no async method, and sync methods run in threads anyway; "
-            f"leave it out"
+            f"thread=True of {box.name} has no effect: all its methods are sync, and sync methods always run in threads; remove "
+            f"it"
         )
     return dataclasses.replace(box, tools=tuple(tools))
 
@@ -73,7 +75,7 @@ def _check_construction(box: Toolbox, *, key: str) -> None:
             if box.closes:
                 close_tried(instance.close)
     except Failed as failed:
-        raise ConfigError(f"{key}: {box.name} cannot be made: {failed.failure.message}") from failed
+        raise ConfigError(f"{key}: {box.name} cannot be created: {failed.failure.message}") from failed
 
 
 def mcp_servers(config: Config) -> McpServers | None:
@@ -104,11 +106,12 @@ def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -
     """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
     mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
     if mcp and config.mcp.servers is None:
-        raise ConfigError(f"mcp.{mcp[0]} has no effect without servers: set mcp.servers to a file that names them")
+        raise ConfigError(f"mcp.{mcp[0]} has no effect without mcp.servers: set mcp.servers, or remove it")
     if calls and not config.tools and config.mcp.servers is None and not environment_has_tools:
-        raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers")
+        raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers, or remove it")
     of_truncation = [name for name in calls if name.startswith("tool_response_")]
     if of_truncation and config.tool_calls.max_tool_response_length is None:
         raise ConfigError(
-            f"tool_calls.{of_truncation[0]} has no effect without a length: set tool_calls.max_tool_response_length"
+            f"tool_calls.{of_truncation[0]} has no effect without tool_calls.max_tool_response_length: set that option, or "
+            f"remove this one"
         )

@@ -38,6 +38,8 @@ def limits(config: Config, *, longest: int | None) -> Limits:
     options = config.limits.model_dump()
     if longest is not None:
         if options["context"] is not None and options["context"] > longest:
-            raise ConfigError(f"limits.context={options['context']} is more than the {longest} that the model allows")
+            raise ConfigError(
+                f"limits.context={options['context']} is more than the model's longest context, {longest} tokens: lower it"
+            )
         options["context"] = options["context"] or longest
     return Limits(**options)

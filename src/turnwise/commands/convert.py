@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         print(recipe, end="")
         return 0
     if options.out.exists():
-        raise ConfigError(f"{options.out} is there already: name another file, or remove it")
+        raise ConfigError(f"{options.out} exists already: choose another file, or remove it")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(recipe, encoding="utf-8")
     summary = (
@@ -81,7 +81,7 @@ def converted(
 
         return from_verl_arguments(words, folder=folder, name=name)
     if folder is not None or name is not None:
-        raise ConfigError("--config-path and --config-name belong to --from verl")
+        raise ConfigError("--config-path and --config-name are options for --from verl: remove them")
     from turnwise.compat.swift.arguments import from_swift_arguments
 
     return from_swift_arguments(words[0] if len(words) == 1 and os.path.isfile(words[0]) else words)

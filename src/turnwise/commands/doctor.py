@@ -36,7 +36,7 @@ def register(commands: Subparsers) -> None:
 
 def _run(options: argparse.Namespace, context: Context) -> int:
     if options.overrides and options.recipe is None:
-        raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and there is none: add --recipe FILE")
+        raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and no recipe is given: add --recipe FILE")
     from turnwise.config.recipe import load
     from turnwise.doctor.check import as_json, show, worst
     from turnwise.doctor.examine import examine

@@ -35,8 +35,8 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     print_lines(
         context.console,
         [
-            f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, "
-            f"reward {summary['reward/mean']}; look into them: turnwise show {options.out}"
+            f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, reward "
+            f"{summary['reward/mean']}; to read them: turnwise show {options.out}"
         ],
     )
     return 0

@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         selecting = ("id", "step", "worst", "best", "last", "failed", "tokens")
         others = [f"--{name}" for name in selecting if vars(options)[name]]
         if others:
-            raise ConfigError(f"--metric shows figures and {others[0]} shows conversations: give one of them")
+            raise ConfigError(f"--metric prints metrics and {others[0]} prints conversations: give one of them")
         show_metric(context.console, options.run, options.metric, evaluation=options.evaluation)
         return 0
     selection = Selection(
@@ -153,12 +153,13 @@ def show(
     path = run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl")
     if not (run / "trajectories.jsonl").is_file():
         raise RunError(
-            f"{run.absolute()} is no run: it has no trajectories.jsonl. `turnwise train`, `sft` and `rollout` make one"
+            f"{run.absolute()} is not a run: it contains no trajectories.jsonl. `turnwise train`, `sft` and `rollout` write "
+            f"runs"
         )
     if not path.is_file():
-        raise RunError(f"{run.absolute()} has no evaluations: the recipe names no held-out rows (data.eval)")
+        raise RunError(f"{run.absolute()} has no evaluations, because its recipe has no held-out rows (data.eval)")
     if len(selection.counts()) > 1:
-        raise RunError(f"{' and '.join(selection.counts())} choose differently: give one of them")
+        raise RunError(f"{' and '.join(selection.counts())} select different conversations: give one of them")
     if selection == Selection():
         if tokens:
             raise RunError(
@@ -169,7 +170,7 @@ def show(
         return
     trajectories = selection.of(path)
     if not trajectories:
-        raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints what there is")
+        raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints a summary of the run")
     decode = token_texts(run) if tokens else None
     for trajectory in trajectories:
         console.print(conversation(trajectory, tokens=tokens, decode=decode))
@@ -187,7 +188,7 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
     known = list(dict.fromkeys(key for line in lines for key in line))
     if name not in known:
         raise RunError(
-            f"{name} is no metric in {path}{metric_hint(name, known)}. The metrics there: {', '.join(known)}"
+            f"{name} is not a metric in {path}{metric_hint(name, known)}. The metrics are: {', '.join(known)}"
         )
     metric = metric_of(name)
     if metric is not None:

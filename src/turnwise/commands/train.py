@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         config, notes = _from_verl(options)
         resume = "the same command"
     elif options.recipe is None:
-        raise ConfigError("name a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
+        raise ConfigError("give a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
     else:
         config, notes = load(options.recipe, options.overrides)
         resume = resume_command("train", options, config)
@@ -62,12 +62,12 @@ def _from_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
     overrides: list[str] = options.overrides
     if options.recipe is not None:  # the first word is an override too
         if "=" not in options.recipe and not options.recipe.startswith("~"):
-            raise ConfigError(f"{options.recipe} and --config-path both say what is trained: choose one")
+            raise ConfigError(f"the recipe {options.recipe} and --config-path are both given: give one of them")
         overrides = [options.recipe, *overrides]
     result = converted("verl", overrides, folder=options.config_path, name=options.config_name)
     refuse(
         result,
-        how="Change these keys, or take them out (~key), or write a recipe with `turnwise convert` and go on from there",
+        how="Change these keys, or remove them (~key), or write a recipe with `turnwise convert` and edit it",
     )
     source = "the recipe of verl's configuration (`turnwise convert` shows it)"
     return checked(result.recipe, source=source), [f"left out: {key}" for key in result.unsupported]

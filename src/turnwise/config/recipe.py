@@ -34,7 +34,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         )
     tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of options; it holds a {type(tree).__name__}")
+        raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
     notes = _override(tree, overrides)
     return checked(_interpolate(tree, where=str(path)), source=str(path)), notes
 
@@ -135,7 +135,7 @@ def _explain(error: ValidationError, source: str) -> str:
         if problem["type"] == "extra_forbidden":
             lines.append(_unknown(path, key, problem["loc"]))
         elif problem["type"] == "missing":
-            lines.append(f"{key} is missing")
+            lines.append(f"{key} is missing: add it to the recipe")
         elif problem["type"] == "union_tag_invalid":
             lines.append(
                 f"{key}.name: there is no engine {problem.get('ctx', {}).get('tag')!r}; there are: local, scripted"
@@ -158,7 +158,7 @@ def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
             return f"{key} has no effect with engine.name={get_args(mine)[0]}: it is an option of another engine"
     parents = ".".join(str(key) for key in path[:-1])
     hint = called_here(name, section=parents, options=frozenset(names)) or nearest(name, names)
-    return f"there is no option {key}{hint}" + ("" if hint else f"; the options here are: {', '.join(names)}")
+    return f"there is no option {key}{hint}" + ("" if hint else f"; the options are: {', '.join(names)}")
 
 
 def _section_at(location: Sequence[Any]) -> type[Section] | None:

@@ -127,7 +127,7 @@ def refuse_unknown_names(config: Config) -> None:
         if RULES[name] == "fixed":
             raise ConfigError(f"resume_changes: {name} cannot change when a run is resumed; remove it")
         if RULES[name] == "free":
-            raise ConfigError(f"resume_changes: {name} may change without being named; remove it")
+            raise ConfigError(f"resume_changes: {name} may always change; remove it from the list")
 
 
 def check_options(

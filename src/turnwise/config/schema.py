@@ -169,10 +169,12 @@ class Config(Section):
     def _known_loss_mask(cls, use: Use) -> Use:
         if ":" not in use.use and use.use not in LOSS_MASKS:
             message = (
-                f"there is no rule of this name; there are {', '.join(LOSS_MASKS)}, and path/to/file.py:function for one of "
-                f"your own{nearest(use.use, LOSS_MASKS)}"
+                f"there is no loss mask of this name; the loss masks are {', '.join(LOSS_MASKS)}, or path/to/file.py:function "
+                f"for your own function{nearest(use.use, LOSS_MASKS)}"
             )
             raise PydanticCustomError("loss_mask", "{message}", {"message": message})
         if use.use in LOSS_MASKS and use.arguments:
-            raise PydanticCustomError("loss_mask", "the rule {name} takes no arguments", {"name": use.use})
+            raise PydanticCustomError(
+                "loss_mask", "the loss mask {name} takes no arguments: remove them", {"name": use.use}
+            )
         return use

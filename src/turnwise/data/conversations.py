@@ -29,7 +29,7 @@ _ELSEWHERE = {
     "function_call": 'write {"tool_calls": [{"type": "function", "function": {"name": ..., "arguments": ...}}]}',
     "train_detail": "parts of a message cannot be left out: use `weight`, or two messages",
     "loss_scale": "use `weight`",
-    "audio": "the model says texts",
+    "audio": "an assistant message contains only text",
 }
 """Keys of messages that other systems read and turnwise refuses, each with the replacement to write."""
 
@@ -68,19 +68,20 @@ def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, fo
             continue
         if theirs not in record:
             raise DataError(
-                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {', '.join(record)}. "
-                f"Name the right one: data.columns.{ours}=<column>"
+                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {', '.join(record)}. Set the "
+                f"right column: data.columns.{ours}=<column>"
             )
         fields[ours] = record[theirs]
     if fields.pop("chat_template_kwargs", None):
         raise DataError(
-            f"{place}: the column 'chat_template_kwargs' is not read; remove it, or put what it says into the template"
+            f"{place}: the column 'chat_template_kwargs' is not supported; remove it, and set the same values in the chat "
+            f"template"
         )
     messages, fields = with_media(messages, fields, place=place, folder=folder)
     if any(message["role"] == "assistant" and not isinstance(message["content"], str) for message in messages):
         raise DataError(
-            f"{place}: an image or video stands in an assistant message, and the model says texts; write <image> and <video> "
-            f"into what it is shown"
+            f"{place}: an assistant message contains an image or a video, and the model generates only text; put <image> and "
+            f"<video> into user messages"
         )
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -112,8 +113,8 @@ def _messages(found: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:
         ]
         return [*before, *_many(record[completion], f"{place}: {completion}", role="assistant")]
     raise DataError(
-        f"{place} has no column {whole!r}, nor {prompt!r} with {completion!r}{nearest(whole, record)}; its columns are: "
-        f"{', '.join(record) or 'none'}. Name the one with the conversation: data.columns.messages=<column>"
+        f"{place} has neither the column {whole!r} nor the columns {prompt!r} and {completion!r}{nearest(whole, record)}; its "
+        f"columns are: {', '.join(record) or 'none'}. Set the column with the conversation: data.columns.messages=<column>"
     )
 
 
@@ -123,8 +124,8 @@ def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
     if isinstance(value, Mapping) and role is not None:
         return [value]
     if not isinstance(value, list) or not value:
-        kind = "a list of messages" if role is None else "a text or a list of messages"
-        raise DataError(f"{where} is {value!r:.80}; it must be {kind}, at least one")
+        kind = "a non-empty list of messages" if role is None else "a text or a non-empty list of messages"
+        raise DataError(f"{where} is {value!r:.80}; it must be {kind}")
     return value
 
 
@@ -132,11 +133,11 @@ def _clean(message: Any, where: str) -> Message:
     """A message in the form of `clean_message`. Only assistant messages may set a weight."""
     for key, instead in _ELSEWHERE.items():
         if isinstance(message, Mapping) and message.get(key) is not None:
-            raise DataError(f"{where} has `{key}`, which is not read: {instead}")
+            raise DataError(f"{where} has `{key}`, which is not supported: {instead}")
     kept = clean_message(message, where)
     if kept["role"] != "assistant" and any(kept.get(label) for label in _LABELS):
         raise DataError(
-            f"{where} (role {kept['role']!r}) asks to be learnt from; only what the model says is: remove "
+            f"{where} (role {kept['role']!r}) has a training weight, and only assistant messages are trained on: remove "
             f"{', '.join(_LABELS)}"
         )
     return kept
@@ -146,18 +147,16 @@ def _check_order(messages: Sequence[Message], place: str) -> None:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(
-            f"{place} has no assistant message (its roles are: {', '.join(roles)}), so there is nothing to learn from it; "
-            f"leave the row out"
+            f"{place} has no assistant message (its roles are: {', '.join(roles)}), so there is nothing to train on; remove the "
+            f"row"
         )
     if roles[0] == "assistant":
-        raise DataError(
-            f"{place} begins with an assistant message; the model answers somebody: put a user or system message before it"
-        )
+        raise DataError(f"{place} begins with an assistant message; put a user or system message before it")
     for number, message in enumerate(messages):
         if message["role"] == "tool" and not _called(messages[:number]):
             raise DataError(
-                f"{place}: message {number + 1} is a tool's, and no assistant message with a call stands before it; write "
-                f"the call into its `tool_calls`, or into its content as the model is to say it"
+                f"{place}: message {number + 1} has the role tool, and no assistant message with a tool call precedes it; write "
+                f"the call into the `tool_calls` of the assistant message, or into its content in the model's own format"
             )
 
 
@@ -174,7 +173,7 @@ def _weights(messages: Sequence[Message], column: Any, place: str) -> list[float
         return [_weight(message, place) for message in said]
     if any(label in message for message in said for label in _LABELS):
         raise DataError(
-            f"{place}: the column 'weights' and a message of its own both say what is learnt: remove one of them"
+            f"{place}: training weights are given in the column 'weights' and also in a message: remove one of them"
         )
     if not isinstance(column, list) or len(column) != len(said):
         raise DataError(
@@ -207,7 +206,7 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(
-                f'{place}: the column \'tools\' holds {tool!r:.80}; a tool is {{"type": "function", "function": '
+                f'{place}: the column \'tools\' contains {tool!r:.80}; a tool is {{"type": "function", "function": '
                 f'{{"name": ..., "description": ..., "parameters": ...}}}}'
             )
         found.append({"type": "function", "function": _without_empty(function)})

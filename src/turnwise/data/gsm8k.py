@@ -123,7 +123,7 @@ def _convert(found: Iterator[tuple[str, Any]], source: Path, split: str, kind: K
     for place, record in found:
         question, answer = (record.get(name) if isinstance(record, dict) else None for name in ("question", "answer"))
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise DataError(f"{place}: a row needs the texts `question` and `answer`; this one is {str(record)[:80]!r}")
+            raise DataError(f"{place}: a row needs the texts `question` and `answer`; this row is {str(record)[:80]!r}")
         try:
             rows.append(make_row(question, answer, split=split, index=len(rows), kind=kind))
         except ValueError as error:
@@ -144,20 +144,31 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `python -m turnwise.data.gsm8k`. Returns the exit status: 0, or 1 after an error."""
-    parser = argparse.ArgumentParser(prog="turnwise.data.gsm8k", description="Convert GSM8K as published into rows.")
+    parser = argparse.ArgumentParser(
+        prog="turnwise.data.gsm8k", description="Convert the published GSM8K data set into rows."
+    )
     parser.add_argument(
         "--source",
         type=Path,
         required=True,
-        help='a file with {"question", "answer"} a line, or a hub id: openai/gsm8k',
+        help='a jsonl file with {"question", "answer"} on each line, or a hub name: openai/gsm8k',
     )
-    parser.add_argument("--split", default="train", help="of a hub data set")
-    parser.add_argument("--subset", default="main", help="of a hub data set")
+    parser.add_argument("--split", default="train", help="the split of a hub data set")
+    parser.add_argument("--subset", default="main", help="the configuration of a hub data set")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where <name of the source or split>.<format> goes"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help=("the directory to write <name of the source or split>.<format> to"),
     )
-    parser.add_argument("--format", choices=get_args(Format), default="jsonl")
-    parser.add_argument("--kind", choices=get_args(Kind), default="interaction", help="what the rows are for")
+    parser.add_argument("--format", choices=get_args(Format), default="jsonl", help="the file format")
+    parser.add_argument(
+        "--kind",
+        choices=get_args(Kind),
+        default="interaction",
+        help=("the use of the rows: with an interaction, or with a tool"),
+    )
     options = parser.parse_args(arguments)
     try:
         path, count = preprocess(

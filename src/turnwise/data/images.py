@@ -114,7 +114,7 @@ def _opened(value: Any, *, where: str, folder: Path | None) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `_refuse_large` checks the size
             image = Image.open(source if isinstance(source, Path) else io.BytesIO(source))
     except UnidentifiedImageError as error:
-        raise DataError(_broken(value, where, "it is no image that PIL knows")) from error
+        raise DataError(_broken(value, where, "it is not an image that PIL can read")) from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(_broken(value, where, str(error))) from error
     try:
@@ -133,7 +133,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         inner = value.get("path") if value.get("path") is not None else media_value({"type": "image", **value})
         if inner is None:
             raise DataError(
-                f"{where} holds no image: {_short(value)}. Give it a path, bytes, a PIL image or a data: URI"
+                f"{where} contains no image: {_short(value)}. Give it a path, bytes, a PIL image or a data: URI"
             )
         return _source(inner, where, folder)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -145,8 +145,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         return base64_bytes(body)
     if isinstance(value, str) and value.startswith(("http://", "https://")):
         raise DataError(
-            f"{where} is {_short(value)}: images are not fetched while conversations are held. Download it first, and "
-            f"give its path"
+            f"{where} is {_short(value)}: images are not downloaded during a run. Download the image first, and give its path"
         )
     if isinstance(value, str | Path):
         text = str(value)
@@ -156,8 +155,8 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
             found = path.is_file()
         except (OSError, ValueError) as error:  # the name is too long for a file, or has a NUL character
             raise DataError(
-                f"{where} is {_short(value)}, which cannot be a path ({getattr(error, 'strerror', None) or error}); base64 "
-                f"begins with data:image/<kind>;base64,"
+                f"{where} is {_short(value)}, which is not a valid path ({getattr(error, 'strerror', None) or error}); base64 "
+                f"data must begin with data:image/<kind>;base64,"
             ) from None
         if not found:
             raise DataError(f"{where}: there is no image file {str(path.absolute())[:300]}")
@@ -171,8 +170,8 @@ def _refuse_large(image: Any, value: Any, where: str) -> None:
     pixels = image.width * image.height
     if pixels > MOST_PIXELS:
         raise DataError(
-            f"{where} ({_short(value)}) has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}. Make it "
-            f"smaller: no processor would leave it that size"
+            f"{where} ({_short(value)}) has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}. Make the image "
+            f"smaller"
         )
     if pixels == 0:
         raise DataError(
@@ -193,7 +192,7 @@ def _upright(image: Any) -> Any:
 
 
 def _broken(value: Any, where: str, why: str) -> str:
-    return f"{where} ({_short(value)}) cannot be read as an image: {why}. Replace the file, or leave the row out"
+    return f"{where} ({_short(value)}) cannot be read as an image: {why}. Replace the file, or remove the row"
 
 
 def _short(value: Any) -> str:

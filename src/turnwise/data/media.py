@@ -68,8 +68,8 @@ def with_media(
         if count != have:
             column = COLUMNS[kind]
             raise DataError(
-                f"{place}: the column {column!r} holds {have} and the prompt has places for {count}; the numbers must be "
-                f"equal. Write <{kind}> into the prompt where each belongs, or give the part {{'type': {kind!r}}}"
+                f"{place}: the column {column!r} and the prompt do not match: {have} in the column, {count} placeholders in "
+                f"the prompt. Write <{kind}> into the prompt for each of them, or add a content part {{'type': {kind!r}}}"
             )
     return found, {**fields, **{COLUMNS[kind]: values for kind, values in given.items()}}
 

@@ -35,7 +35,9 @@ def clean_message(message: Any, where: str) -> Message:
     calls = kept.pop("tool_calls", None)
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise DataError(f"{where}: `tool_calls` is a list of calls in an assistant message; this is {calls!r:.80}")
+            raise DataError(
+                f"{where}: `tool_calls` must be a list of calls in an assistant message; it is {calls!r:.80}"
+            )
         kept["tool_calls"] = [_call(call, n, where) for n, call in enumerate(calls)]
     kept["content"] = _content(kept, where)
     return kept
@@ -46,7 +48,7 @@ def _content(message: Message, where: str) -> Any:
     if content is None:
         if message["role"] == "assistant" and message.get("tool_calls"):
             return ""
-        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or leave the message out")
+        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or remove the message")
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else []
@@ -61,7 +63,9 @@ def _content(message: Message, where: str) -> Any:
     if message["role"] != "assistant":
         return content
     if len(texts) != len(content):
-        raise DataError(f"{where}: the model says texts, and this assistant message has a part {content!r:.80}")
+        raise DataError(
+            f"{where}: an assistant message contains only text, and this message has the part {content!r:.80}"
+        )
     return "".join(texts)
 
 

@@ -69,8 +69,8 @@ def build_rows(
         row = make(found, folder)
         if row.id in where:
             raise DataError(
-                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must differ. Map no column to `id`, "
-                f"and rows are numbered"
+                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must be unique. If no column is mapped to "
+                f"`id`, rows are numbered"
             )
         where[row.id] = found.place
         rows.append(row)
@@ -212,13 +212,13 @@ def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, fo
         if theirs not in record:
             have = ", ".join(record) or "none"
             raise DataError(
-                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {have}. "
-                f"Name the right one: data.columns.{ours}=<column>"
+                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {have}. Set the right column: "
+                f"data.columns.{ours}=<column>"
             )
         if record[theirs] is None and ours != "prompt":
             raise DataError(
-                f"{place}: the column {theirs!r} is null, and the recipe uses it as {ours!r} (data.columns); give it a value, or "
-                f"leave the row out"
+                f"{place}: the column {theirs!r} is null, and the recipe uses it as {ours!r} (data.columns); give it a value, "
+                f"or remove the row"
             )
     fields = {name: value for name, value in record.items() if name not in mapping.values()}
     fields.update((ours, record[theirs]) for ours, theirs in mapping.items())
@@ -240,5 +240,5 @@ def _messages(prompt: Any, place: str) -> list[Message]:
             or not isinstance(message.get("role"), str)
             or not ("content" in message or message.get("tool_calls"))
         ):
-            raise DataError(f"{place}: a message needs `role` and `content`; this one is {message!r:.80}")
+            raise DataError(f"{place}: a message needs `role` and `content`; this message is {message!r:.80}")
     return [clean_message(message, f"{place}: message {number}") for number, message in enumerate(prompt, 1)]

@@ -296,7 +296,7 @@ def _segment(fields: _Fields, turns: int, media: Path | None) -> Segment:
     )
     lengths = {len(column) for column in (segment.token_ids, segment.logprobs, segment.turn, segment.version)}
     if len(lengths) > 1:
-        fields.refuse("", "must have columns of one length", sorted(lengths))
+        fields.refuse("", "must have columns of equal length", sorted(lengths))
     if segment.turn and not -1 <= min(segment.turn) <= max(segment.turn) < turns:
         fields.refuse("turn", f"must be indexes of the {turns} turns, or -1", [min(segment.turn), max(segment.turn)])
     return segment

@@ -56,9 +56,10 @@ def template_mismatches(every: Sequence[Trajectory]) -> str | None:
     if not found:
         return None
     return (
-        f"the tokens of {len(found)} of {len(every)} conversations are not those of the chat template, which may make training "
-        f"see what serving does not. The first: {found[0]}. Look at it with `turnwise doctor`; "
-        f"tokenization_sanity_check=ignore_strippable does not count white space, `disable` counts nothing"
+        f"the tokens of {len(found)} of {len(every)} conversations differ from the chat template's rendering of the same "
+        f"messages, so the model may be trained on other tokens than it receives when it is served. The first: {found[0]}. "
+        f"Check the template with `turnwise doctor`; tokenization_sanity_check=ignore_strippable ignores white space, and "
+        f"`disable` turns the check off"
     )
 
 

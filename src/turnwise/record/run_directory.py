@@ -71,8 +71,8 @@ class RunDirectory:
         if not resuming and self._holds_run():
             if not config.replace and config.resume != "auto":
                 raise RunError(
-                    f"{self.path} holds a run already. Resume it: resume=auto; start again and keep the previous run under "
-                    f"another name: replace=true; or choose another directory: output=runs/<name>"
+                    f"{self.path} contains a run already. To resume it: resume=auto; to move it away and start a new run: "
+                    f"replace=true; or choose another directory: output=runs/<name>"
                 )
             if config.replace:
                 notes.append(f"the previous run was moved to {self._move_away()}")
@@ -92,17 +92,18 @@ class RunDirectory:
         """
         if not self._holds_run():
             return
-        keep = "To keep it, choose another directory: output=runs/<name>; to start again and move it away: replace=true"
+        keep = "To keep it, choose another directory: output=runs/<name>; to move it away and start a new run: replace=true"
         about = self._read_about()
         if about is None:
             raise RunError(
-                f"{self.path} holds files of a run and no checkpoint to resume from (`turnwise rollout` makes none). {keep}"
+                f"{self.path} contains files of a run, and no checkpoint to resume from (`turnwise rollout` writes none). "
+                f"{keep}"
             )
         if about["kind"] != self.kind:
-            raise RunError(f"{self.path} holds a run of `turnwise {about['kind']}`, and no checkpoint of it. {keep}")
+            raise RunError(f"{self.path} contains a run of `turnwise {about['kind']}`, and no checkpoint of it. {keep}")
         if about["checkpoint"] is not None:
             raise RunError(
-                f"the checkpoints of the run in {self.path} are gone; the last was of step {about['checkpoint']}. Restore "
+                f"the checkpoints of the run in {self.path} were removed; the last was of step {about['checkpoint']}. Restore "
                 f"{self.path / 'checkpoints'} from a copy. {keep}"
             )
 
@@ -157,10 +158,10 @@ class RunDirectory:
                 if (problem := file.compare(mark)) is not None:
                     raise RunError(
                         f"{file.path} is damaged: {problem}. Restore it from a copy; or move it away, and the run resumes "
-                        f"without what was in it"
+                        f"without its content"
                     )
                 if mark["bytes"] and not file.path.exists():
-                    notes.append(f"{file.path} is gone: what it held of earlier steps is lost")
+                    notes.append(f"{file.path} was removed: its lines of earlier steps are lost")
             for file in self.appended.values():
                 file.cut()
         return notes
@@ -189,5 +190,5 @@ def refuse_run_directory(path: Path) -> None:
     """
     if (path / "run.json").exists() or (path / "checkpoints").exists():
         raise RunError(
-            f"{path} holds a run of `turnwise train` or `sft`: choose another directory for other conversations"
+            f"{path} contains a run of `turnwise train` or `sft`: choose another directory for other conversations"
         )

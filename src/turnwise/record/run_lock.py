@@ -33,7 +33,9 @@ class RunLock:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 _log.warning(
-                    "%s cannot be locked (%s), so a second run in it would not be noticed", directory, error.strerror
+                    "%s cannot be locked (%s), so a second run in the same directory would not be detected",
+                    directory,
+                    error.strerror,
                 )
                 return
             holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown"

@@ -102,6 +102,6 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(
-            f"{error.filename or path} cannot be written: {error.strerror or error}. What was written before is complete; "
-            f"make room or fix the permissions, and resume with resume=auto"
+            f"{error.filename or path} cannot be written: {error.strerror or error}. Earlier steps are complete; free disk "
+            f"space or fix the permissions, and resume with resume=auto"
         ) from error

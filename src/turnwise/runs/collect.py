@@ -82,7 +82,7 @@ async def _collect(
     }
     writer.finish(config, summary)
     if summary["failed"] == 1.0:
-        raise RolloutError(f"all {len(trajectories)} conversations broke; they are in {out}, with their errors")
+        raise RolloutError(f"all {len(trajectories)} conversations failed; they are in {out}, with their errors")
     return summary
 
 
@@ -98,8 +98,9 @@ def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if len(scripts) > len(trajectories):
         raise DataError(
-            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with rollout.samples_per_row="
-            f"{config.rollout.samples_per_row} make {len(trajectories)} conversations; there must be a row for each script"
+            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with "
+            f"rollout.samples_per_row={config.rollout.samples_per_row} make {len(trajectories)} conversations; the number of "
+            f"scripts and the number of conversations must be equal"
         )
     by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}
     for group in groups:

@@ -97,8 +97,8 @@ class LearningWatch:
         if len(rewards) == 1:
             source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
             return (
-                f"Every reward of the last step was {rewards.pop():g}: call {source} by hand on an answer from "
-                f"trajectories.jsonl that should get another reward; or the task is too hard (or too easy) for this model"
+                f"Every reward of the last step was {rewards.pop():g}. Either the task is too hard or too easy for this model, "
+                f"or the rewards are wrong: call {source} on an answer from trajectories.jsonl that should get another reward"
             )
         return (
             "The rewards differ between rows but not within a row: the rows are too easy or too hard for this model. Choose "

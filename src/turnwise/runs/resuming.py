@@ -60,9 +60,9 @@ class OpenedRun:
             return
         if not any(name.startswith("data.") for name in self.config.resume_changes):
             counts = (
-                f"{former['count']} then, {now['count']} now"
+                f"{former['count']} rows at the start, {now['count']} rows now"
                 if former["count"] != now["count"]
-                else "the number is the same"
+                else "the number of rows is the same"
             )
             raise RunError(
                 f"the rows of data.train={self.config.data.train} are not the rows that the run in {self.directory.path} "

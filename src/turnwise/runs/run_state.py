@@ -221,7 +221,7 @@ class RunState:
         Reads attributes only, so that it may be called from a signal handler.
         """
         if self.saved:
-            lost = f", which does not hold steps {self.saved + 1} to {self.step}" if self.saved < self.step else ""
+            lost = f", which does not contain steps {self.saved + 1} to {self.step}" if self.saved < self.step else ""
             checkpoint = f"the newest checkpoint is that of step {self.saved}{lost}: {self.checkpoints.newest}"
         else:
             checkpoint = "there is no checkpoint yet"

@@ -236,11 +236,11 @@ async def _question(request: Request, token: str | None) -> Any:
     body = bytearray()
     length = request.headers.get("Content-Length", "0")
     if int(length) > _LONGEST_BODY:
-        raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this one has {length}")
+        raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this question has {length}")
     async for chunk in request.stream():
         body += chunk
         if len(body) > _LONGEST_BODY:
-            raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this one has more")
+            raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this question has more")
     try:
         return json.loads(bytes(body))
     except (ValueError, RecursionError):

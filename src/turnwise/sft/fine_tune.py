@@ -86,7 +86,7 @@ def _refuse_without_targets(run: SftRun, trajectories: Sequence[Trajectory]) -> 
     run.without_targets += len(trajectories)
     if run.without_targets >= len(run.rows):
         reasons = "\n  ".join(problems(trajectories, context=run.max_tokens)[:5])
-        raise RolloutError(f"no conversation of the data can be learnt from:\n  {reasons}")
+        raise RolloutError(f"no conversation of the data can be trained on:\n  {reasons}")
 
 
 def _finish_step(
@@ -114,7 +114,7 @@ def _finish_step(
     }
     if trained and not batch.tokens:
         rule = run.config.loss_mask.use
-        _log.warning("step %d: loss_mask=%s and the rows' own weights leave nothing to learn from", run.step + 1, rule)
+        _log.warning("step %d: loss_mask=%s and the weights in the rows leave no turn to train on", run.step + 1, rule)
     recorded = trajectories[: max(run.config.sft.max_recorded_rows - run.recorded, 0)]
     run.recorded += len(recorded)
     line = run.finish_step(metrics, trajectories, recorded=recorded, seconds=seconds, started=started)
@@ -134,8 +134,8 @@ async def _evaluate(run: SftRun, report: SftReport) -> None:
     batch, trajectories = run.evaluation
     reasons = problems(trajectories, context=run.max_tokens)
     if not batch.tokens:
-        reason = [*reasons, f"loss_mask={run.config.loss_mask.use} and the rows' own weights leave nothing"][0]
-        raise RolloutError(f"no held-out conversation (data.eval) can be measured:\n  {reason}")
+        reason = [*reasons, f"loss_mask={run.config.loss_mask.use} and the weights in the rows leave no turn"][0]
+        raise RolloutError(f"the loss of no held-out conversation (data.eval) can be computed:\n  {reason}")
     summary = {
         "step": run.step,
         "loss": await run.learner.evaluate_loss(batch),

@@ -103,8 +103,8 @@ def problems(trajectories: Sequence[Trajectory], *, context: int | None) -> list
             found.setdefault(f"{one.error.kind}: {one.error.message}", []).append(one.row.id)
         elif not one.advantages:
             text = (
-                f"longer than limits.context={context}, and left out; raise it if the model allows more, or learn from "
-                f"what fits: sft.too_long=cut"
+                f"longer than limits.context={context}, and left out; raise limits.context if the model allows more, or train "
+                f"on the first tokens: sft.too_long=cut"
             )
             found.setdefault(text, []).append(one.row.id)
     return [f"{_rows(ids)}: {text}" for text, ids in found.items()]

@@ -56,8 +56,8 @@ def assemble(config: Config) -> SftRun:
     tools = asyncio.run(_recipe_tools(config, inputs.renderer))
     if tools and all("tools" in row.fields for row in [*inputs.rows, *inputs.held_out]):
         raise ConfigError(
-            "tools and mcp are for rows without a column of tools, and all rows have one: remove them from the recipe, or "
-            "the column from the data"
+            "tools and mcp are for rows without a column `tools`, and all rows have this column: remove them from the recipe, "
+            "or the column from the data"
         )
     opened.begin(learner)
     return SftRun(
@@ -99,6 +99,6 @@ async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSche
                 question = Row(id="tools", messages=[{"role": "user", "content": "What can you do?"}])
                 return tuple((await environment.begin(question)).tools)
         except Failed as failed:
-            raise RolloutError(f"the recipe's tools could not be made: {failed.failure.message}") from failed
+            raise RolloutError(f"the recipe's tools cannot be created: {failed.failure.message}") from failed
         finally:
             await environment.close()

@@ -107,8 +107,8 @@ class _Line:
                 return self._ended(words, answers, stands)
         lost = read.reasoning if self._says(words, read) else read.said
         raise TemplateError(
-            f"the chat template of {self.renderer.where} leaves out of an assistant message what is in the data: "
-            f"{lost[:60]!r}. Write all that the model is to say into the message's content, or take this out of the data"
+            f"the chat template of {self.renderer.where} leaves out a part of an assistant message: {lost[:60]!r}. Write the "
+            f"complete text of the turn into the message's content, or remove this part from the data"
         )
 
     def _ways(self, read: _Read, opened: str) -> list[str]:
@@ -166,8 +166,8 @@ class _Line:
             name = str(call["function"]["name"])
             if name not in words:
                 raise TemplateError(
-                    f"the chat template of {self.renderer.where} does not write the call of {name!r}: use a model whose "
-                    f"template has tools, or write the call into the message's content as the model is to say it"
+                    f"the chat template of {self.renderer.where} does not render the call of {name!r}: use a model whose chat "
+                    f"template supports tools, or write the call into the message's content in the model's own format"
                 )
 
     def _ended(self, words: str, answers: Sequence[Message], stands: PriorConversation) -> str:

@@ -145,7 +145,8 @@ class Checkpoints:
         if target.exists() and _about(target) is None:
             shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
-                f"{target} is in the way of the checkpoint of step {step}, and none itself: move it elsewhere"
+                f"the checkpoint of step {step} cannot be written, because {target} exists and is not a checkpoint: move it to "
+                f"another place"
             )
         try:
             text = json.dumps({"step": step, **about}, indent=1)
@@ -173,7 +174,11 @@ class Checkpoints:
             folder = self.newest.resolve().parent
             if folder.parent == self._folder.resolve() and folder.is_dir():
                 return self._complete(folder)
-        gone = f"the link {self.newest} names no checkpoint" if self.newest.is_symlink() else f"{self.newest} is gone"
+        gone = (
+            f"the link {self.newest} points to no checkpoint"
+            if self.newest.is_symlink()
+            else f"{self.newest} was removed"
+        )
         problem: RunError | None = None
         for folder in reversed(self._numbered()):
             try:
@@ -182,13 +187,14 @@ class Checkpoints:
                 problem = problem or error
                 continue
             return SavedCheckpoint(
-                found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest whole one"
+                found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest complete checkpoint"
             )
         if problem is not None:
             raise problem
         if self.newest.is_symlink():
             raise RunError(
-                f"{gone}, and there is no other: restore {self._folder} from a copy, or begin anew with replace=true"
+                f"{gone}, and there is no other checkpoint: restore {self._folder} from a copy, or start a new run with "
+                f"replace=true"
             )
         return None
 
@@ -199,17 +205,17 @@ class Checkpoints:
         """
         if (folder / "config.json").is_file() and (folder / _STATE).is_file():
             raise RunError(
-                f"{folder} was written by an earlier version of turnwise, whose checkpoints cannot be resumed. Its model can be "
-                f"trained on: model.path={folder} with another output"
+                f"{folder} was written by an earlier version of turnwise, whose checkpoints cannot be resumed. Start a new run "
+                f"from its model: model.path={folder} and another output"
             )
         problem = _damage(folder)
         about = _about(folder) if problem is None else None
         if about is None:
             others = [path.name for path in reversed(self._numbered()) if path != folder and _damage(path) is None]
-            instead = f"; {others[0]} is whole: to resume from it, remove {folder.name}" if others else ""
+            instead = f"; {others[0]} is complete: to resume from it, remove {folder.name}" if others else ""
             raise RunError(
-                f"the checkpoint {folder} is damaged: {problem or f'{_ABOUT} says that it is of another step'}. Restore it "
-                f"from a copy{instead}; or begin anew with replace=true"
+                f"the checkpoint {folder} is damaged: {problem or f'{_ABOUT} contains another step'}. Restore it from a "
+                f"copy{instead}; or start a new run with replace=true"
             )
         return SavedCheckpoint(folder, about["step"], about)
 
@@ -241,7 +247,11 @@ class Checkpoints:
     def _failed(self, step: int, temporary: Path, error: Exception) -> RunError:
         shutil.rmtree(temporary, ignore_errors=True)
         whole = self.newest.exists()
-        kept = f"the one before is whole: {self.newest.resolve()}" if whole else "there is none before it"
+        kept = (
+            f"the previous checkpoint is complete: {self.newest.resolve()}"
+            if whole
+            else "there is no earlier checkpoint"
+        )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
 
 
@@ -264,7 +274,7 @@ def _damage(folder: Path) -> str | None:
         return f"{_SUMS} cannot be read ({getattr(error, 'strerror', None) or 'it is not text'})"
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     if not {_ABOUT, _STATE} <= sums.keys():
-        return f"{_SUMS} does not name all files"
+        return f"{_SUMS} does not list all files"
     with ThreadPoolExecutor(4) as workers:
         problems = workers.map(lambda name: _differs(folder / name, sums[name], name), sums)
         return next((problem for problem in problems if problem is not None), None)
@@ -272,7 +282,7 @@ def _damage(folder: Path) -> str | None:
 
 def _differs(path: Path, digest: str, name: str) -> str | None:
     try:
-        return None if of_file(path) == digest else f"{name} is not what was written (its checksum differs)"
+        return None if of_file(path) == digest else f"{name} was changed after it was written (its checksum differs)"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
 

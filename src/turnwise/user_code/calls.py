@@ -111,7 +111,7 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
         if not task.done():
             await _abandon(task, driven)
     if task.cancelled():  # by itself: the caller has not cancelled it
-        raise Failed(Failure(kind, "CancelledError: it cancelled itself, or awaited a task that was cancelled"))
+        raise Failed(Failure(kind, "CancelledError: the call cancelled itself, or awaited a task that was cancelled"))
     try:
         return task.result()
     except GeneratorExit as error:

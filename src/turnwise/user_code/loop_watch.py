@@ -130,8 +130,8 @@ class LoopWatch:
             return
         self._reported.add(key)
         _log.warning(
-            "%s %s the event loop for %.1f s%s, and all other conversations waited for it (their deadlines are extended by "
-            "that). Await instead of blocking, make it a sync function, or run it in a thread (docs/environments.md, "
+            "%s %s the event loop for %.1f s%s, and all other conversations waited (their deadlines are extended by this "
+            "time). Use `await` instead of blocking calls, write a sync function, or run it in a thread (docs/environments.md, "
             "What can go wrong)",
             stretch.name,
             "has blocked" if still else "blocked",

@@ -63,14 +63,16 @@ def run(function: Callable[[], T], *, name: str, kind: str) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         message = (
-            f"{name} sets a signal handler, which Python allows in the main thread only, and this run is in another"
+            f"{name} sets a signal handler, which Python allows in the main thread only, and this run is in another thread: "
+            f"start the run in the main thread, or remove the handler"
         )
         raise Failed(Failure(kind, message))
     known = _needed.setdefault(asyncio.get_running_loop(), set())
     if (kind, name) not in known:
         known.add((kind, name))
         _log.info(
-            "%s sets a signal handler: from now on it runs in the main thread, where it blocks all conversations", name
+            "%s sets a signal handler: from now on it runs in the main thread, and all conversations wait for each call",
+            name,
         )
     handler = signal.getsignal(signal.SIGALRM)
     try:

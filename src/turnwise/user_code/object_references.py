@@ -21,7 +21,7 @@ def resolve(reference: str, *, key: str) -> Any:
     """
     place, colon, name = reference.partition(":")
     if not colon or not place or not name:
-        raise ConfigError(f"{key}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
+        raise ConfigError(f"{key}: {reference!r} is not a reference; write package.module:name or path/to/file.py:name")
     try:
         with boundary("import"):
             module = _from_file(Path(place), key) if place.endswith(".py") else importlib.import_module(place)

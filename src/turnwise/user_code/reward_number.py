@@ -21,7 +21,7 @@ def reward_number(value: Any, who: str) -> float:
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()  # float() of one with axes is deprecated
     if isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"{who} gave the text {value!r:.80}; a reward must be a number: give float(...) of it")
+        raise TypeError(f"{who} gave the text {value!r:.80}; a reward must be a number: convert it with float(...)")
     if value is None:
         raise TypeError(f"{who} gave None; a reward must be a number, such as 0.0: is a `return` missing?")
     try:

@@ -91,7 +91,9 @@ class ThreadedObject(Generic[T]):
             with boundary("environment"):
                 self._end_late(made)
         except Failed as failed:
-            _log.warning("%s, made when its conversation was over, could not be closed: %s", self._name, failed)
+            _log.warning(
+                "%s was created after its conversation had ended, and could not be closed: %s", self._name, failed
+            )
         return made
 
     def _end_late(self, made: T) -> None:
@@ -118,7 +120,7 @@ def columns_for(
         if by_name and parameter.default is parameter.empty and parameter.name not in given:
             have = ", ".join(sorted(columns)) or "none"
             raise KeyError(
-                f"{name} wants the column {parameter.name!r}, and row {row.id!r} has none of that name; its columns are: {have}. "
-                f"Add it to the data, or map one to it: data.columns.{parameter.name}=<column>"
+                f"{name} needs the column {parameter.name!r}, and row {row.id!r} has no such column; its columns are: {have}. "
+                f"Add the column to the data, or map another column to it: data.columns.{parameter.name}=<column>"
             )
     return given

@@ -274,7 +274,7 @@ def test_a_row_may_say_the_seed_and_the_options() -> None:
         (a_row(seed=-1), {}, "row '1' has seed=-1; a seed must be an integer of at least 0"),
         (a_row(options=[1]), {}, "row '1' has options=[1]; options must be a dictionary"),
         (a_row(), {"seed": "n"}, "KeyError: row '1' has no column 'n'; its columns are: none. Add the column to the data, or "
-                                 "map one to it: data.columns.n=<column>"),
+                                 "map another column to it: data.columns.n=<column>"),
         (a_row(options={"colour": 1}), {}, "KeyError: secret"),
     ],
 )  # fmt: skip
@@ -317,7 +317,7 @@ FIVE = "it must return (observation, reward, terminated, truncated, info), as in
         (None, lambda: ("a", float("nan"), True, False, {}), "TypeError: Wrong.step gave the reward nan; " + FINITE),
         (None, lambda: ("a", None, True, False, {}), "TypeError: Wrong.step gave the reward None; " + FINITE),
         (None, lambda: ("a", 0.0, True, False, None), "TypeError: Wrong.step returned the info None; it must be a dictionary"),
-        (None, lambda: exit(3), "it tried to exit the process (status 3)"),
+        (None, lambda: exit(3), "the code tried to exit the process (status 3)"),
     ],
 )  # fmt: skip
 def test_what_breaks_fails_its_conversation_and_is_closed(reset: Any, step: Any, message: str) -> None:

@@ -129,7 +129,7 @@ def test_async_methods_rewards_and_columns_of_the_row() -> None:
 def test_a_row_without_what_reset_names_fails_alone() -> None:
     trajectory = hold(Says("go"), ToolEnvironments(Counter), row=a_row(step=2))
     assert failure(trajectory).startswith(
-        "KeyError: Counter.reset wants the column 'start', and row '1' has none of that name; its columns are: step."
+        "KeyError: Counter.reset needs the column 'start', and row '1' has no such column; its columns are: step."
     )
     assert MADE[-1].closed == 1
 

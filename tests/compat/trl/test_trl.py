@@ -279,8 +279,8 @@ class RewardIsNone(Bare):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (Wants, "KeyError: Wants.reset wants the column 'colour', and row '1' has none of that name; its columns are: prompt, "
-                "secret. Add it to the data, or map one to it: data.columns.colour=<column>"),
+        (Wants, "KeyError: Wants.reset needs the column 'colour', and row '1' has no such column; its columns are: prompt, "
+                "secret. Add the column to the data, or map another column to it: data.columns.colour=<column>"),
         (ResetRaises, "OSError: no board"),
         (ResetGives, "TypeError: ResetGives.reset returned 5; it must return None, a text, a list of content blocks or a list of "
                      "messages"),

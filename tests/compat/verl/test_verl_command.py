@@ -121,7 +121,7 @@ def test_what_would_be_another_training_is_refused(words: list[str], capsys: pyt
     told = capsys.readouterr().err
     assert "algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss" in told
     assert "actor_rollout_ref.model.lora_rank=8: all parameters are trained" in told
-    assert "Change these keys, or take them out (~key)" in told
+    assert "Change these keys, or remove them (~key)" in told
 
 
 def test_convert_writes_the_recipe_and_names_what_it_left_out(
@@ -143,7 +143,7 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     assert all(line.startswith("# ") for line in head)
     assert any("trainer.n_gpus_per_node" in line for line in head)
     assert main(command) == 1
-    assert "is there already: name another file, or remove it" in capsys.readouterr().err
+    assert "exists already: choose another file, or remove it" in capsys.readouterr().err
 
 
 def test_convert_prints_the_recipe_where_no_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,11 +160,14 @@ def test_arguments_of_ms_swift_are_converted_by_their_own_reader(capsys: pytest.
     recipe = yaml.safe_load(capsys.readouterr().out)
     assert (recipe["model"]["path"], recipe["train"]["group_size"]) == ("m", 4)
     assert main(["convert", "--from", "swift", "--config-name", "x", "--", "--model", "m"]) == 1
-    assert "--config-path and --config-name belong to --from verl" in capsys.readouterr().err
+    assert "--config-path and --config-name are options for --from verl: remove them" in capsys.readouterr().err
 
 
 def test_a_recipe_and_a_configuration_are_not_both_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "recipes/calculator.yaml", "--config-path", "."]) == 1
-    assert "recipes/calculator.yaml and --config-path both say what is trained" in capsys.readouterr().err
+    assert (
+        "the recipe recipes/calculator.yaml and --config-path are both given: give one of them"
+        in capsys.readouterr().err
+    )
     assert main(["train"]) == 1
-    assert "name a recipe, such as recipes/calculator.yaml, or verl's --config-path" in capsys.readouterr().err
+    assert "give a recipe, such as recipes/calculator.yaml, or verl's --config-path" in capsys.readouterr().err

@@ -188,7 +188,11 @@ def test_an_interaction_that_raises_or_exits_breaks_its_conversation_and_is_fina
     made = set_up(tmp_path, interactions=[an_interaction(over_after=1, **{how: breaks_at})])
     one = hold(["a"], made, row=row())
     assert one.error is not None
-    told = f"RuntimeError: broken at {breaks_at}" if how == "breaks_at" else "it tried to exit the process (status 3)"
+    told = (
+        f"RuntimeError: broken at {breaks_at}"
+        if how == "breaks_at"
+        else "the code tried to exit the process (status 3)"
+    )
     assert (one.error.kind, one.error.message) == ("environment", told)
     assert names(user) == happened
 

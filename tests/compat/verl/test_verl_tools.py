@@ -216,7 +216,7 @@ def test_a_deadline_and_a_broken_model_release_once(user: ModuleType, tmp_path: 
     ("what", "answer"),
     [
         ("print", "printed"),
-        ("exit", "Error: it tried to exit the process (status 7)"),
+        ("exit", "Error: the code tried to exit the process (status 7)"),
         ("bytes", "café \N{REPLACEMENT CHARACTER}"),
         (
             "nothing",
