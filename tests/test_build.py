@@ -102,8 +102,8 @@ def test_a_reference_names_an_object_of_a_package_or_of_a_file(user: str) -> Non
     ("reference", "message"),
     [
         ("SingleTurn", "k: 'SingleTurn' is not a reference; write package.module:name or path/to/file.py:name"),
-        (":SingleTurn", "k: ':SingleTurn' names nothing"),
-        ("a.b:", "k: 'a.b:' names nothing"),
+        (":SingleTurn", "k: ':SingleTurn' is not a reference; write"),
+        ("a.b:", "k: 'a.b:' is not a reference; write"),
         ("turnwise.nothing:x", "k: turnwise.nothing could not be imported: ModuleNotFoundError: No module named"),
         ("turnwise.environments.users:ScriptedUsr", "has no 'ScriptedUsr'; did you mean 'ScriptedUser'?"),
         ("json:decoder.Nope", "k: json has no 'decoder.Nope'"),
@@ -180,7 +180,7 @@ def test_tools_are_put_in_front(user: str) -> None:
             {"environment": "{user}:Half"},
             "{user}:Half creates a Half without step, close; an environment has async methods begin(row)",
         ),
-        ({"environment": "{user}:Half", "tools": ["{user}:tool"]}, "makes a Half without step, close"),
+        ({"environment": "{user}:Half", "tools": ["{user}:tool"]}, "creates a Half without step, close"),
         ({"environment": "{user}:breaks"}, "environment: {user}:breaks cannot be created: OSError: no port is free"),
         ({"environment": "builtins:int"}, "environment: builtins:int cannot be called with the arguments"),
         (
@@ -277,7 +277,7 @@ def test_limits_are_those_of_the_recipe_and_the_context_that_of_the_model() -> N
     assert build.limits(config, longest=512) == Limits(**options, context=512)
     shorter = a_config(limits={**options, "context": 100})
     assert build.limits(shorter, longest=512).context == build.limits(shorter, longest=100).context == 100
-    with pytest.raises(ConfigError, match=r"limits\.context=100 is more than the 99 that the model allows"):
+    with pytest.raises(ConfigError, match=r"limits.context=100 is more than the model's longest context, 99 tokens"):
         build.limits(shorter, longest=99)
 
 

@@ -153,7 +153,7 @@ def test_the_best_ones_come_first_and_the_last_ones_in_their_order(run: Path) ->
     assert titles(best=2) == ["sum/0", "middle/0"]
     assert titles(last=3) == ["low/0", "broken/0", "middle/0"]
     assert titles(last=1, step=1) == ["low/0"]
-    with pytest.raises(RunError, match="--worst and --last choose differently"):
+    with pytest.raises(RunError, match="--worst and --last select different conversations"):
         shown(run, worst=1, last=1)
     with pytest.raises(RunError, match="--tokens needs conversations to show"):
         shown(run, tokens=True)

@@ -174,8 +174,8 @@ def test_an_image_is_put_where_the_text_says(tmp_path: Path) -> None:
 
 
 BAD_MESSAGES: list[tuple[str, Any, str]] = [
-    ("messages that are no list", "Hi", "messages is 'Hi'; it must be a list of messages, at least one"),
-    ("no messages", [], "messages is []; it must be a list of messages, at least one"),
+    ("messages that are no list", "Hi", "messages is 'Hi'; it must be a non-empty list of messages"),
+    ("no messages", [], "messages is []; it must be a non-empty list of messages"),
     ("a message that is none", [USER, "2"], "message 2 is '2'; a message is"),
     ("a message without a role", [{"content": "2"}], "message 1 is {'content': '2'}; a message is"),
     (
@@ -271,9 +271,12 @@ def test_bad_messages_are_refused_with_the_line(tmp_path: Path, messages: Any, t
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ({"mesages": [USER, TWO]}, "has no column 'messages', nor 'prompt' with 'completion'; did you mean 'mesages'?"),
+        (
+            {"mesages": [USER, TWO]},
+            "has neither the column 'messages' nor the columns 'prompt' and 'completion'; did you mean 'mesages'?",
+        ),
         ({"prompt": "1+1?"}, "Set the column with the conversation: data.columns.messages=<column>"),
-        ({"prompt": "1+1?", "completion": 2}, "completion is 2; it must be a text or a list of messages"),
+        ({"prompt": "1+1?", "completion": 2}, "completion is 2; it must be a text or a non-empty list of messages"),
         ({"messages": [USER, TWO], "tools": "[oops"}, "the column 'tools' is not JSON"),
         ({"messages": [USER, TWO], "tools": {"name": "add"}}, "the column 'tools' must be a list of tools"),
         (
@@ -295,7 +298,7 @@ def test_bad_rows_are_refused_with_the_line(tmp_path: Path, record: Any, told: s
 
 
 def test_a_mapped_column_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:1 has no column 'talk'.*its columns are: messages"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1 has neither the column 'talk' nor .*its columns are: messages"):
         read(tmp_path, {"messages": [USER, TWO]}, columns={"messages": "talk"})
     with pytest.raises(DataError, match=r"rows.jsonl:1 has no column 'key'.*data.columns.id=<column>"):
         read(tmp_path, {"messages": [USER, TWO]}, columns={"id": "key"})

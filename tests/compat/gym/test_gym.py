@@ -212,7 +212,7 @@ def test_registered_games_are_made_by_their_id() -> None:
         (dict, {}, "dict makes a dict without reset and step; what is played must have reset and step"),
         (Guess, {"arguments": {"trys": 1}}, "Guess cannot be made with the arguments {'trys': 1}"),
         (Guess, {"action": 5}, "environment.arguments.action is a int"),
-        (Guess, {"observation": "json"}, "environment.arguments.observation: 'json' names nothing"),
+        (Guess, {"observation": "json"}, "environment.arguments.observation: 'json' is not a reference"),
         (Guess, {"invalid_reward": "much"}, "environment.arguments.invalid_reward is 'much'"),
         (functools.partial(Guess, wait=5), {"arguments": {"tries": 1, "more": 2}}, "partial cannot be made"),
     ],
