@@ -257,7 +257,7 @@ def test_resuming_takes_back_what_no_checkpoint_holds(recipe: Path, tmp_path: Pa
 
 def test_a_former_run_is_not_overwritten(recipe: Path, tmp_path: Path) -> None:
     run(recipe, "train.steps=1")
-    with pytest.raises(RunError, match=r"holds a run already.*resume=auto.*replace=true"):
+    with pytest.raises(RunError, match=r"contains a run already.*resume=auto.*replace=true"):
         run(recipe, "train.steps=1")
     run(recipe, "train.steps=2", "replace=true")
     (former,) = tmp_path.glob("run-until-*")
@@ -289,7 +289,7 @@ def test_a_reward_that_is_no_number_breaks_its_trajectory_only(recipe: Path, tmp
 
 def test_a_step_in_which_everything_breaks_ends_the_run_with_the_reason(recipe: Path) -> None:
     with pytest.raises(
-        RolloutError, match=r"all conversations of step 1 broke.*\n.*environment \(12 times\).*no luck today"
+        RolloutError, match=r"all conversations of step 1 failed.*\n.*environment \(12 times\).*no luck today"
     ):
         run(recipe, f"environment={PLACES}:always_raises")
 

@@ -173,6 +173,8 @@ def assembled_model(path: Path) -> Any:
 def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:
     run = assembled(model, tmp_path, "low_bytes", overlap=True)
     run.context = replace(run.context, engine=Unknown(run.context.engine))
-    with pytest.raises(RolloutError, match=r"of step 2 broke.*\n.*engine.*was sampled by weights of version 0.*'none'"):
+    with pytest.raises(
+        RolloutError, match=r"of step 2 failed.*\n.*engine.*was sampled by weights of version 0.*'none'"
+    ):
         learnt(run)
     assert run.step == 1

@@ -120,7 +120,7 @@ def test_a_damaged_row_is_read_or_refused_with_a_message(read: Any, seed: int, t
         ("environment.arguments.x=!!set {a}", "is a set; write a text, a number, a list or a mapping"),
         (f"seed={'9' * 5000}", "is not YAML: Exceeds the limit"),
         (f"seed={'9' * 40}", "an integer does not fit into 64 bits"),
-        ("environment.arguments={a: 1, a: 2}", "the key 'a' stands twice"),
+        ("environment.arguments={a: 1, a: 2}", "the key 'a' occurs twice"),
         ("environment.arguments.x=&a [*a]", "nested deeper than 64 levels, or an alias contains itself"),
     ],
 )
@@ -152,8 +152,8 @@ def test_options_of_turnwise_rollout_are_refused_in_training() -> None:
     ("row", "message"),
     [
         ('{"prompt": "Q", "answer": null}', "the column 'answer' is null, and the recipe uses it as 'answer'"),
-        ('{"prompt": "Q", "answer": 1, "answer": 2}', "the key 'answer' stands twice"),
-        ('{"prompt": "\\ud800", "answer": 1}', "holds half of a surrogate pair"),
+        ('{"prompt": "Q", "answer": 1, "answer": 2}', "the key 'answer' occurs twice"),
+        ('{"prompt": "\\ud800", "answer": 1}', "contains half of a surrogate pair"),
         ('{"prompt": [{"role": "wizard", "content": "Q"}], "answer": 1}', "message 1 has the role 'wizard'"),
         ('{"prompt": [{"role": "user", "content": 7}], "answer": 1}', "message 1 has the content 7"),
         ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}', "has a part without a text"),

@@ -418,7 +418,7 @@ REFUSED: Mapping[str, str] = {
     "tools=[{use: 'turnwise.environments.calculator:calculator', timeout: 3}]": "tools.0.timeout has no effect in",
     "mcp.retries=3": "mcp.retries has no effect in fine-tuning (no tool is run); remove it",
     "limits.turns=3": "limits.turns has no effect in fine-tuning (the data sets the length of a conversation",
-    "limits.context=100000": "limits.context=100000 is more than the 1024 that the model allows",
+    "limits.context=100000": "limits.context=100000 is more than the model's longest context, 1024 tokens",
 }
 
 
@@ -515,7 +515,7 @@ def test_the_command_says_what_it_does_and_show_shows_it(
     assert main(["show", str(tmp_path / "run"), "--step", "1", "--tokens"]) == 0
     assert "It is" in capsys.readouterr().out
     assert main(["sft", str(recipe)]) == 1
-    assert "holds a run already" in capsys.readouterr().err
+    assert "contains a run already" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["sft", "--help"])
     assert "docs/sft.md" in capsys.readouterr().out

@@ -205,7 +205,10 @@ NO_CALLS = (
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (CALLING, "does not write the call of 'search': use a model whose template has tools, or write the call into"),
+        (
+            CALLING,
+            "does not render the call of 'search': use a model whose chat template supports tools, or write the call into",
+        ),
         (
             {"role": "assistant", "content": "4", "reasoning_content": "Hm."},
             "leaves out a part of an assistant message: 'Hm.'",

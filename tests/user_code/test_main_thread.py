@@ -107,7 +107,8 @@ def test_where_the_event_loop_is_in_another_thread_it_is_told() -> None:
     thread.start()
     thread.join()
     assert told == [
-        "elsewhere sets a signal handler, which Python allows in the main thread only, and this run is in another"
+        "elsewhere sets a signal handler, which Python allows in the main thread only, and this run is in another thread: "
+        "start the run in the main thread, or remove the handler"
     ]
 
 

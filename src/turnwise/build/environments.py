@@ -76,8 +76,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
         tools += _mcp_tools(config, servers, [*tools, *environment_tools])
 
     def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
-        both = [*tools, *more]
-        return Tools(both, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if both else then
+        all_tools = [*tools, *more]
+        return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
 
     if source is not None:
         return Environments(lambda: source.make(in_front), servers, source)

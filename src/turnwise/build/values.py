@@ -26,8 +26,8 @@ def sampling(config: Config) -> types.Sampling:
 
 def evaluation_sampling(config: Config) -> types.Sampling:
     """The distribution that evaluations sample from: `eval.sampling`, with null values taken from `sampling`."""
-    own = {name: value for name, value in config.eval.sampling.model_dump().items() if value is not None}
-    return dataclasses.replace(sampling(config), **own)
+    changed = {name: value for name, value in config.eval.sampling.model_dump().items() if value is not None}
+    return dataclasses.replace(sampling(config), **changed)
 
 
 def limits(config: Config, *, longest: int | None) -> Limits:

@@ -79,9 +79,9 @@ def register(commands: Subparsers) -> None:
 def _run(options: argparse.Namespace, context: Context) -> int:
     if options.metric is not None:
         selecting = ("id", "step", "worst", "best", "last", "failed", "tokens")
-        others = [f"--{name}" for name in selecting if vars(options)[name]]
-        if others:
-            raise ConfigError(f"--metric prints metrics and {others[0]} prints conversations: give one of them")
+        selectors = [f"--{name}" for name in selecting if vars(options)[name]]
+        if selectors:
+            raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
         show_metric(context.console, options.run, options.metric, evaluation=options.evaluation)
         return 0
     selection = Selection(

@@ -59,9 +59,9 @@ class Stops:
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                former = signal.getsignal(number)
-                if former not in (signal.SIG_IGN, None):
-                    self._former[number] = former
+                previous = signal.getsignal(number)
+                if previous not in (signal.SIG_IGN, None):
+                    self._former[number] = previous
                     signal.signal(number, self._stop)
             if self._until_exit:  # Python resets its handlers at the very end, after all other functions of `atexit`
                 atexit.register(self._ignore)
@@ -71,8 +71,8 @@ class Stops:
         if self._until_exit:
             self._exiting = True
             return
-        for number, former in self._former.items():
-            signal.signal(number, former)
+        for number, previous in self._former.items():
+            signal.signal(number, previous)
 
     def _ignore(self) -> None:
         for number in self._former:
@@ -107,9 +107,9 @@ class Stops:
         return await main
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        again = self.received is not None
+        second = self.received is not None
         self.received = self.received or signal.Signals(number)
-        if again:
+        if second:
             if number == signal.SIGINT:
                 _write_error(self.farewell())
                 os._exit(self.status)  # the interpreter's own exit would wait for threads, and for user code
@@ -169,12 +169,12 @@ class _DroppingStream:
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
     """A context in which writing to stdout and stderr never fails: a run continues after `| head` or the terminal has gone."""
-    former = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _DroppingStream(former[0]), _DroppingStream(former[1])  # pyright: ignore[reportAttributeAccessIssue]
+    previous = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _DroppingStream(previous[0]), _DroppingStream(previous[1])  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
-        sys.stdout, sys.stderr = former
+        sys.stdout, sys.stderr = previous

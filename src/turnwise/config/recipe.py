@@ -72,11 +72,11 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             node = child
         if key == "data.eval" and value is None:
             notes += _without_held_out_rows(tree, overrides)
-        former = node.get("name", "local" if parents == ["engine"] else None)
-        if last == "name" and former not in (value, None):
+        previous = node.get("name", "local" if parents == ["engine"] else None)
+        if last == "name" and previous not in (value, None):
             dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
             if dropped:
-                notes.append(f"{override} removes the recipe's {', '.join(dropped)}, which belonged to {former!r}")
+                notes.append(f"{override} removes the recipe's {', '.join(dropped)}, which belonged to {previous!r}")
             node.clear()
         node[last] = value
     return notes
@@ -154,8 +154,8 @@ def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
     if section in (LocalEngineSection, ScriptedEngineSection):
         other = ScriptedEngineSection if section is LocalEngineSection else LocalEngineSection
         if name in other.model_fields:
-            mine = section.model_fields["name"].annotation
-            return f"{key} has no effect with engine.name={get_args(mine)[0]}: it is an option of another engine"
+            engine = section.model_fields["name"].annotation
+            return f"{key} has no effect with engine.name={get_args(engine)[0]}: it is an option of another engine"
     parents = ".".join(str(key) for key in path[:-1])
     hint = called_here(name, section=parents, options=frozenset(names)) or nearest(name, names)
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options are: {', '.join(names)}")

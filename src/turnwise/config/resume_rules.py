@@ -131,15 +131,15 @@ def refuse_unknown_names(config: Config) -> None:
 
 
 def check_options(
-    former: Mapping[str, Any], now: Mapping[str, Any], *, named: Sequence[str], where: str, checkpoint: str
+    previous: Mapping[str, Any], now: Mapping[str, Any], *, named: Sequence[str], where: str, checkpoint: str
 ) -> list[str]:
     """Compare the options of a run with the options that it is resumed with. Returns a note for each changed option.
 
-    An option that is missing in `former` was added to turnwise later; its default value is assumed.
+    An option that is missing in `previous` was added to turnwise later; its default value is assumed.
     Raises RunError if an option changed that must not change.
     """
     defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
-    before = {key: former.get(key, defaults.get(key)) for key in now}
+    before = {key: previous.get(key, defaults.get(key)) for key in now}
     changed = [key for key, value in before.items() if value != now[key] and key not in _START_OPTIONS]
     refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
     if refused:

@@ -97,28 +97,28 @@ def _other_sections(config: Config) -> list[Problem]:
         "credit": (config.credit, "fine-tuning has no rewards"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),
     }
-    for section, (options, why) in sections.items():
+    for section, (options, reason) in sections.items():
         for name in sorted(changed_options(options)):
             of_sft = {"max_rows": "max_eval_rows", "every": "eval_every"}.get(name, "") if section == "eval" else name
-            instead = (
+            fix = (
                 f"use sft.{of_sft}"
                 if section in ("train", "eval") and of_sft in SftSection.model_fields
                 else "remove it"
             )
-            problems.append((True, f"{section}.{name} has no effect in fine-tuning ({why}); {instead}"))
+            problems.append((True, f"{section}.{name} has no effect in fine-tuning ({reason}); {fix}"))
     for name in sorted(set(changed_options(config.limits)) - {"context"}):
-        why = "(the data sets the length of a conversation, and only limits.context is used)"
-        problems.append((True, f"limits.{name} has no effect in fine-tuning {why}; remove it"))
+        reason = "(the data sets the length of a conversation, and only limits.context is used)"
+        problems.append((True, f"limits.{name} has no effect in fine-tuning {reason}; remove it"))
     return problems
 
 
 def _tool_problems(config: Config) -> list[Problem]:
     """Options of how tools are run. Fine-tuning uses the schemas of the tools and runs no tool."""
-    why = "has no effect in fine-tuning (no tool is run); remove it"
+    message = "has no effect in fine-tuning (no tool is run); remove it"
     names = ("timeout", "retries", "retry_timeouts")
     problems = [
-        (getattr(tool, name) is not None, f"tools.{place}.{name} {why}")
+        (getattr(tool, name) is not None, f"tools.{place}.{name} {message}")
         for place, tool in enumerate(config.tools)
         for name in names
     ]
-    return problems + [(name in changed_options(config.mcp), f"mcp.{name} {why}") for name in names]
+    return problems + [(name in changed_options(config.mcp), f"mcp.{name} {message}") for name in names]

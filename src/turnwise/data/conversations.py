@@ -54,24 +54,30 @@ def read_conversations(
     """
     mapping = columns or {}
     return build_rows(
-        source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
+        source,
+        lambda source_record, folder: _row(source_record, mapping, system, folder),
+        split=split,
+        subset=subset,
+        limit=limit,
     )
 
 
-def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
-    record, place = found.record, found.place
-    messages = [_clean(message, f"{place}: message {n}") for n, message in enumerate(_messages(found, mapping), 1)]
-    taken = {mapping.get(name, name) for name in _OURS} | set(mapping.values())
-    fields = {name: value for name, value in record.items() if name not in taken}
-    for ours, theirs in mapping.items():
-        if ours in _OURS:
+def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+    record, place = source_record.record, source_record.place
+    messages = [
+        _clean(message, f"{place}: message {n}") for n, message in enumerate(_messages(source_record, mapping), 1)
+    ]
+    used_columns = {mapping.get(name, name) for name in _OURS} | set(mapping.values())
+    fields = {name: value for name, value in record.items() if name not in used_columns}
+    for field_name, column in mapping.items():
+        if field_name in _OURS:
             continue
-        if theirs not in record:
+        if column not in record:
             raise DataError(
-                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {', '.join(record)}. Set the "
-                f"right column: data.columns.{ours}=<column>"
+                f"{place} has no column {column!r}{nearest(column, record)}; its columns are: {', '.join(record)}. Set the "
+                f"right column: data.columns.{field_name}=<column>"
             )
-        fields[ours] = record[theirs]
+        fields[field_name] = record[column]
     if fields.pop("chat_template_kwargs", None):
         raise DataError(
             f"{place}: the column 'chat_template_kwargs' is not supported; remove it, and set the same values in the chat "
@@ -92,29 +98,29 @@ def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, fo
     tools = fields.pop("tools", None)
     if tools is not None:
         fields["tools"] = _tools(tools, place)
-    name = str(fields.pop("id")) if "id" in mapping else str(found.number)
+    name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
     plain = [{key: value for key, value in message.items() if key not in _LABELS} for message in messages]
     return Row(id=name, messages=_with_tool_names(plain), fields=fields)
 
 
-def _messages(found: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:
+def _messages(source_record: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:
     """The messages of the row, from the columns that hold them."""
-    record, place = found.record, found.place
-    whole, prompt, completion = (mapping.get(name, name) for name in _OURS)
+    record, place = source_record.record, source_record.place
+    messages, prompt, completion = (mapping.get(name, name) for name in _OURS)
     pair = "messages" not in mapping and prompt in record and completion in record
-    if whole in record and not (pair and {"prompt", "completion"} & set(mapping)):
-        return _many(record[whole], f"{place}: {whole}")
+    if messages in record and not (pair and {"prompt", "completion"} & set(mapping)):
+        return _many(record[messages], f"{place}: {messages}")
     if pair:
         before = _many(record[prompt], f"{place}: {prompt}", role="user")
         # assistant messages in the prompt are context and are not trained on
         before = [
-            {**one, "weight": 0} if isinstance(one, Mapping) and one.get("role") == "assistant" else one
-            for one in before
+            {**message, "weight": 0} if isinstance(message, Mapping) and message.get("role") == "assistant" else message
+            for message in before
         ]
         return [*before, *_many(record[completion], f"{place}: {completion}", role="assistant")]
     raise DataError(
-        f"{place} has neither the column {whole!r} nor the columns {prompt!r} and {completion!r}{nearest(whole, record)}; its "
-        f"columns are: {', '.join(record) or 'none'}. Set the column with the conversation: data.columns.messages=<column>"
+        f"{place} has neither the column {messages!r} nor the columns {prompt!r} and {completion!r}{nearest(messages, record)}; "
+        f"its columns are: {', '.join(record) or 'none'}. Set the column with the conversation: data.columns.messages=<column>"
     )
 
 
@@ -131,9 +137,9 @@ def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
 
 def _clean(message: Any, where: str) -> Message:
     """A message in the form of `clean_message`. Only assistant messages may set a weight."""
-    for key, instead in _ELSEWHERE.items():
+    for key, fix in _ELSEWHERE.items():
         if isinstance(message, Mapping) and message.get(key) is not None:
-            raise DataError(f"{where} has `{key}`, which is not supported: {instead}")
+            raise DataError(f"{where} has `{key}`, which is not supported: {fix}")
     kept = clean_message(message, where)
     if kept["role"] != "assistant" and any(kept.get(label) for label in _LABELS):
         raise DataError(
@@ -168,17 +174,17 @@ def _called(before: Sequence[Message]) -> bool:
 
 def _weights(messages: Sequence[Message], column: Any, place: str) -> list[float]:
     """The weight of each assistant message: from the messages, or from the row's column `weights`."""
-    said = [message for message in messages if message["role"] == "assistant"]
+    assistant_messages = [message for message in messages if message["role"] == "assistant"]
     if column is None:
-        return [_weight(message, place) for message in said]
-    if any(label in message for message in said for label in _LABELS):
+        return [_weight(message, place) for message in assistant_messages]
+    if any(label in message for message in assistant_messages for label in _LABELS):
         raise DataError(
             f"{place}: training weights are given in the column 'weights' and also in a message: remove one of them"
         )
-    if not isinstance(column, list) or len(column) != len(said):
+    if not isinstance(column, list) or len(column) != len(assistant_messages):
         raise DataError(
-            f"{place}: the column 'weights' is {column!r:.80}; it must be a list of numbers, one for each of the {len(said)} "
-            f"assistant messages"
+            f"{place}: the column 'weights' is {column!r:.80}; it must be a list of numbers, one for each of the "
+            f"{len(assistant_messages)} assistant messages"
         )
     return [_weight({"weight": weight}, place) for weight in column]
 
@@ -201,7 +207,7 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
         tools = parse_json(tools or "[]", where=f"{place}: the column 'tools'", error=DataError)
     if not isinstance(tools, list):
         raise DataError(f"{place}: the column 'tools' must be a list of tools; it is {tools!r:.80}")
-    found: list[ToolSchema] = []
+    schemas: list[ToolSchema] = []
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -209,8 +215,8 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
                 f'{place}: the column \'tools\' contains {tool!r:.80}; a tool is {{"type": "function", "function": '
                 f'{{"name": ..., "description": ..., "parameters": ...}}}}'
             )
-        found.append({"type": "function", "function": _without_empty(function)})
-    return found
+        schemas.append({"type": "function", "function": _without_empty(function)})
+    return schemas
 
 
 def _without_empty(value: Any) -> Any:
@@ -225,12 +231,12 @@ def _without_empty(value: Any) -> Any:
 def _with_tool_names(messages: Sequence[Message]) -> list[Message]:
     """The messages, with the name of the tool in tool messages: some templates need it, and few data sets have it."""
     names: dict[str, str] = {}
-    found: list[Message] = []
+    named_messages: list[Message] = []
     for message in messages:
         for call in message.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
         name = names.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and "name" not in message and name is not None:
             message = {**message, "name": name}
-        found.append(message)
-    return found
+        named_messages.append(message)
+    return named_messages

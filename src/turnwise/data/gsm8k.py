@@ -114,13 +114,13 @@ def _lines(source: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table(source: Path, split: str, subset: str) -> Iterator[tuple[str, Any]]:
-    for found in records(str(source), split=split, subset=subset):
-        yield found.place, dict(found.record)
+    for source_record in records(str(source), split=split, subset=subset):
+        yield source_record.place, dict(source_record.record)
 
 
-def _convert(found: Iterator[tuple[str, Any]], source: Path, split: str, kind: Kind) -> list[dict[str, Any]]:
+def _convert(source_records: Iterator[tuple[str, Any]], source: Path, split: str, kind: Kind) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for place, record in found:
+    for place, record in source_records:
         question, answer = (record.get(name) if isinstance(record, dict) else None for name in ("question", "answer"))
         if not isinstance(question, str) or not isinstance(answer, str):
             raise DataError(f"{place}: a row needs the texts `question` and `answer`; this row is {str(record)[:80]!r}")

@@ -89,9 +89,9 @@ def probe_image(value: Any, *, where: str, folder: Path | None = None) -> None:
 
 def digest(image: Any) -> str:
     """The sha256 of a PIL image's mode, size and pixels: equal images have equal digests, whatever their source."""
-    found = hashlib.sha256(f"{image.mode}:{image.width}x{image.height}:".encode())
-    found.update(image.tobytes())
-    return found.hexdigest()
+    sha256 = hashlib.sha256(f"{image.mode}:{image.width}x{image.height}:".encode())
+    sha256.update(image.tobytes())
+    return sha256.hexdigest()
 
 
 def base64_bytes(text: Any) -> bytes:
@@ -152,13 +152,13 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
         path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(os.path.expanduser(text))
         path = path if path.is_absolute() or folder is None else folder / path
         try:
-            found = path.is_file()
+            exists = path.is_file()
         except (OSError, ValueError) as error:  # the name is too long for a file, or has a NUL character
             raise DataError(
                 f"{where} is {_short(value)}, which is not a valid path ({getattr(error, 'strerror', None) or error}); base64 "
                 f"data must begin with data:image/<kind>;base64,"
             ) from None
-        if not found:
+        if not exists:
             raise DataError(f"{where}: there is no image file {str(path.absolute())[:300]}")
         return path
     raise DataError(
@@ -191,8 +191,8 @@ def _upright(image: Any) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _broken(value: Any, where: str, why: str) -> str:
-    return f"{where} ({_short(value)}) cannot be read as an image: {why}. Replace the file, or remove the row"
+def _broken(value: Any, where: str, reason: str) -> str:
+    return f"{where} ({_short(value)}) cannot be read as an image: {reason}. Replace the file, or remove the row"
 
 
 def _short(value: Any) -> str:

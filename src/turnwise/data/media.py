@@ -36,24 +36,24 @@ def with_media(
     Raises DataError if the number of placeholders differs from the number of images or videos, or a file is missing or
     unreadable.
     """
-    given = {
+    media = {
         kind: [
             _checked(kind, value, f"{place}: {kind} {n}", folder) for n, value in enumerate(_list(fields[column]), 1)
         ]
         for kind, column in COLUMNS.items()
         if fields.get(column) is not None
     }
-    messages = _marked(messages, {kind: len(values) for kind, values in given.items()})
-    taken = {kind: iter(values) for kind, values in given.items()}
-    places = dict.fromkeys(given, 0)
-    found: list[Message] = []
+    messages = _marked(messages, {kind: len(values) for kind, values in media.items()})
+    unused = {kind: iter(values) for kind, values in media.items()}
+    places = dict.fromkeys(media, 0)
+    result: list[Message] = []
     for message in messages:
         content = message.get("content")
-        if not isinstance(content, list) and not (given and isinstance(content, str) and _PLACEHOLDER.search(content)):
-            found.append(message)
+        if not isinstance(content, list) and not (media and isinstance(content, str) and _PLACEHOLDER.search(content)):
+            result.append(message)
             continue
         parts: list[Any] = []
-        for part in _parts(content, split=bool(given)):
+        for part in _parts(content, split=bool(media)):
             kind = media_kind(part)
             if kind is None:
                 parts.append(part)
@@ -61,27 +61,29 @@ def with_media(
                 parts.append({"type": kind, kind: _checked(kind, value, f"{place}: {kind} of a message", folder)})
             else:
                 places[kind] = places.get(kind, 0) + 1
-                parts.append({"type": kind, kind: next(taken.get(kind, iter(())), None)})
-        found.append({**message, "content": parts})
+                parts.append({"type": kind, kind: next(unused.get(kind, iter(())), None)})
+        result.append({**message, "content": parts})
     for kind, count in places.items():
-        have = len(given.get(kind, ()))
+        have = len(media.get(kind, ()))
         if count != have:
             column = COLUMNS[kind]
             raise DataError(
                 f"{place}: the column {column!r} and the prompt do not match: {have} in the column, {count} placeholders in "
                 f"the prompt. Write <{kind}> into the prompt for each of them, or add a content part {{'type': {kind!r}}}"
             )
-    return found, {**fields, **{COLUMNS[kind]: values for kind, values in given.items()}}
+    return result, {**fields, **{COLUMNS[kind]: values for kind, values in media.items()}}
 
 
 def _marked(messages: Sequence[Message], counts: Mapping[str, int]) -> Sequence[Message]:
     """The messages with placeholders added to the first user message, for each kind of media without a placeholder."""
-    contents = [one for message in messages if isinstance(one := message.get("content"), str | list)]
-    every = [part for content in contents for part in _parts(content, split=True)]
-    empty = [kind for part in every if (kind := media_kind(part)) is not None and media_value(part) is None]
+    contents = [content for message in messages if isinstance(content := message.get("content"), str | list)]
+    all_parts = [part for content in contents for part in _parts(content, split=True)]
+    empty = [kind for part in all_parts if (kind := media_kind(part)) is not None and media_value(part) is None]
     places = [{"type": kind} for kind, count in counts.items() if kind not in empty for _ in range(count)]
     user = (
-        n for n, one in enumerate(messages) if one.get("role") == "user" and isinstance(one.get("content"), str | list)
+        n
+        for n, message in enumerate(messages)
+        if message.get("role") == "user" and isinstance(message.get("content"), str | list)
     )
     if not places or (first := next(user, None)) is None:
         return messages
@@ -116,24 +118,24 @@ def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
     """
     if kind == "image":
         probe_image(value, where=where, folder=folder)
-        return _whole(value, folder)
+        return _absolute(value, folder)
     if isinstance(value, Mapping):
         value = media_value({"type": "video", **value})
     if isinstance(value, list | tuple) and value:
         return [_checked("image", frame, f"{where}, frame {n}", folder) for n, frame in enumerate(value, 1)]
     if not isinstance(value, str | Path) or not str(value):
         raise DataError(f"{where} is {value!r:.80}; a video is a path, or a list of frames (images)")
-    whole = _whole(str(value).removeprefix("file://"), folder)
-    if not os.path.isfile(whole):
-        raise DataError(f"{where}: there is no video file {whole}")
-    return whole
+    path = _absolute(str(value).removeprefix("file://"), folder)
+    if not os.path.isfile(path):
+        raise DataError(f"{where}: there is no video file {path}")
+    return path
 
 
-def _whole(value: Any, folder: Path | None) -> Any:
+def _absolute(value: Any, folder: Path | None) -> Any:
     """A relative path as an absolute path. It is relative to the folder of the data file."""
     if isinstance(value, Mapping):
         if value.get("bytes") is None and value.get("path") is not None:
-            return _whole(value["path"], folder)
+            return _absolute(value["path"], folder)
         return value
     if not isinstance(value, str | Path) or str(value).startswith(("data:", "file://")):
         return value

@@ -64,14 +64,14 @@ def truth(answer: object) -> str:
     return final_answer(text) or _plain(text.strip())
 
 
-def same_number(one: str | None, other: str | None) -> bool:
+def same_number(first: str | None, second: str | None) -> bool:
     """Whether two answers are the same number: `1,234` and `1234.0` are. Other texts are compared as texts."""
-    if one is None or other is None:
+    if first is None or second is None:
         return False
     try:
-        return Decimal(_plain(one)) == Decimal(_plain(other))
+        return Decimal(_plain(first)) == Decimal(_plain(second))
     except InvalidOperation:
-        return one.strip() == other.strip()
+        return first.strip() == second.strip()
 
 
 def parsed(text: str, grader: Grader = "strict") -> str | None:
@@ -100,8 +100,8 @@ def grade(text: str, truth: str, grader: Grader = "strict") -> float:
 
 def solution_number(solution: str) -> str | None:
     """The number of a GSM8K solution as verl's preprocessing takes it: after the first `#### `, without commas."""
-    found = _VERL_MARKED.search(solution)
-    return found.group(1).replace(",", "") if found else None
+    match = _VERL_MARKED.search(solution)
+    return match.group(1).replace(",", "") if match else None
 
 
 def _plain(number: str) -> str:

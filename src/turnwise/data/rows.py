@@ -47,7 +47,11 @@ def read_rows(
     """
     mapping = {"prompt": "prompt", **(columns or {})}
     return build_rows(
-        source, lambda found, folder: _row(found, mapping, system, folder), split=split, subset=subset, limit=limit
+        source,
+        lambda source_record, folder: _row(source_record, mapping, system, folder),
+        split=split,
+        subset=subset,
+        limit=limit,
     )
 
 
@@ -63,16 +67,16 @@ def build_rows(
 
     Raises DataError if two rows have the same id, or there are no rows.
     """
-    where: dict[str, str] = {}
+    places: dict[str, str] = {}
     rows: list[Row] = []
-    for found, folder in islice(_all_records(source, split, subset), limit):
-        row = make(found, folder)
-        if row.id in where:
+    for source_record, folder in islice(_all_records(source, split, subset), limit):
+        row = make(source_record, folder)
+        if row.id in places:
             raise DataError(
-                f"{where[row.id]} and {found.place} both have the id {row.id!r}; ids must be unique. If no column is mapped to "
-                f"`id`, rows are numbered"
+                f"{places[row.id]} and {source_record.place} both have the id {row.id!r}; ids must be unique. If no column is "
+                f"mapped to `id`, rows are numbered"
             )
-        where[row.id] = found.place
+        places[row.id] = source_record.place
         rows.append(row)
     if not rows:
         raise DataError(f"{source} has no rows; at least one is needed")
@@ -89,9 +93,9 @@ def _all_records(
         path = Path(os.path.expanduser(name))
         folder = path.absolute().parent if path.suffix in FILES else path.absolute() if os.path.isdir(path) else None
         last = 0
-        for found in records(name, split=split, subset=subset):
-            last = found.number
-            yield (replace(found, number=before + found.number) if before else found), folder
+        for source_record in records(name, split=split, subset=subset):
+            last = source_record.number
+            yield (replace(source_record, number=before + source_record.number) if before else source_record), folder
         before += last
 
 
@@ -206,26 +210,26 @@ def _lines(path: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(record, number, place)
 
 
-def _row(found: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
-    record, place = found.record, found.place
-    for ours, theirs in mapping.items():
-        if theirs not in record:
+def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+    record, place = source_record.record, source_record.place
+    for field_name, column in mapping.items():
+        if column not in record:
             have = ", ".join(record) or "none"
             raise DataError(
-                f"{place} has no column {theirs!r}{nearest(theirs, record)}; its columns are: {have}. Set the right column: "
-                f"data.columns.{ours}=<column>"
+                f"{place} has no column {column!r}{nearest(column, record)}; its columns are: {have}. Set the right column: "
+                f"data.columns.{field_name}=<column>"
             )
-        if record[theirs] is None and ours != "prompt":
+        if record[column] is None and field_name != "prompt":
             raise DataError(
-                f"{place}: the column {theirs!r} is null, and the recipe uses it as {ours!r} (data.columns); give it a value, "
-                f"or remove the row"
+                f"{place}: the column {column!r} is null, and the recipe uses it as {field_name!r} (data.columns); give it a "
+                f"value, or remove the row"
             )
     fields = {name: value for name, value in record.items() if name not in mapping.values()}
-    fields.update((ours, record[theirs]) for ours, theirs in mapping.items())
+    fields.update((field_name, record[column]) for field_name, column in mapping.items())
     messages, fields = with_media(_messages(fields.pop("prompt"), place), fields, place=place, folder=folder)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    name = str(fields.pop("id")) if "id" in mapping else str(found.number)
+    name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
     return Row(id=name, messages=messages, fields=fields)
 
 

@@ -292,7 +292,7 @@ def _segment(fields: _Fields, turns: int, media: Path | None) -> Segment:
         logprobs=_column("f", fields, "logprobs"),
         turn=_column("i", fields, "turn"),
         version=_column("i", fields, "version"),
-        media=[_media(one, media) for one in fields.each("media", [])],
+        media=[_media(item, media) for item in fields.each("media", [])],
     )
     lengths = {len(column) for column in (segment.token_ids, segment.logprobs, segment.turn, segment.version)}
     if len(lengths) > 1:

@@ -80,8 +80,8 @@ def _read(index: Path) -> _Cache | None:
     try:
         head, _, body = index.read_bytes().partition(b"\n")
         about = json.loads(head)
-        wanted = {"format": _FORMAT, "byteorder": sys.byteorder, "sha256": hashlib.sha256(body).hexdigest()}
-        if not isinstance(about, dict) or {key: about.get(key) for key in wanted} != wanted:
+        expected = {"format": _FORMAT, "byteorder": sys.byteorder, "sha256": hashlib.sha256(body).hexdigest()}
+        if not isinstance(about, dict) or {key: about.get(key) for key in expected} != expected:
             return None
         return _Cache(array("Q", body), int(about["modified"]), str(about["last_line"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):

@@ -16,18 +16,18 @@ def turns_of_messages(trajectory: Trajectory) -> list[list[Turn]]:
     sampled in a previous history, or that were read from a record of schema 1, are found by their message: an environment that
     replaces the history often keeps some of its messages.
     """
-    found: list[list[Turn]] = [[] for _ in trajectory.messages]
-    last, others = len(trajectory.previous_histories), list[Turn]()
+    linked: list[list[Turn]] = [[] for _ in trajectory.messages]
+    last, unlinked = len(trajectory.previous_histories), list[Turn]()
     for turn in trajectory.turns:
-        if turn.history == last and turn.message_index is not None and turn.message_index < len(found):
-            found[turn.message_index].append(turn)
+        if turn.history == last and turn.message_index is not None and turn.message_index < len(linked):
+            linked[turn.message_index].append(turn)
         else:
-            others.append(turn)
-    for turns, message in zip(reversed(found), reversed(trajectory.messages), strict=True):
-        if not turns and (index := _last(others, message)) is not None:
-            turns.append(others[index])
-            del others[index:]  # the messages before this one are of earlier turns
-    return found
+            unlinked.append(turn)
+    for turns, message in zip(reversed(linked), reversed(trajectory.messages), strict=True):
+        if not turns and (index := _last(unlinked, message)) is not None:
+            turns.append(unlinked[index])
+            del unlinked[index:]  # the messages before this one are of earlier turns
+    return linked
 
 
 def _last(turns: Sequence[Turn], message: object) -> int | None:

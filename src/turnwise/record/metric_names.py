@@ -196,8 +196,8 @@ METRICS = (
 
 def metric_of(name: str) -> Metric | None:
     """The metric that a name in a run belongs to, or None for an unknown name. A name without a variable part comes first."""
-    found = [metric for metric in METRICS if metric.matches(name)]
-    return min(found, key=lambda metric: "<" in metric.name, default=None)
+    matching = [metric for metric in METRICS if metric.matches(name)]
+    return min(matching, key=lambda metric: "<" in metric.name, default=None)
 
 
 def metric_hint(name: str, known: Sequence[str] = ()) -> str:
@@ -205,8 +205,8 @@ def metric_hint(name: str, known: Sequence[str] = ()) -> str:
 
     `known` are the names in the run at hand, which a misspelled name is compared with.
     """
-    for text, ours in _counterparts(name):
-        return f"; {text} {ours}"
+    for text, our_name in _counterparts(name):
+        return f"; {text} {our_name}"
     close = difflib.get_close_matches(name, known or [metric.name for metric in METRICS], n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

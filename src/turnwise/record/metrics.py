@@ -17,49 +17,55 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     `entropy` is estimated from the sampled tokens: the mean of -log p under the distribution they were drawn from.
     docs/metrics.md describes each of them; `record.metric_names` lists them.
     """
-    every = [one for group in groups for one in group.trajectories]
-    whole = [one for one in every if one.reward is not None and not one.failed]
-    rewards = [one.reward or 0.0 for one in whole]
-    outcomes = [[outcome for turn in one.turns for outcome in turn.outcomes] for one in whole]
-    versions = {version for one in every for segment in one.segments for version in segment.version} - {NOT_SAMPLED}
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    finished = [trajectory for trajectory in trajectories if trajectory.reward is not None and not trajectory.failed]
+    rewards = [trajectory.reward or 0.0 for trajectory in finished]
+    outcomes = [[outcome for turn in trajectory.turns for outcome in turn.outcomes] for trajectory in finished]
+    versions = {
+        version for trajectory in trajectories for segment in trajectory.segments for version in segment.version
+    } - {NOT_SAMPLED}
     metrics: dict[str, float | int | None] = {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
-        "segments/mean": mean([len(one.segments) for one in whole]),
-        "turns/mean": mean([len(one.turns) for one in whole]),
-        "tool_calls/mean": mean([sum(len(turn.calls) for turn in one.turns) for one in whole]),
+        "segments/mean": mean([len(trajectory.segments) for trajectory in finished]),
+        "turns/mean": mean([len(trajectory.turns) for trajectory in finished]),
+        "tool_calls/mean": mean([sum(len(turn.calls) for turn in trajectory.turns) for trajectory in finished]),
         "tool_errors/mean": mean([sum(outcome.error is not None for outcome in calls) for calls in outcomes]),
-        "tokens/sampled": sum(one.sampled_tokens for one in every),
-        "tokens/all": sum(len(segment) for one in every for segment in one.segments),
-        "entropy": _entropy(whole),
+        "tokens/sampled": sum(trajectory.sampled_tokens for trajectory in trajectories),
+        "tokens/all": sum(len(segment) for trajectory in trajectories for segment in trajectory.segments),
+        "entropy": _entropy(finished),
         "groups/zero_std": share(_all_equal(group) for group in groups),
-        "template_mismatch": share(one.template_mismatch is not None for one in every),
-        "failed": share(one.failed for one in every),
+        "template_mismatch": share(trajectory.template_mismatch is not None for trajectory in trajectories),
+        "failed": share(trajectory.failed for trajectory in trajectories),
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
-    for name in sorted({name for one in whole for name in one.rewards} - {"turns"}):
+    for name in sorted({name for trajectory in finished for name in trajectory.rewards} - {"turns"}):
         # of those that the function applies to
-        values = [one.rewards[name] for one in whole if name in one.rewards]
+        values = [trajectory.rewards[name] for trajectory in finished if name in trajectory.rewards]
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
-    for name in sorted({name for one in whole for name in one.metrics}):
-        metrics[f"metrics/{name}"] = mean([one.metrics[name] for one in whole if name in one.metrics])
+    for name in sorted({name for trajectory in finished for name in trajectory.metrics}):
+        metrics[f"metrics/{name}"] = mean(
+            [trajectory.metrics[name] for trajectory in finished if name in trajectory.metrics]
+        )
     for stop in Stop:
-        metrics[f"stop/{stop}"] = share(one.stop is stop for one in every)
+        metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
     return metrics
 
 
-def template_mismatches(every: Sequence[Trajectory]) -> str | None:
+def template_mismatches(trajectories: Sequence[Trajectory]) -> str | None:
     """What the sanity check has found in these conversations, told once, or None."""
-    found = [one.template_mismatch for one in every if one.template_mismatch is not None]
-    if not found:
+    mismatches = [
+        trajectory.template_mismatch for trajectory in trajectories if trajectory.template_mismatch is not None
+    ]
+    if not mismatches:
         return None
     return (
-        f"the tokens of {len(found)} of {len(every)} conversations differ from the chat template's rendering of the same "
-        f"messages, so the model may be trained on other tokens than it receives when it is served. The first: {found[0]}. "
-        f"Check the template with `turnwise doctor`; tokenization_sanity_check=ignore_strippable ignores white space, and "
-        f"`disable` turns the check off"
+        f"the tokens of {len(mismatches)} of {len(trajectories)} conversations differ from the chat template's rendering of the "
+        f"same messages, so the model may be trained on other tokens than it receives when it is served. The first: "
+        f"{mismatches[0]}. Check the template with `turnwise doctor`; tokenization_sanity_check=ignore_strippable ignores white "
+        f"space, and `disable` turns the check off"
     )
 
 
@@ -69,13 +75,16 @@ def failures(groups: Sequence[Group]) -> list[str]:
     The lines of the user's code on which the first of its kind was raised stand below it.
     """
     errors = Counter(
-        (one.error.kind, one.error.message) for group in groups for one in group.trajectories if one.error is not None
+        (trajectory.error.kind, trajectory.error.message)
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.error is not None
     )
     places = {
-        (one.error.kind, one.error.message): one.error.traceback
+        (trajectory.error.kind, trajectory.error.message): trajectory.error.traceback
         for group in reversed(groups)
-        for one in reversed(group.trajectories)
-        if one.error is not None
+        for trajectory in reversed(group.trajectories)
+        if trajectory.error is not None
     }
     return [
         f"{kind}{f' ({count} times)' if count > 1 else ''}: {message}\n{places[kind, message]}".rstrip()
@@ -83,11 +92,11 @@ def failures(groups: Sequence[Group]) -> list[str]:
     ]
 
 
-def _entropy(whole: Sequence[Trajectory]) -> float | None:
+def _entropy(finished: Sequence[Trajectory]) -> float | None:
     logprobs = [
         logprob
-        for one in whole
-        for turn in one.turns
+        for trajectory in finished
+        for turn in trajectory.turns
         if turn.completion is not None and turn.completion.logprob_kind is LogprobKind.SAMPLED
         for logprob in turn.completion.logprobs
     ]
@@ -95,7 +104,7 @@ def _entropy(whole: Sequence[Trajectory]) -> float | None:
 
 
 def _all_equal(group: Group) -> bool:
-    rewards = {one.reward for one in group.trajectories if not one.failed}
+    rewards = {trajectory.reward for trajectory in group.trajectories if not trajectory.failed}
     return len(rewards) <= 1
 
 

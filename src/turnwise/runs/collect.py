@@ -111,7 +111,7 @@ def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group
 @contextlib.contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar on a terminal, and a line now and then elsewhere. Yields the function that counts a conversation."""
-    activity = Activity(what="conversations", total=total)
+    activity = Activity(label="conversations", total=total)
     bar = Progress(
         *Progress.get_default_columns()[:2],
         MofNCompleteColumn(),

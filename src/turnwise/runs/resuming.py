@@ -55,13 +55,13 @@ class OpenedRun:
         Raises RunError if they differ, and `resume_changes` does not name an option of the data.
         """
         now = {"count": len(rows), "sha256": fingerprint.of_rows(rows)}
-        former = self.origin.setdefault("rows", now)
-        if former == now:
+        previous = self.origin.setdefault("rows", now)
+        if previous == now:
             return
         if not any(name.startswith("data.") for name in self.config.resume_changes):
             counts = (
-                f"{former['count']} rows at the start, {now['count']} rows now"
-                if former["count"] != now["count"]
+                f"{previous['count']} rows at the start, {now['count']} rows now"
+                if previous["count"] != now["count"]
                 else "the number of rows is the same"
             )
             raise RunError(
@@ -69,7 +69,7 @@ class OpenedRun:
                 f"started with ({counts}). Restore them; or use the new rows for the next steps: "
                 f"resume_changes='[data.train]'"
             )
-        self.notes.append(f"resuming with other rows: {now['count']} (were {former['count']})")
+        self.notes.append(f"resuming with other rows: {now['count']} (were {previous['count']})")
         self.origin["rows"] = now
 
     def compare_tokenizer(self, renderer: Renderer) -> None:

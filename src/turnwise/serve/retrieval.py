@@ -205,8 +205,8 @@ def _application(index: Index, token: str | None) -> Starlette:
             queries, topk, scores = _read(await _question(request, token))
         except _Refused as refused:  # the body may be unread
             return JSONResponse({"error": str(refused)}, refused.status, headers={"Connection": "close"})
-        found = await run_in_threadpool(lambda: [index.search(query, topk) for query in queries])
-        result = [[_result(one, score, scores) for one, score in documents] for documents in found]
+        results = await run_in_threadpool(lambda: [index.search(query, topk) for query in queries])
+        result = [[_result(document, score, scores) for document, score in documents] for documents in results]
         return JSONResponse({"result": result})
 
     async def health(request: Request) -> Response:

@@ -45,13 +45,15 @@ async def replay(
     groups = [new_group(row, size=1, seed=0, prefix=f"{prefix}{place}:") for place, row in enumerate(rows)]
     scripts: dict[str, list[str]] = {}
     for group in groups:
-        (one,) = group.trajectories
-        opening, said = rounds(one.row.messages)
+        (trajectory,) = group.trajectories
+        opening, assistant_rounds = rounds(trajectory.row.messages)
         try:
             with boundary("row"):
-                scripts[one.id] = lines(renderer, opening, said, one.row.fields.get("tools", tools))
+                scripts[trajectory.id] = lines(
+                    renderer, opening, assistant_rounds, trajectory.row.fields.get("tools", tools)
+                )
         except Failed as failed:
-            one.fail(failed.failure)
+            trajectory.fail(failed.failure)
     table = RolloutContext(
         engine=build.scripted_engine(renderer, scripts, continue_prompt=True),
         renderer=renderer,
@@ -97,17 +99,19 @@ def problems(trajectories: Sequence[Trajectory], *, context: int | None) -> list
 
     Example: `rows 3, 17: row: ...`.
     """
-    found: dict[str, list[str]] = {}
-    for one in trajectories:
-        if one.error is not None:
-            found.setdefault(f"{one.error.kind}: {one.error.message}", []).append(one.row.id)
-        elif not one.advantages:
+    rows_of_problem: dict[str, list[str]] = {}
+    for trajectory in trajectories:
+        if trajectory.error is not None:
+            rows_of_problem.setdefault(f"{trajectory.error.kind}: {trajectory.error.message}", []).append(
+                trajectory.row.id
+            )
+        elif not trajectory.advantages:
             text = (
                 f"longer than limits.context={context}, and left out; raise limits.context if the model allows more, or train "
                 f"on the first tokens: sft.too_long=cut"
             )
-            found.setdefault(text, []).append(one.row.id)
-    return [f"{_rows(ids)}: {text}" for text, ids in found.items()]
+            rows_of_problem.setdefault(text, []).append(trajectory.row.id)
+    return [f"{_rows(ids)}: {text}" for text, ids in rows_of_problem.items()]
 
 
 def _rows(ids: Sequence[str]) -> str:

@@ -32,12 +32,12 @@ class Replay:
         return Opening(messages=opening, tools=row.fields.get("tools", self._tools))
 
     async def step(self, turn: Turn) -> Reply:
-        said, answers = self._rounds.pop(0) if self._rounds else ({}, [])
+        assistant, answers = self._rounds.pop(0) if self._rounds else ({}, [])
         ids = {
             str(written.get("id")): call.id
-            for written, call in zip(said.get("tool_calls") or (), turn.calls, strict=False)
+            for written, call in zip(assistant.get("tool_calls") or (), turn.calls, strict=False)
         }
-        return Reply(messages=[_answering(one, ids) for one in answers], done=not self._rounds)
+        return Reply(messages=[_answering(answer, ids) for answer in answers], done=not self._rounds)
 
     async def close(self) -> None:
         pass
@@ -58,10 +58,10 @@ def rounds(messages: Sequence[Message]) -> tuple[list[Message], list[Round]]:
     Example: system, user, assistant, tool, assistant gives `[system, user]` and `[(assistant, [tool]), (assistant, [])]`.
     """
     opening: list[Message] = []
-    found: list[Round] = []
+    result: list[Round] = []
     for message in messages:
         if message["role"] == "assistant":
-            found.append((message, []))
+            result.append((message, []))
         else:
-            (found[-1][1] if found else opening).append(message)
-    return opening, found
+            (result[-1][1] if result else opening).append(message)
+    return opening, result

@@ -37,16 +37,16 @@ def lines(
     """
     template = renderer.template
     before = template.planned_opening(opening, tools)
-    found: list[str] = []
+    texts: list[str] = []
     for message, answers in rounds:
         plain = _with_thoughts(renderer, _read(renderer, message))
         asked = _asked(before)
         line = _Line(renderer, asked, tools, prompt=template.render(asked, add_generation_prompt=True, tools=tools))
         stands = PriorConversation.from_messages([*before, plain], has_tools=bool(tools))
-        found.append(line.of(message, answers, stands))
+        texts.append(line.of(message, answers, stands))
         handed = template.plan(answers, stands).apply(answers) if answers else []
         before = [*before, plain, *handed]
-    return found
+    return texts
 
 
 def _asked(before: Sequence[Message]) -> Sequence[Message]:
@@ -64,7 +64,7 @@ class _Read:
     message: Message
     """The message without the keys of `REASONING`. Reasoning inside the content stays there."""
     reasoning: str
-    said: str
+    text: str
     """The content without reasoning."""
     beside: bool
     """Whether the reasoning was under a key of `REASONING`, and not in the content."""
@@ -76,8 +76,8 @@ def _read(renderer: Renderer, message: Message) -> _Read:
     content = bare.get("content")
     if beside or not isinstance(content, str) or not renderer.profile.reasoning.supported:
         return _Read(bare, beside.strip(), content if isinstance(content, str) else "", bool(beside))
-    reasoning, said = renderer.profile.reasoning.marks.split(content)
-    return _Read(bare, reasoning, said, False)
+    reasoning, text = renderer.profile.reasoning.marks.split(content)
+    return _Read(bare, reasoning, text, False)
 
 
 def _with_thoughts(renderer: Renderer, read: _Read) -> Message:
@@ -105,7 +105,7 @@ class _Line:
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
                 return self._ended(words, answers, stands)
-        lost = read.reasoning if self._says(words, read) else read.said
+        lost = read.reasoning if self._says(words, read) else read.text
         raise TemplateError(
             f"the chat template of {self.renderer.where} leaves out a part of an assistant message: {lost[:60]!r}. Write the "
             f"complete text of the turn into the message's content, or remove this part from the data"
@@ -115,32 +115,32 @@ class _Line:
         """Candidate completion texts. Those that the template writes come first."""
         tried = [_with_thoughts(self.renderer, read)]
         if read.reasoning and self.renderer.profile.reasoning.key is not None:
-            tried.append({**read.message, "content": read.said, self.renderer.profile.reasoning.key: read.reasoning})
-        found: list[str] = []
+            tried.append({**read.message, "content": read.text, self.renderer.profile.reasoning.key: read.reasoning})
+        texts: list[str] = []
         for message in tried:
-            words = self._said(message)
+            words = self._rendered(message)
             self._refuse_lost_calls(words, message)
-            found.append(_inside(words, opened, self.renderer.profile.reasoning.marks))
+            texts.append(_inside(words, opened, self.renderer.profile.reasoning.marks))
         if read.reasoning and self.renderer.profile.reasoning.supported:
             # if the template leaves reasoning out, the reasoning is inserted before the content
             opening, closing = next(iter(self.renderer.profile.reasoning.marks.own), ("", ""))
-            said = self._said({**read.message, "content": read.said})
+            text = self._rendered({**read.message, "content": read.text})
             raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(
-                said, self.renderer.profile.reasoning.marks
+                text, self.renderer.profile.reasoning.marks
             )
             if not read.beside and isinstance(read.message.get("content"), str) and not read.message.get("tool_calls"):
                 raw = f"{read.message['content']}{self.renderer.profile.turn.closing}"  # the content is used unchanged
             if opening or not read.beside:
-                found.append(_inside(raw, opened, self.renderer.profile.reasoning.marks))
-        return found
+                texts.append(_inside(raw, opened, self.renderer.profile.reasoning.marks))
+        return texts
 
-    def _said(self, message: Message) -> str:
+    def _rendered(self, message: Message) -> str:
         """The text that the template writes for the message."""
         template = self.renderer.template
-        whole = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
+        conversation = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
         for begun in (self.prompt, self.renderer.profile.reasoning.marks.without_open_thought(self.prompt)):
-            if whole.startswith(begun):
-                return whole[len(begun) :]
+            if conversation.startswith(begun):
+                return conversation[len(begun) :]
         # the message changes the text of the messages before it: it is rendered after a plain user message instead
         return template.completion_text(message, tools=self.tools)
 
@@ -159,7 +159,7 @@ class _Line:
         )
 
     def _says(self, words: str, read: _Read) -> bool:
-        return _letters(read.said) in _letters(words)
+        return _letters(read.text) in _letters(words)
 
     def _refuse_lost_calls(self, words: str, message: Message) -> None:
         for call in message.get("tool_calls") or ():

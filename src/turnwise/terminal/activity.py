@@ -16,7 +16,7 @@ __all__ = ["Activity", "Heartbeat"]
 class Activity:
     """The part of a step that is running. The run writes it; a display reads it, possibly in another thread."""
 
-    what: str = ""
+    label: str = ""
     """`step 4: conversations`; empty before the first step."""
     done: int = 0
     total: int = 0
@@ -30,13 +30,13 @@ class Activity:
         self.began = time.monotonic()
         self.part(step, "conversations")
 
-    def part(self, step: int, what: str, total: int = 0) -> Callable[[], None]:
+    def part(self, step: int, name: str, total: int = 0) -> Callable[[], None]:
         """Record that a part of a step begins, with `total` items.
 
         Returns a function to call after each item. It has no effect after another part began: with `train.overlap`, the
         conversations of the next step continue during training.
         """
-        self.what, self.done, self.total = f"step {step}: {what}", 0, total
+        self.label, self.done, self.total = f"step {step}: {name}", 0, total
         self._parts += 1
         own = self._parts
 
@@ -53,7 +53,7 @@ class Activity:
     def text(self) -> str:
         """The activity as text, such as `step 4: conversations 37 of 128, 61 s`."""
         count = f" {self.done} of {self.total}" if self.total else ""
-        return f"{self.what}{count}, {time.monotonic() - self.began:.0f} s" if self.what else ""
+        return f"{self.label}{count}, {time.monotonic() - self.began:.0f} s" if self.label else ""
 
 
 class Heartbeat:

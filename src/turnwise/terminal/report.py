@@ -65,8 +65,8 @@ class Report:
         if self._live is None:
             seconds = sum(step["seconds/step"] for step in self.recent) / len(self.recent)
             steps = self._progress.tasks[0].total or 0
-            left = timedelta(seconds=round(seconds * (steps - metrics["step"])))
-            self.print_line(f"{line}  {metrics['seconds/step']:.2f} s/step  {left} left")
+            remaining = timedelta(seconds=round(seconds * (steps - metrics["step"])))
+            self.print_line(f"{line}  {metrics['seconds/step']:.2f} s/step  {remaining} left")
 
     def print_problem(self, kind: str, text: str) -> None:
         """Print a problem, if no problem of this `kind` was printed before."""

@@ -17,26 +17,26 @@ def steps_table(metrics: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
     for label in ("step", *columns):
         table.add_column(label, justify="right")
     stride = max(1, len(metrics) // 10)
-    chosen = [one for place, one in enumerate(metrics) if place % stride == 0 or place == len(metrics) - 1]
-    for one in chosen:
-        table.add_row(str(one.get("step", "-")), *(number(one.get(name)) for name in columns.values()))
+    chosen = [step for place, step in enumerate(metrics) if place % stride == 0 or place == len(metrics) - 1]
+    for step in chosen:
+        table.add_row(str(step.get("step", "-")), *(number(step.get(name)) for name in columns.values()))
     return table
 
 
 def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
-    """The first evaluation beside the last one; where there is only one, as after an early Ctrl-C, that one alone."""
+    """The first evaluation beside the last one; only the last if there is only one, as after an early Ctrl-C."""
     first, last = evaluations[0], evaluations[-1]
     title = "held-out questions" if "reward/mean" in last else "held-out conversations"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     shown = [first, last] if len(evaluations) > 1 else [last]
-    for label, one in zip(("before", "after") if len(shown) > 1 else ("so far",), shown, strict=True):
-        table.add_column(f"{label} (step {one.get('step', '-')})", justify="right")
+    for label, evaluation in zip(("before", "after") if len(shown) > 1 else ("so far",), shown, strict=True):
+        table.add_column(f"{label} (step {evaluation.get('step', '-')})", justify="right")
     names = ["reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
     names = names if "reward/mean" in last else ["loss"]
     names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
     for name in names:
-        table.add_row(name, *(number(one.get(name)) for one in shown))
+        table.add_row(name, *(number(evaluation.get(name)) for evaluation in shown))
     return table
 
 

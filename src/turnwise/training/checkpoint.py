@@ -174,7 +174,7 @@ class Checkpoints:
             folder = self.newest.resolve().parent
             if folder.parent == self._folder.resolve() and folder.is_dir():
                 return self._complete(folder)
-        gone = (
+        reason = (
             f"the link {self.newest} points to no checkpoint"
             if self.newest.is_symlink()
             else f"{self.newest} was removed"
@@ -182,18 +182,21 @@ class Checkpoints:
         problem: RunError | None = None
         for folder in reversed(self._numbered()):
             try:
-                found = self._complete(folder)
+                saved = self._complete(folder)
             except RunError as error:
                 problem = problem or error
                 continue
             return SavedCheckpoint(
-                found.folder, found.step, found.about, f"{gone}: resuming from {folder}, the newest complete checkpoint"
+                saved.folder,
+                saved.step,
+                saved.about,
+                f"{reason}: resuming from {folder}, the newest complete checkpoint",
             )
         if problem is not None:
             raise problem
         if self.newest.is_symlink():
             raise RunError(
-                f"{gone}, and there is no other checkpoint: restore {self._folder} from a copy, or start a new run with "
+                f"{reason}, and there is no other checkpoint: restore {self._folder} from a copy, or start a new run with "
                 f"replace=true"
             )
         return None
@@ -212,10 +215,10 @@ class Checkpoints:
         about = _about(folder) if problem is None else None
         if about is None:
             others = [path.name for path in reversed(self._numbered()) if path != folder and _damage(path) is None]
-            instead = f"; {others[0]} is complete: to resume from it, remove {folder.name}" if others else ""
+            alternative = f"; {others[0]} is complete: to resume from it, remove {folder.name}" if others else ""
             raise RunError(
                 f"the checkpoint {folder} is damaged: {problem or f'{_ABOUT} contains another step'}. Restore it from a "
-                f"copy{instead}; or start a new run with replace=true"
+                f"copy{alternative}; or start a new run with replace=true"
             )
         return SavedCheckpoint(folder, about["step"], about)
 
@@ -223,8 +226,8 @@ class Checkpoints:
         """Directories that are named like checkpoints, in the order of their steps."""
         if not self._folder.is_dir():
             return []
-        found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
-        return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+        paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
+        return sorted((path for path in paths if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
     def _replace_link(self, target: Path) -> None:
         link = self.newest.with_name("checkpoint.writing")
@@ -246,10 +249,10 @@ class Checkpoints:
 
     def _failed(self, step: int, temporary: Path, error: Exception) -> RunError:
         shutil.rmtree(temporary, ignore_errors=True)
-        whole = self.newest.exists()
+        previous = self.newest.exists()
         kept = (
             f"the previous checkpoint is complete: {self.newest.resolve()}"
-            if whole
+            if previous
             else "there is no earlier checkpoint"
         )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")

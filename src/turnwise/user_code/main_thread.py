@@ -25,7 +25,7 @@ __all__ = ["MainThreadNeeded", "is_needed", "required", "run"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_here = threading.local()
+_thread_data = threading.local()
 _needed: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 """Kind and name of the functions that need the main thread, by event loop: each run has its own."""
 _installing = threading.Lock()
@@ -47,11 +47,11 @@ def required() -> Iterator[None]:
     Raises MainThreadNeeded if it does, even if the code inside has caught that exception.
     """
     _install()
-    _here.noticed = False
+    _thread_data.noticed = False
     try:
         yield
     finally:
-        noticed, _here.noticed = _here.noticed, None
+        noticed, _thread_data.noticed = _thread_data.noticed, None
         if noticed:
             raise MainThreadNeeded
 
@@ -90,8 +90,8 @@ def _install() -> None:
 
         @functools.wraps(set_handler, assigned=("__name__", "__doc__"))
         def checked(signalnum: Any, handler: Any, /) -> Any:
-            if getattr(_here, "noticed", None) is not None and threading.current_thread() is not _main:
-                _here.noticed = True
+            if getattr(_thread_data, "noticed", None) is not None and threading.current_thread() is not _main:
+                _thread_data.noticed = True
                 raise MainThreadNeeded
             return set_handler(signalnum, handler)
 

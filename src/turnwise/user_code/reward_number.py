@@ -13,19 +13,19 @@ import numpy as np
 __all__ = ["reward_number"]
 
 
-def reward_number(value: Any, who: str) -> float:
-    """The reward as a float, which may be NaN or infinite. `who` names the code that returned it.
+def reward_number(value: Any, source: str) -> float:
+    """The reward as a float, which may be NaN or infinite. `source` names the code that returned it.
 
     Raises TypeError if the value is not a number.
     """
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()  # float() of one with axes is deprecated
     if isinstance(value, str | bytes | bytearray):
-        raise TypeError(f"{who} gave the text {value!r:.80}; a reward must be a number: convert it with float(...)")
+        raise TypeError(f"{source} gave the text {value!r:.80}; a reward must be a number: convert it with float(...)")
     if value is None:
-        raise TypeError(f"{who} gave None; a reward must be a number, such as 0.0: is a `return` missing?")
+        raise TypeError(f"{source} gave None; a reward must be a number, such as 0.0: is a `return` missing?")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         kind = type(value).__name__
-        raise TypeError(f"{who} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None
+        raise TypeError(f"{source} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None

@@ -46,10 +46,10 @@ class ThreadedObject(Generic[T]):
         """Create the object. Raises Failed if that fails."""
         return await self._aside(self._make_or_end)
 
-    def adopt(self, made: T) -> T:
+    def adopt(self, instance: T) -> T:
         """Hold an object that was created elsewhere."""
-        self._made.append(made)
-        return made
+        self._made.append(instance)
+        return instance
 
     @property
     def busy(self) -> bool:
@@ -69,10 +69,10 @@ class ThreadedObject(Generic[T]):
             await asyncio.wait({self._busy}, timeout=_GRACE)
         with self._lock:
             objects, self._made, self._over = self._made, [], True
-        for made in objects:
+        for instance in objects:
             if self._end is not None:
                 result = await run_in_thread(
-                    lambda made=made, end=self._end: end(made), name=self._name, kind="environment"
+                    lambda instance=instance, end=self._end: end(instance), name=self._name, kind="environment"
                 )
                 if inspect.isawaitable(result):
                     await result
@@ -82,22 +82,22 @@ class ThreadedObject(Generic[T]):
         return await asyncio.shield(self._busy)  # the conversation may end before the call does
 
     def _make_or_end(self) -> T:
-        made = self._make()
+        instance = self._make()
         with self._lock:
             if not self._over:
-                self._made.append(made)
-                return made
+                self._made.append(instance)
+                return instance
         try:
             with boundary("environment"):
-                self._end_late(made)
+                self._end_late(instance)
         except Failed as failed:
             _log.warning(
                 "%s was created after its conversation had ended, and could not be closed: %s", self._name, failed
             )
-        return made
+        return instance
 
-    def _end_late(self, made: T) -> None:
-        result = self._end(made) if self._end is not None else None
+    def _end_late(self, instance: T) -> None:
+        result = self._end(instance) if self._end is not None else None
         if inspect.iscoroutine(result):
             asyncio.run(result)
 
@@ -112,15 +112,15 @@ def columns_for(
     columns = {**row.fields, **(extra or {})}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        given = dict(columns)
+        arguments = dict(columns)
     else:
-        given = {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
+        arguments = {parameter.name: columns[parameter.name] for parameter in parameters if parameter.name in columns}
     for parameter in parameters:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if by_name and parameter.default is parameter.empty and parameter.name not in given:
+        if by_name and parameter.default is parameter.empty and parameter.name not in arguments:
             have = ", ".join(sorted(columns)) or "none"
             raise KeyError(
                 f"{name} needs the column {parameter.name!r}, and row {row.id!r} has no such column; its columns are: {have}. "
                 f"Add the column to the data, or map another column to it: data.columns.{parameter.name}=<column>"
             )
-    return given
+    return arguments

@@ -32,7 +32,7 @@ FULL = "swift rlhf --rlhf_type grpo --model m --tuner_type full --dataset d.json
         ("--use_gym_env perhaps", "--use_gym_env: 'perhaps' is not true or false"),
         ("--columns [", "--columns: '[' is not a mapping in JSON"),
         ("--columns '{\"a\": 1}'", "--columns: '{\"a\": 1}' is not a mapping of texts"),
-        ('--columns \'{"a": "b", "a": "c"}\'', "the key 'a' stands twice"),
+        ('--columns \'{"a": "b", "a": "c"}\'', "the key 'a' occurs twice"),
         ("--dataset a.jsonl#x", "--dataset a.jsonl#x: the number of rows: 'x' is not an integer"),
         ("--dataset a.jsonl#0", "--dataset a.jsonl#0: the number of rows: '0' is not an integer of at least 1"),
         ("--dataset '[[\"a\"]]'", "--dataset: ['a'] is not a text"),
