@@ -15,6 +15,7 @@ from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSec
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
+from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
@@ -392,7 +393,7 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
         ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
         ("train.report_to=wandb", "metrics are written to metrics.jsonl in the run's directory"),
-        ("lora.rank=8", "turnwise has no adapters and trains all weights: leave it out"),
+        ("lora.rank=8", "it is called model.lora.rank here"),
         ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
     ],
 )
@@ -411,6 +412,7 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
         if model is not None
         for name in model.model_fields
     }
+    options |= set(schema())
     assert set(CALLED) <= options
     others = [name for names in [*CALLED.values(), *ABSENT.values()] for name in names]
     assert len(others) == len(set(others))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def engine_model(config: Config) -> Any | None:
         return None
     from turnwise.models.loading import load_model  # torch
 
-    return load_model(model_options(config))
+    # a new adapter changes nothing before training
+    return load_model(replace(model_options(config), lora=None))
 
 
 def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:

@@ -13,6 +13,7 @@ from turnwise.types import Sampling
 
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
+    from turnwise.models.lora import LoraOptions
     from turnwise.training.local_learner import LocalLearner
 
 __all__ = ["learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
@@ -90,10 +91,32 @@ def model_options(config: Config, path: str | Path | None = None) -> ModelOption
     """The options for loading the recipe's model. If `path` is given, it replaces model.path."""
     from turnwise.models.loading import ModelOptions  # torch
 
+    lora = _lora_options(config)
+    # the checkpoint of a run with an adapter holds the adapter only; the base model is that of model.path
+    resumed = lora is not None and path is not None and str(path) != config.model.path
     return ModelOptions(
-        path=config.model.path if path is None else path,
+        path=config.model.path if path is None or resumed else path,
         dtype=config.model.dtype,
         device="cpu" if config.deterministic else config.model.device,
+        lora=lora,
+        adapter=path if resumed else None,
+    )
+
+
+def _lora_options(config: Config) -> LoraOptions | None:
+    """The adapter that the recipe trains; None if it trains all weights."""
+    from turnwise.models.lora import LoraOptions  # torch
+
+    lora = config.model.lora
+    if lora.rank is None:
+        return None
+    return LoraOptions(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=None if lora.target_modules is None else tuple(lora.target_modules),
+        rslora=lora.rslora,
+        dora=lora.dora,
+        seed=config.seed,
     )
 
 

@@ -8,7 +8,24 @@ from pydantic import Field
 
 from turnwise.config.section import NonEmpty, Positive, Section
 
-__all__ = ["DataSection", "ModelSection"]
+__all__ = ["DataSection", "LoraSection", "ModelSection"]
+
+
+class LoraSection(Section):
+    """A LoRA adapter: small matrices beside the layers of the model are trained, and the model's own weights are frozen."""
+
+    rank: Positive | None = None
+    """The rank of a LoRA adapter, which is trained instead of the model's weights (docs/memory.md). A larger rank has more
+    parameters; 16 is common. Null: there is no adapter, and all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The scale of the adapter: its product is multiplied by `model.lora.alpha` / `model.lora.rank`."""
+    target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    """The layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all linear
+    layers except the output layer."""
+    rslora: bool = False
+    """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)."""
+    dora: bool = False
+    """Whether the adapter also trains the length of each weight vector (DoRA), which is slower."""
 
 
 class ModelSection(Section):
@@ -20,6 +37,7 @@ class ModelSection(Section):
     """The data type of the model's parameters. With bfloat16 the optimizer keeps a float32 copy of them."""
     device: NonEmpty = "auto"
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+    lora: LoraSection = LoraSection()
 
 
 class DataSection(Section):

@@ -32,6 +32,13 @@ CALLED: dict[str, tuple[str, ...]] = {
     "limits.response_tokens": ("max_response_length",),
     "limits.context": ("max_prompt_length", "max_length", "max_model_len", "max_seq_length", "max_context_length"),
     "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.lora.rank": (
+        "lora", "lora_rank", "lora_r", "use_peft", "peft_config", "peft", "adapter", "tuner_type", "train_type",
+    ),
+    "model.lora.alpha": ("lora_alpha",),
+    "model.lora.target_modules": ("target_modules", "lora_target_modules"),
+    "model.lora.rslora": ("use_rslora",),
+    "model.lora.dora": ("use_dora",),
     "model.dtype": ("torch_dtype", "bf16", "fp16", "precision"),
     "data.train": ("dataset", "dataset_name", "train_files", "train_file", "train_dataset"),
     "data.eval": ("val_files", "eval_dataset", "val_dataset", "validation_files", "test_files"),
@@ -59,10 +66,9 @@ CALLED: dict[str, tuple[str, ...]] = {
 """For each option of turnwise: names of the same or the most similar option in other libraries."""
 
 ABSENT: dict[str, tuple[str, ...]] = {
-    "turnwise has no adapters and trains all weights: leave it out": (
-        "lora", "lora_rank", "lora_alpha", "lora_r", "use_peft", "peft_config", "peft", "qlora", "adapter", "tuner_type",
-        "train_type", "target_modules",
-    ),
+    "turnwise trains an adapter without dropout, because the engine samples without dropout: leave it out": ("lora_dropout",),
+    "turnwise loads an adapter by the path of its directory: set model.path to it": ("lora_adapter_path", "adapters"),
+    "turnwise trains no adapter on quantised weights: set model.lora.rank and model.dtype=bfloat16": ("qlora",),
     "turnwise does not quantise weights; model.dtype=bfloat16 halves their memory": (
         "load_in_4bit", "load_in_8bit", "quantization",
     ),

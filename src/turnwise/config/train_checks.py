@@ -149,12 +149,17 @@ def _other_command_problems(config: Config) -> list[Problem]:
 
 
 def run_problems(config: Config) -> list[Problem]:
-    """Contradicting options of how a run starts."""
+    """Contradicting options of how a run starts, and options of an adapter without adapter."""
+    of_adapter = next((name for name in changed_options(config.model.lora) if name != "rank"), None)
     return [
+        (
+            config.model.lora.rank is None and of_adapter is not None,
+            f"model.lora.{of_adapter} has no effect without an adapter: set model.lora.rank, or remove it",
+        ),
         (
             config.resume == "auto" and config.replace,
             "resume=auto continues the earlier run and replace=true moves it away: remove one of them",
-        )
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.attention import ignored_by_sdpa, set_text_attention
+from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
 
 __all__ = ["ModelOptions", "load_model"]
 
@@ -36,14 +37,36 @@ class ModelOptions:
     """The name of a torch dtype: `float32`, `bfloat16`."""
     device: str
     """A torch device, or `auto`: `cuda` if available, else `cpu`."""
+    lora: LoraOptions | None = None
+    """A new adapter on the model, whose other weights are frozen. None: no adapter."""
+    adapter: str | Path | None = None
+    """A directory with saved weights of the adapter `lora`. None: the adapter starts with random values."""
 
 
 def load_model(options: ModelOptions) -> Any:
     """Load a causal language model, to train or to sample from; a vision model with its vision part.
 
+    A directory with an adapter is loaded as its base model with the adapter merged into the weights. `options.lora` then adds a
+    new adapter.
+
     Raises ConfigError if there is no model at `options.path`, if weights are missing, unexpected or not finite, if tied
-    weights are not equal, or if the device does not exist.
+    weights are not equal, if the adapter does not fit the model, or if the device does not exist.
     """
+    base = adapter_base(options.path)
+    if base is None:
+        model = _load_base(options)
+    else:
+        model = merged(load_model(replace(options, path=base, lora=None, adapter=None)), options.path)
+        model.name_or_path = str(options.path)
+    if options.lora is not None:
+        add_adapter(model, options.lora)
+        if options.adapter is not None:
+            load_adapter(model, options.adapter)
+    return model
+
+
+def _load_base(options: ModelOptions) -> Any:
+    """Load a model directory without adapters."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -99,17 +99,25 @@ class OpenedRun:
         """Path of the reference model, if a resumed run needs it for its loss. A new run copies its own model."""
         if self.saved is None or self.kind != "train" or self.config.train.kl_coef == 0:
             return None
+        if self.config.model.lora.rank is not None:
+            return None  # the reference is the model without the adapter
         return self.config.model.path
 
     def compare_model(self, learner: Learner) -> None:
         """Store the fingerprint of a new run's model; compare the reference model of a resumed run with the stored fingerprint.
 
-        Raises RunError if the model in model.path is not the model that the run started with.
+        A run with an adapter compares its base model, which is not in the checkpoint. Raises RunError if the model in
+        model.path is not the model that the run started with.
         """
-        config = self.config
+        config, base = self.config, learner.base_fingerprint()
         if self.saved is None:
-            self.origin["model"] = learner.fingerprint()
+            self.origin["model"] = base or learner.fingerprint()
             return
+        if base is not None and base != self.origin["model"]:
+            raise RunError(
+                f"the checkpoint {self.saved.folder} holds the adapter only, and the weights in model.path={config.model.path} "
+                f"changed since the run in {self.directory.path} started: restore them"
+            )
         reference = learner.reference_fingerprint()
         if reference is not None and reference != self.origin["model"]:
             raise RunError(

@@ -93,7 +93,8 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the model into a model directory. Tokenizer and processor are the caller's."""
+        """Write the model into a model directory, or only its adapter if it has one. Tokenizer and processor are the
+        caller's."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -106,6 +107,10 @@ class Learner(Protocol):
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights: equal for equal names, shapes, types and values."""
+        ...
+
+    def base_fingerprint(self) -> str | None:
+        """The same of the frozen weights of a model with an adapter; None if all weights are trained."""
         ...
 
     def reference_fingerprint(self) -> str | None:

@@ -17,6 +17,7 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
@@ -60,7 +61,8 @@ class _Sums:
 class LocalLearner:
     """A `Learner` in this process, on one device.
 
-    `reference` is the model before training, where `loss.kl_coef` needs one; None takes a copy of `model`. `share_prompts` is
+    `reference` is the model before training, where `loss.kl_coef` needs one; None takes a copy of `model`; if it
+    has an adapter, the model without the adapter, on the same weights. `share_prompts` is
     `auto`, `always` or `never`. `threads` is the number of torch threads; 0 measures which number is faster.
 
     Raises ConfigError if `share_prompts` is `always` and the model cannot compute trees.
@@ -90,7 +92,7 @@ class LocalLearner:
         self._reference_model = None
         self._reference = None
         if self._loss.needs_reference:
-            frozen = copy.deepcopy(model) if reference is None else reference
+            frozen = _copy_before_training(model) if reference is None else reference
             self._reference_model = frozen.requires_grad_(False)
             if shares and reference is not None:  # batches are packed for the attention that the model has now
                 try_tree_attention(self._reference_model)
@@ -259,7 +261,10 @@ class LocalLearner:
         return total
 
     def save(self, folder: Path) -> None:
-        self._model.save_pretrained(folder)
+        if has_adapter(self._model):
+            save_adapter(self._model, folder)
+        else:
+            self._model.save_pretrained(folder)
 
     def state(self) -> dict[str, Any]:
         return self._optimizer.state()
@@ -269,6 +274,9 @@ class LocalLearner:
 
     def fingerprint(self) -> str:
         return of_model(self._model)
+
+    def base_fingerprint(self) -> str | None:
+        return of_model(without_adapter(self._model)) if has_adapter(self._model) else None
 
     def reference_fingerprint(self) -> str | None:
         return None if self._reference_model is None else of_model(self._reference_model)
@@ -292,6 +300,11 @@ def _statistics(sums: Sequence[_Sums], norms: Sequence[float]) -> UpdateStats:
         tokens=tokens,
         steps=len(sums),
     )
+
+
+def _copy_before_training(model: Any) -> Any:
+    """The reference model. A model with an adapter is its own: the same weights without the adapter."""
+    return without_adapter(model) if has_adapter(model) else copy.deepcopy(model)
 
 
 def _workers(parameters: Sequence[torch.nn.Parameter]) -> ThreadPoolExecutor | None:

@@ -1,0 +1,236 @@
+"""LoRA adapters (Hu et al., 2021, arXiv 2106.09685) in a transformers model, through peft.
+
+The adapter's layers replace layers of the model in place, so the model keeps its type. Knows how adapters are added, saved,
+loaded, merged and left out. Knows nothing of training. peft is imported only if there is an adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+
+__all__ = [
+    "LoraOptions",
+    "adapter_base",
+    "add_adapter",
+    "has_adapter",
+    "load_adapter",
+    "merged",
+    "save_adapter",
+    "without_adapter",
+]
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"
+"""peft's name for the only adapter of a model."""
+_PREFIX = "base_model.model."
+"""What peft puts before the names of parameters in an adapter's file."""
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """A new LoRA adapter. The scale of its product is `alpha / rank`; with `rslora`, `alpha / sqrt(rank)`."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...] | None
+    """Names of layers, or the ends of names, such as `q_proj`. None: all linear layers except the output layer."""
+    rslora: bool = False
+    """Rank-stabilised scale (Kalajdzievski, 2023, arXiv 2312.03732)."""
+    dora: bool = False
+    """Weight-decomposed adaptation (Liu et al., 2024, arXiv 2402.09353)."""
+    seed: int = 0
+    """The seed of the random initial values."""
+
+
+def has_adapter(model: Any) -> bool:
+    """Whether the model has an adapter that is not merged."""
+    return getattr(model, "peft_config", None) is not None
+
+
+def adapter_base(path: str | Path) -> str | None:
+    """The path of the base model of the adapter in a directory; None if there is no adapter in it.
+
+    Raises ConfigError if the adapter's configuration cannot be read or names no base model.
+    """
+    file = Path(path).expanduser() / CONFIG_FILE
+    if not file.is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}. Restore the adapter's original file") from error
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{file} names no base model: set base_model_name_or_path in it to the model that the adapter was trained on"
+        )
+    return base
+
+
+def add_adapter(model: Any, options: LoraOptions) -> None:
+    """Add a new adapter to the model in place, and freeze all other weights. The model computes the same as before.
+
+    The adapter's weights are float32. Raises ConfigError if peft is not installed, or if the model lacks a target module.
+    """
+    peft = _peft()
+    targets = _targets(model, options.target_modules)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets,
+        use_rslora=options.rslora,
+        use_dora=options.dora,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        try:
+            with boundary("model"):
+                peft.inject_adapter_in_model(config, model)
+        except Failed as failed:
+            raise ConfigError(
+                f"model.lora cannot be used with {type(model).__name__}: {failed.failure.message}"
+            ) from failed
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    model.eval()  # the new layers are in training mode
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter into a directory, in the files that `peft.PeftModel.from_pretrained` reads.
+
+    Beside them are the model's config.json and generation_config.json, which name its context length and its stop tokens.
+    """
+    from safetensors.torch import save_file
+
+    state = _peft().get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+    tensors = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config[_NAME])
+    config.base_model_name_or_path = _absolute(model.name_or_path)
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def load_adapter(model: Any, folder: str | Path) -> None:
+    """Load the weights of a saved adapter into the model's adapter, which has the same options.
+
+    Raises ConfigError if the file cannot be read, or if it has other weights than the model's adapter.
+    """
+    from safetensors.torch import load_file
+
+    peft, file = _peft(), Path(folder) / WEIGHTS_FILE
+    try:
+        with boundary("model"):
+            saved = load_file(file)
+    except Failed as failed:
+        raise ConfigError(f"the adapter {file} cannot be read: {failed.failure.message}") from failed
+    state = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
+    own = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+    differing = sorted(
+        name for name in {*state, *own} if name not in state or name not in own or state[name].shape != own[name].shape
+    )
+    if differing:
+        raise ConfigError(
+            f"the adapter in {folder} has other weights than model.lora gives ({len(differing)} differ, such as "
+            f"{differing[0]}): use the options rank, target_modules and dora that it was trained with"
+        )
+    peft.set_peft_model_state_dict(model, state, adapter_name=_NAME)
+
+
+def merged(model: Any, folder: str | Path) -> Any:
+    """The model with the adapter in `folder` added to its weights. `model` is the adapter's base model, and is changed.
+
+    Raises ConfigError if peft cannot load the adapter.
+    """
+    peft = _peft()
+    tied = model.config.get_text_config().tie_word_embeddings
+    try:
+        with boundary("model"):
+            wrapped = peft.PeftModel.from_pretrained(model, str(folder))
+            result = wrapped.merge_and_unload(safe_merge=True)
+    except Failed as failed:
+        raise ConfigError(f"the adapter in {folder} cannot be used: {failed.failure.message}") from failed
+    if tied and result.get_input_embeddings().weight is not result.get_output_embeddings().weight:
+        raise ConfigError(
+            f"the adapter in {folder} changes the embedding or the output layer, and the model ties them "
+            f"(tie_word_embeddings=true): a merged model cannot have both. Untie them in the base model first"
+        )
+    return result.eval().requires_grad_(True)
+
+
+def without_adapter(model: Any) -> Any:
+    """A second model on the same base weights, without the adapter. It takes no memory for weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    base = copy.deepcopy(model, shared)
+    for name, module in list(base.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            parent, _, child = name.rpartition(".")
+            setattr(base.get_submodule(parent), child, module.get_base_layer())
+    del base.peft_config
+    return base
+
+
+def _targets(model: Any, names: tuple[str, ...] | None) -> list[str] | str:
+    """The target modules as peft expects them. Raises ConfigError if the model has no layer of a name."""
+    if names is None:
+        return "all-linear"
+    layers = {
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    for target in names:
+        matching = [name for name in layers if name == target or name.endswith(f".{target}")]
+        if not matching:
+            raise ConfigError(
+                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}"
+                f"{nearest(target, ends)}; it has {_listed(ends)}"
+            )
+        _refuse_tied(model, target, matching)
+    return list(names)
+
+
+def _refuse_tied(model: Any, target: str, matching: list[str]) -> None:
+    """Raise ConfigError if the target is an embedding that is also the output layer."""
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    if tied and any(model.get_submodule(name) in (head, model.get_input_embeddings()) for name in matching):
+        raise ConfigError(
+            f"model.lora.target_modules: {target!r} is both the embedding and the output layer of {type(model).__name__} "
+            f"(tie_word_embeddings=true), so an adapter on one of them could not be merged: remove it from the list"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _absolute(path: str) -> str:
+    """A local directory as an absolute path; a hub id unchanged."""
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if os.path.isdir(expanded) else path
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("LoRA adapters need peft: pip install 'turnwise[lora]'") from None
+    return peft
