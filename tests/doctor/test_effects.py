@@ -107,6 +107,11 @@ def test_the_tests_that_are_named_as_evidence_exist(test: str) -> None:
 
 
 CHANGED = {
+    "model.lora.rank": "model.lora.rank=4",
+    "model.lora.alpha": "model.lora.alpha=8",
+    "model.lora.target_modules": "model.lora.target_modules=[q_proj]",
+    "model.lora.rslora": "model.lora.rslora=true",
+    "model.lora.dora": "model.lora.dora=true",
     "data.split": "data.split=other",
     "data.eval_split": "data.eval_split=other",
     "data.subset": "data.subset=small",
@@ -181,6 +186,7 @@ BASES = {
         f"reward.batch=['{PLACES}:ranked']",
     ),
     "data.split": "data.max_rows=null",
+    **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
 }
 """What it is compared with, where that is not the recipe as it is."""
 
