@@ -187,7 +187,7 @@ def test_tools_are_put_in_front(user: str) -> None:
             {"environment": {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": "a"}}},
             "cannot be created: TypeError: lines must be a list of texts",
         ),
-        ({"tools": ["{user}:untyped"]}, "the parameter 'x' of the tool 'untyped' has no type; annotate it"),
+        ({"tools": ["{user}:untyped"]}, "the parameter 'x' of the tool 'untyped' has no type: add an annotation"),
         ({"tools": ["{user}:tool", "{user}:tool"]}, "two tools have the name 'tool'"),
         ({"tools": ["{user}:nope"]}, "tools.0: {user} has no 'nope'"),
         ({"tools": ["{user}:tool", "{user}:NUMBER"]}, "tools.1: {user}:NUMBER is a int and cannot be called"),

@@ -141,7 +141,7 @@ def test_calls_beyond_the_recipes_bound_are_told_so(user: str) -> None:
     config = a_config(tools=[f"{user}:long"], tool_calls={"max_parallel_calls": 1})
     ((first, second),) = outcomes(config, call("long") * 2)
     assert first == "0123456789" * 3
-    assert second.startswith("Error: at most 1 tool call can be made at once, and this turn has 2")
+    assert second.startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
 
 
 def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, tmp_path: Path) -> None:
@@ -158,12 +158,18 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
             {"tools": [{"use": "{user}:long", "arguments": {"x": 1}}]},
             "tools.0: {user}:long is a function, and only classes take arguments in a recipe",
         ),
-        ({"tools": [{"use": "{user}:Bank", "arguments": {"x": 1}}]}, "Bank cannot be made with the arguments {'x': 1}"),
+        (
+            {"tools": [{"use": "{user}:Bank", "arguments": {"x": 1}}]},
+            "Bank cannot be created with the arguments {'x': 1}",
+        ),
         ({"tools": ["{user}:SCHEMA"]}, "tools.0: {user}:SCHEMA is a dict and cannot be called"),
-        ({"tools": ["{user}:Other"]}, "the class Other has no public methods, which would be its tools"),
+        (
+            {"tools": ["{user}:Other"]},
+            "the class Other has no public methods; each public method becomes a tool, so add at least one",
+        ),
         (
             {"tools": [{"use": "{user}:long", "retry_timeouts": True}]},
-            "'long' has no effect without retries: set retries",
+            "'long' has no effect without retries: set retries, or remove it",
         ),
         (
             {"mcp": {"timeout": 5}},
@@ -185,7 +191,7 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
         ),
         (
             {"tools": ["{user}:long"], "tool_calls": {"max_tool_response_length": 9, "tool_response_unit": "tokens"}},
-            "a length in tokens needs a tokenizer",
+            "Truncation with unit='tokens' needs a tokenizer",
         ),
     ],
 )

@@ -33,9 +33,9 @@ def the_error(text: str) -> str:
     _, (only,) = parse(text)
     assert only.error is not None
     assert (only.name, only.arguments) == ("", {})
-    assert only.error.startswith("this tool call cannot be read: ")
+    assert only.error.startswith("this tool call cannot be parsed: ")
     assert only.error.endswith('. Write it as <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>')
-    return only.error.removeprefix("this tool call cannot be read: ").partition(". Write it as")[0]
+    return only.error.removeprefix("this tool call cannot be parsed: ").partition(". Write it as")[0]
 
 
 @pytest.mark.parametrize(
@@ -99,23 +99,23 @@ def test_good_calls(text: str, content: str, calls: list[tuple[str, dict[str, An
         ('{"name": "f", "arguments": {"x": 1}', "Expecting ',' delimiter"),
         (
             '{"name": "f", "arguments": {"x": 1}}}',
-            "'}\\n</tool_call>' follows the JSON where </tool_call> should",
+            "'}\\n</tool_call>' follows the JSON; write </tool_call> there",
         ),
-        ('{"name": "f"} {"name": "g"}', "follows the JSON where </tool_call> should"),
-        ('{"name": "f", "parameters": {"x": 1}}', 'called "parameters" where they should be "arguments"'),
+        ('{"name": "f"} {"name": "g"}', "follows the JSON; write </tool_call> there"),
+        ('{"name": "f", "parameters": {"x": 1}}', 'the key "parameters" must be "arguments"'),
         ("[]", "the list is empty"),
-        ('"f"', "it is a JSON str, not an object"),
-        ('{"arguments": {}}', 'its "name" is missing'),
-        ('{"name": "", "arguments": {}}', 'its "name" is missing'),
-        ('{"name": 5, "arguments": {}}', 'its "name" is missing'),
-        ('{"name": "f", "arguments": [1]}', 'its "arguments" are a list, not an object'),
-        ('{"name": "f", "arguments": null}', 'its "arguments" are a NoneType, not an object'),
-        ('{"name": "f", "arguments": "[1]"}', 'its "arguments" are a list, not an object'),
+        ('"f"', "the call must be a JSON object, but is a str"),
+        ('{"arguments": {}}', 'the "name" is missing'),
+        ('{"name": "", "arguments": {}}', 'the "name" is missing'),
+        ('{"name": 5, "arguments": {}}', 'the "name" is missing'),
+        ('{"name": "f", "arguments": [1]}', '"arguments" must be an object, but is a list'),
+        ('{"name": "f", "arguments": null}', '"arguments" must be an object, but is a NoneType'),
+        ('{"name": "f", "arguments": "[1]"}', '"arguments" must be an object, but is a list'),
         ('{"name": "f", "arguments": "x = 1"}', "Expecting value"),
         ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "Exceeds the limit"),
-        ('{"name": "f", "arguments": {"x": 1e999}}', "1e999 is too large a number"),
-        ('{"name": "f", "arguments": {"x": "\\ud83d"}}', "it holds half a character"),
-        ('{"name": "f", "arguments": ' + "[" * 100_000, "it is nested too deep"),
+        ('{"name": "f", "arguments": {"x": 1e999}}', "the number 1e999 is too large"),
+        ('{"name": "f", "arguments": {"x": "\\ud83d"}}', "the text contains half a character"),
+        ('{"name": "f", "arguments": ' + "[" * 100_000, "the arguments are nested too deeply"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_told_with_what_is_wrong(inside: str, problem: str) -> None:

@@ -141,7 +141,7 @@ def test_thoughts_words_and_calls_are_told_apart(family: Any) -> None:
 def reads(format: str, text: str) -> list[Any]:
     """The calls in a text; of one that cannot be read, what is wrong."""
     calls = by_name(format).parse(text, tools=TOOLS).calls
-    told = [(call.error or "").removeprefix("this tool call cannot be read: ") for call in calls]
+    told = [(call.error or "").removeprefix("this tool call cannot be parsed: ") for call in calls]
     return [
         error.partition(". Write it as")[0] or (call.name, call.arguments)
         for call, error in zip(calls, told, strict=True)
@@ -158,17 +158,17 @@ def reads(format: str, text: str) -> list[Any]:
         ("qwen3_coder", "<function=f><parameter=y>True</parameter></function>", [("f", {"y": True})]),
         ("qwen3_coder", "<function=h><parameter=x>[true, null]</parameter></function>", [("h", {"x": [True, None]})]),
         ("qwen3_coder", "<function=h><parameter=x>{1, 2}</parameter></function>", [("h", {"x": "{1, 2}"})]),
-        ("qwen3_coder", "<tool_call>f(x=1)</tool_call>", ["its name is missing"]),
+        ("qwen3_coder", "<tool_call>f(x=1)</tool_call>", ["the name of the tool is missing"]),
         (
             "qwen3_coder",
             "<tool_call><function=f>x</function></tool_call>",
-            ["'x' stands where an argument or </function> should"],
+            ["'x' is not an argument; write an argument or </function> there"],
         ),
         ("qwen3_coder", "<tool_call><function=f><parameter=x>1</function></tool_call>", ["the value of 'x' is not closed"]),
         ("qwen3_coder", "<tool_call><function=f><parameter=x>1</parameter>", ["</function> is missing"]),
         ("glm", "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>", [("f", {"x": "1"})]),
-        ("glm", '<tool_call>{"name": "f"}</tool_call>', ["its name is missing"]),
-        ("deepseek", "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>", ["its name is missing"]),
+        ("glm", '<tool_call>{"name": "f"}</tool_call>', ["the name of the tool is missing"]),
+        ("deepseek", "<｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>", ["the name of the tool is missing"]),
         ("kimi", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}", [("f", {})]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}', [("f", {})]),
         ("mistral", "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", [("f", {})]),
@@ -177,24 +177,24 @@ def reads(format: str, text: str) -> list[Any]:
         (
             "cohere2",
             '<|START_ACTION|>[{"tool_name": "f", "arguments": {}}]<|END_ACTION|>',
-            ['its arguments are called "arguments" where they should be "parameters"'],
+            ['the key "arguments" must be "parameters"'],
         ),
-        ("harmony", "<|channel|>commentary to=functions.f", ["<|message|> is missing after its header"]),
+        ("harmony", "<|channel|>commentary to=functions.f", ["<|message|> is missing after the header"]),
         ("harmony", "<|channel|>analysis to=python<|message|>print(1)", ["Expecting value at 'print(1)'"]),
         (
             "harmony",
             "<|channel|>commentary to=f<|message|>{} so<|call|>",
-            ["' so<|call|>' follows the JSON where <|call|> should"],
+            ["' so<|call|>' follows the JSON; write <|call|> there"],
         ),
         (
             "gemma4",
             "<|tool_call>call:f{x:hello}<tool_call|>",
-            ["'hello}<tool_call|>' stands where there should be a value, strings as <|\"|>text<|\"|>"],
+            ["'hello}<tool_call|>' is wrong; a value, strings as <|\"|>text<|\"|> must be there"],
         ),
         ("gemma4", '<|tool_call>call:f{<|"|>x<|"|>:"1"}<tool_call|>', [("f", {"x": "1"})]),
-        ("gemma4", "<|tool_call>call:f{o:" + "[" * 5000, ["it is nested too deep"]),
+        ("gemma4", "<|tool_call>call:f{o:" + "[" * 5000, ["the arguments are nested too deeply"]),
         ("gemma4", "<|tool_call>call:f<tool_call|>", [("f", {})]),
-        ("gemma4", "<|tool_call>call:f", ["its arguments are missing"]),
+        ("gemma4", "<|tool_call>call:f", ["the arguments are missing"]),
         (
             "lfm2",
             "<|tool_call_start|>[f(x='it's', n=-1), g(from='a', my-key=true)]<|tool_call_end|>",
@@ -204,15 +204,15 @@ def reads(format: str, text: str) -> list[Any]:
             "lfm2",
             "<|tool_call_start|>[f('1'), g(n=1+1), g(n={1}), g(n=h()), g()]<|tool_call_end|>",
             [
-                "\"'1'\" has no name; arguments are written <name>=<value>",
-                "'1 + 1' is no literal",
-                "'{1}' is no literal",
-                "'h()' is no literal",
+                "\"'1'\" has no name; write arguments as <name>=<value>",
+                "'1 + 1' is not a literal value",
+                "'{1}' is not a literal value",
+                "'h()' is not a literal value",
                 ("g", {}),
             ],
         ),
         ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>", ["the list is empty"]),
-        ("lfm2", "<|tool_call_start|>[f(n=1e999)]<|tool_call_end|>", ["'1e309' is no literal"]),
+        ("lfm2", "<|tool_call_start|>[f(n=1e999)]<|tool_call_end|>", ["'1e309' is not a literal value"]),
         ("lfm2", "<|tool_call_start|>[f(n=" + "-" * 50_000 + "1)]<|tool_call_end|>", ["'--------------------' is too long"]),
         ("pythonic", "See [f(1)](x) and [link](y).", []),
         ("pythonic", "[h(3)] is the answer", []),
@@ -255,7 +255,7 @@ def reads(format: str, text: str) -> list[Any]:
             [("f", {"n": 1}), ("g", {})],
         ),
         ("llama3", '{"name": "f", "parameters": {"n": 1}, "reason": "why not"}', [("f", {"n": 1})]),
-        ("llama3", '{"name": "f", "n": 1}', ["its \"parameters\" are missing, and 'n' stands beside its name"]),
+        ("llama3", '{"name": "f", "n": 1}', ["\"parameters\" is missing: put 'n' into \"parameters\""]),
         ("llama3", '{"name": "Bob", "parameters": {}, "age": 3}', []),
         ("llama3", '{"type": "function", "function": {"name": "f", "parameters": }}', ["Expecting value at '}}'"]),
     ],
@@ -328,9 +328,9 @@ def test_a_tokenizers_own_response_template_is_a_format_too() -> None:
     ("inside", "problem"),
     [
         ("{'name': 'f'}", "could not parse region as JSON"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "it is not JSON"),
-        ('{"name": 3}', 'its "name" is missing'),
-        ("[1]", "it is a list, not an object"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "the text is not JSON"),
+        ('{"name": 3}', 'the "name" is missing'),
+        ("[1]", "the call must be an object, but is a list"),
     ],
 )
 def test_what_transformers_cannot_read_is_one_malformed_call(inside: str, problem: str) -> None:

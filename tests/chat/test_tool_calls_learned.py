@@ -225,7 +225,7 @@ def test_a_name_without_a_mark_is_a_call_on_the_first_line_only_and_only_of_a_to
         assert [(one.name, one.arguments, one.error) for one in reading.calls] == [("weather", {"city": "Rome"}, None)]
         assert reading.content == ""
     first, second = format.parse('weather\n{"city": "Rome"}<|assistant|>weather\n{}', tools=OFFERED).calls
-    assert (first.error, second.name, "only one call a turn" in (second.error or "")) == (None, "weather", True)
+    assert (first.error, second.name, "only one call in a turn" in (second.error or "")) == (None, "weather", True)
     for words in (
         'time\n{"city": "Rome"}',
         'The weather\n{"city": "Rome"}',

@@ -27,7 +27,7 @@ def test_no_good_call_is_lost_and_every_bad_one_is_told(family: Family, case: Ca
     assert outcome(calls) == case.expected
     for call in calls:
         if call.error is not None:
-            assert call.error.startswith("this tool call cannot be read: ")
+            assert call.error.startswith("this tool call cannot be parsed: ")
             assert ". Write it as " in call.error
             assert call.arguments == {}
     assert all(call.id in (call.written_id, f"call_{n}") for n, call in enumerate(calls))

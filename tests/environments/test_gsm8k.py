@@ -127,11 +127,11 @@ def test_the_truth_is_found_wherever_the_row_has_it(fields: dict[str, Any]) -> N
 
 
 def test_a_row_without_a_truth_is_told() -> None:
-    with pytest.raises(DataError, match=r"row '1' has no right answer: .*its columns are: extra_info"):
+    with pytest.raises(DataError, match=r"row '1' has no correct answer. .*The columns of the row are: extra_info"):
         ground_truth(a_row("?", extra_info={"index": 1}))
     trajectory = hold(Says("#### 1"), gsm8k_interaction, row=a_row("?"))
     assert trajectory.error is not None
-    assert trajectory.error.message.startswith("row '1' has no right answer")
+    assert trajectory.error.message.startswith("row '1' has no correct answer")
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="GSM8K is not beside the checkout")

@@ -223,7 +223,7 @@ def test_content_of_other_kinds_is_named() -> None:
             ]
         )
         assert made.parse_result([]) == ToolResponse(text="")
-    assert response.text == ("a\n[audio of the type audio/wav, which cannot be heard here]\npage: file:///page\ninside")
+    assert response.text == ("a\n[audio of the type audio/wav, which is not supported]\npage: file:///page\ninside")
     assert response.image is None
 
 
@@ -243,7 +243,10 @@ def test_a_server_that_dies_is_told_and_started_again() -> None:
         started = time.perf_counter()
         for answer in asyncio.run(main()):
             assert answer.outcome.error == "raised"
-            assert answer.content == "Error: ConnectionError: the MCP server 'tests' was lost (Connection closed)"
+            assert (
+                answer.content
+                == "Error: ConnectionError: the connection to the MCP server 'tests' was lost: Connection closed"
+            )
         assert time.perf_counter() - started < 30
         after = int(str(ask(tools, "pid").content))
         assert after != before
@@ -279,7 +282,7 @@ def test_closing_ends_the_servers_process() -> None:
     made.close()  # once more is nothing
     answer = ask(tools, "pid")
     assert answer.content == "Error: ConnectionError: the MCP server 'tests' was closed"
-    with pytest.raises(ConfigError, match="these MCP servers were closed; make others"):
+    with pytest.raises(ConfigError, match="these MCP servers are closed: create a new McpServers"):
         made.tools()
 
 
@@ -310,7 +313,7 @@ def test_a_server_that_does_not_answer_is_given_up_and_ended(tmp_path: Path) -> 
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     made = McpServers({"mute": McpServer(command=sys.executable, args=["-c", script])}, start_timeout=0.5)
     started = time.perf_counter()
-    with pytest.raises(ConfigError, match=r"the MCP server 'mute' could not be started: no answer in 0.5 s"):
+    with pytest.raises(ConfigError, match=r"the MCP server 'mute' could not be started: no answer within 0.5 s"):
         made.tools()
     assert time.perf_counter() - started < 60
     assert gone(int((tmp_path / "pid").read_text()))
@@ -348,7 +351,7 @@ def test_a_server_that_never_lists_its_tools_is_given_up() -> None:
     made = McpServers({"mute": talks(lists=False, noise=0)}, start_timeout=3.0)
     started = time.monotonic()
     try:
-        with pytest.raises(ConfigError, match="the MCP server 'mute' did not list its tools in 3 s"):
+        with pytest.raises(ConfigError, match="the MCP server 'mute' did not list its tools within 3 s"):
             made.tools()
     finally:
         made.close()
@@ -361,7 +364,7 @@ def test_a_server_that_prints_on_its_stdout_is_told_once(caplog: pytest.LogCaptu
         outcomes = [asyncio.run(look.run(ToolCall(id="1", name="look", arguments={}, text=""))) for _ in range(3)]
     assert [one.content for one in outcomes] == ["seen"] * 3
     assert caplog.messages == [
-        "the MCP server 'loud' writes to its stdout what is no JSON-RPC; such lines are ignored: let it print to stderr"
+        "the MCP server 'loud' writes lines to its stdout that are not JSON-RPC. They are ignored; print them to stderr"
     ]
 
 
@@ -387,7 +390,7 @@ for line in sys.stdin:
         continue
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": said}), flush=True)
 """
-ENDED = "it wrote more than 1 MiB to its stdout without a line break, and was ended; a message is one line"
+ENDED = "it wrote more than 1 MiB to its stdout without a line break, and was stopped. Each message must be one shorter line"
 
 
 @pytest.mark.parametrize("when", ["initialize", "tools/list", "tools/call"])
@@ -401,7 +404,9 @@ def test_a_server_that_prints_without_end_is_ended_and_named(when: str, monkeypa
             return
         (look,) = made.tools(timeout=60.0)
         answer = ask([look], "look")
-        assert answer.content.startswith(f"Error: ConnectionError: the MCP server 'flood' was lost ({ENDED}")  # type: ignore[union-attr]
+        assert answer.content.startswith(
+            f"Error: ConnectionError: the connection to the MCP server 'flood' was lost: {ENDED}"
+        )  # type: ignore[union-attr]
 
 
 def test_long_lines_within_the_bound_are_whole_and_bytes_that_are_no_utf_8_end_nothing(
@@ -427,14 +432,17 @@ def test_long_lines_within_the_bound_are_whole_and_bytes_that_are_no_utf_8_end_n
         (McpServer(command="/nowhere/server"), "could not be started: FileNotFoundError: .*/nowhere/server"),
         (
             McpServer(command=sys.executable, args=["-c", "import sys; sys.exit('no key is set')"]),
-            "could not be started: MCPError: .*; it wrote: no key is set",
+            "could not be started: MCPError: .*; its stderr ends with: no key is set",
         ),
         (McpServer(url="http://127.0.0.1:9/mcp"), "could not be reached: ConnectError: "),
         (McpServer(url="http://127.0.0.1:9/sse"), "could not be reached: ConnectError: "),
     ],
 )
 def test_a_server_that_cannot_be_had_is_told_at_the_start(server: McpServer, message: str) -> None:
-    with servers(bad=server) as made, pytest.raises(ConfigError, match=f"the MCP server 'bad' {message}"):
+    with (
+        servers(bad=server) as made,
+        pytest.raises(ConfigError, match=f"the MCP server 'bad' {message}"),
+    ):
         made.tools()
 
 
@@ -442,7 +450,8 @@ def test_two_servers_with_a_tool_of_one_name_are_refused_unless_it_is_left_out()
     other = McpServer(command=sys.executable, args=[SCRIPT, "stdio"])
     with servers(one=STDIO, two=other) as made:
         with pytest.raises(
-            ConfigError, match="the MCP servers 'one' and 'two' both have a tool 'add'; a model could not"
+            ConfigError,
+            match="the MCP servers 'one' and 'two' both have a tool 'add', and the names of tools must differ",
         ):
             made.tools()
         with pytest.raises(ConfigError, match="no MCP server has a tool 'ad'; did you mean 'add'"):
@@ -455,7 +464,7 @@ def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"MCP servers need the official SDK: pip install 'turnwise\[mcp\]'"):
         McpServers({"tests": STDIO})
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(ConfigError, match=r"needs jsonschema and regex: pip install 'turnwise\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"need jsonschema and regex: pip install 'turnwise\[mcp\]'"):
         Tool.from_schema({"type": "function", "function": {"name": "f"}}, lambda: "")
 
 
@@ -492,7 +501,9 @@ def test_the_same_over_http(kind: str, path: str) -> None:
             before = ask(tools, "pid").content
             lost = ask(tools, "die")
             assert lost.outcome.error == "raised"
-            assert str(lost.content).startswith("Error: ConnectionError: the MCP server 'tests' was lost")
+            assert str(lost.content).startswith(
+                "Error: ConnectionError: the connection to the MCP server 'tests' was lost"
+            )
             absent = ask(tools, "add", a=1)
             assert absent.outcome.error == "raised"
             assert str(absent.content).startswith("Error: ConnectionError: the MCP server 'tests' could not be reached")
@@ -563,18 +574,18 @@ def test_a_file_names_servers_of_both_kinds(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", r"mcp.json is not JSON .Expecting property name"),
-        ("[]", r'mcp.json must hold \{"mcpServers": '),
-        ('{"servers": {}}', r'mcp.json must hold \{"mcpServers": '),
-        ('{"mcpServers": {}}', "no MCP server is named"),
-        ('{"mcpServers": {"a": {}}}', r"mcp.json: mcpServers.a: it needs either a url or a command"),
-        ('{"mcpServers": {"a": {"url": "http://x", "command": "y"}}}', "needs either a url or a command"),
+        ("[]", r'mcp.json must contain \{"mcpServers": '),
+        ('{"servers": {}}', r'mcp.json must contain \{"mcpServers": '),
+        ('{"mcpServers": {}}', "there are no MCP servers"),
+        ('{"mcpServers": {"a": {}}}', r"mcp.json: mcpServers.a: exactly one of url and command must be set"),
+        ('{"mcpServers": {"a": {"url": "http://x", "command": "y"}}}', "exactly one of url and command must be set"),
         ('{"mcpServers": {"a": {"url": "x"}}}', "the url 'x' must begin with http:// or https://"),
         ('{"mcpServers": {"a": {"url": "http://x", "env": {}}}}', "env has no effect with a url"),
         ('{"mcpServers": {"a": {"command": "x", "auth_token": "t"}}}', "auth_token has no effect with a command"),
-        ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "it has no option 'arg'; did you mean 'args'?"),
+        ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "there is no option 'arg'; did you mean 'args'?"),
         ('{"mcpServers": {"a": {"command": "x", "args": "y"}}}', "args: Input should be a valid list"),
         ('{"mcpServers": {"a": {"command": "x", "env": {"N": 1}}}}', "env.N: Input should be a valid string"),
-        ('{"mcpServers": {"a": {"command": "x", "type": "sse"}}}', "the type 'sse' does not fit a command"),
+        ('{"mcpServers": {"a": {"command": "x", "type": "sse"}}}', "type='sse' cannot be used with a command"),
         ('{"mcpServers": {"a": "npx"}}', "mcpServers.a: Input should be a valid dictionary"),
         (None, "mcp.json cannot be read: No such file"),
     ],

@@ -138,12 +138,12 @@ def test_what_passes_by_itself_is_asked_again() -> None:
 @pytest.mark.parametrize(
     ("answer", "asked", "message"),
     [
-        (Answer({"error": "no such model"}, status=404), 1, 'refused with status 404: {"error": "no such model"}'),
+        (Answer({"error": "no such model"}, status=404), 1, 'returned the status 404: {"error": "no such model"}'),
         (Answer(b"out of memory", status=500), 2, "was called 2 times: status 500: out of memory"),
-        (Answer({"choices": []}), 1, """{"choices": [{"message": {"content": "..."}}]}; it answered {'choices': []}"""),
-        (Answer({"choices": [{"message": {"content": None}}]}), 1, "it answered {'choices': [{'message': {'content': None}}]}"),
-        (Answer(b"<html>"), 1, "must answer JSON; it answered: '<html>'"),
-        (Answer({"choices": [{"message": {"content": "<think>hm</think> "}}]}), 1, "the modelled user gave an empty answer"),
+        (Answer({"choices": []}), 1, """{"choices": [{"message": {"content": "..."}}]}; it returned {'choices': []}"""),
+        (Answer({"choices": [{"message": {"content": None}}]}), 1, "it returned {'choices': [{'message': {'content': None}}]}"),
+        (Answer(b"<html>"), 1, "must return JSON; it returned: '<html>'"),
+        (Answer({"choices": [{"message": {"content": "<think>hm</think> "}}]}), 1, "the modelled user returned an empty answer"),
         (Answer({}, seconds=9), 2, "was called 2 times: no answer within 0.5 s"),
     ],
 )  # fmt: skip
@@ -240,7 +240,7 @@ def test_a_function_gives_the_user_a_voice_beside_the_event_loop() -> None:
         (lambda: time.sleep(2), "the modelled user did not answer within 0.05 s"),
         (lambda: 5, "TypeError: the chat_model of the modelled user returned 5; it must return a text"),
         (lambda: 1 // 0, "ZeroDivisionError"),
-        (lambda: "  ", "the modelled user gave an empty answer"),
+        (lambda: "  ", "the modelled user returned an empty answer"),
     ],
 )
 def test_a_function_that_fails_fails_the_conversation(answer: Callable[[], Any], message: str) -> None:
@@ -251,7 +251,7 @@ def test_a_function_that_fails_fails_the_conversation(answer: Callable[[], Any],
 def test_a_conversation_that_the_user_ends_before_it_begins_fails() -> None:
     row = Row(id="1", messages=[{"role": "system", "content": "Sell."}])
     trajectory = hold(Says("a"), lambda: ModelledUser(chat_model=lambda _: "[DONE]", system_prompt="s"), row=row)
-    assert failure(trajectory) == "the modelled user ended the conversation of row '1' before its first message"
+    assert failure(trajectory) == "the modelled user ended the conversation of row '1' without writing a message"
 
 
 def test_tools_stand_in_front_of_a_modelled_user_who_hears_none_of_them() -> None:
@@ -286,8 +286,11 @@ def test_images_are_not_for_the_user() -> None:
         ({"chat_model": str}, "needs a system prompt: set system_prompt, system_prompt_column or both"),
         ({"chat_model": 5, "system_prompt": "s"}, "chat_model is a int, 5; it must be a function of messages"),
         ({"chat_model": "json:no", "system_prompt": "s"}, "environment.arguments.chat_model: json has no 'no'"),
-        ({"chat_model": str, "system_prompt": "s", "max_user_turns": 0}, "max_user_turns=0 allows no answer of the user"),
-        ({"chat_model": str, "system_prompt": "s", "stop_phrase": " "}, "stop_phrase=' ' is in every text"),
+        (
+            {"chat_model": str, "system_prompt": "s", "max_user_turns": 0},
+            "max_user_turns=0 is not allowed; it must be at least 1",
+        ),
+        ({"chat_model": str, "system_prompt": "s", "stop_phrase": " "}, "stop_phrase=' ' occurs in all texts"),
         ({"chat_model": str, "system_prompt": "s", "timeout": 0}, "timeout=0 has no effect: give a number above 0"),
         ({"endpoint": {"url": "http://h", "model": "m"}, "system_prompt": "s", "timeout": 5}, "set endpoint.timeout"),
         ({"endpoint": {"url": "h", "model": "m"}, "system_prompt": "s"}, "is not the address of a service"),

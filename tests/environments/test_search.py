@@ -64,12 +64,12 @@ def test_the_request_is_search_r1s() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({}, "must answer"),
-        ({"result": []}, "was sent 1 queries and must answer"),
-        ({"result": "no"}, "must answer"),
-        ({"result": ["no"]}, "must answer lists of documents; it answered: no"),
-        ({"result": [[1]]}, "must answer documents such as"),
-        ({"result": [[{"document": {"contents": None}}]]}, "must answer documents such as"),
+        ({}, "must return"),
+        ({"result": []}, "received 1 queries and must return"),
+        ({"result": "no"}, "must return"),
+        ({"result": ["no"]}, "must return lists of documents; it returned: no"),
+        ({"result": [[1]]}, "must return documents such as"),
+        ({"result": [[{"document": {"contents": None}}]]}, "must return documents such as"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(answer: Any, message: str) -> None:
@@ -84,7 +84,7 @@ def test_the_pause_grows_and_the_deadline_bounds_it_all() -> None:
             asyncio.run(Search(server.url, retries=2, pause=0.1).search(["q"]))
         assert time.perf_counter() - started >= 0.3  # 0.1 and 0.2
         started = time.perf_counter()
-        with pytest.raises(ServiceError, match=r"status 503: .*, given up after 0.3 s"):
+        with pytest.raises(ServiceError, match=r"status 503: .*, stopped after the deadline of 0.3 s"):
             asyncio.run(Search(server.url, retries=9, pause=60, deadline=0.3).search(["q"]))
         assert time.perf_counter() - started < 30
 
@@ -109,7 +109,7 @@ def test_a_call_that_is_cancelled_hangs_up() -> None:
 
 @pytest.mark.parametrize("queries", [[], ["q"] * 21])
 def test_the_number_of_queries_is_bounded(queries: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"give 1 to 20"):
+    with pytest.raises(ValueError, match=r"it must have 1 to 20"):
         asyncio.run(Search("http://127.0.0.1:9").search(queries))
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_work_is_refused_at_once() -> None:
     for url in ("h", "ftp://h", "http://", "http://h:99999/retrieve", "http://h:port/retrieve", "http://[::1/retrieve"):
         with pytest.raises(ConfigError, match=f"{re.escape(repr(url))} is not the address of a service"):
             Search(url)
-    with pytest.raises(ConfigError, match="deadline is 0; give a number above 0"):
+    with pytest.raises(ConfigError, match="deadline is 0; it must be above 0"):
         Search("http://h", deadline=0)
 
 

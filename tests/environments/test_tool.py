@@ -92,10 +92,13 @@ def test_a_timeout_is_tried_again_where_it_is_said(retry_timeouts: bool, attempt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout": 0}, "has a timeout of 0 s; give a number above 0"),
-        ({"timeout": float("inf")}, "has a timeout of inf s"),
-        ({"retries": -1}, "has -1 retries; give 0 or more"),
-        ({"retry_timeouts": True}, "retry_timeouts of the tool 'fetch' has no effect without retries: set retries"),
+        ({"timeout": 0}, "has timeout=0; it must be a number of seconds above 0"),
+        ({"timeout": float("inf")}, "has timeout=inf"),
+        ({"retries": -1}, "has retries=-1; it must be 0 or more"),
+        (
+            {"retry_timeouts": True},
+            "retry_timeouts of the tool 'fetch' has no effect without retries: set retries, or remove it",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -231,7 +234,7 @@ def test_calls_beyond_the_bound_are_answered_and_not_made() -> None:
     assert [outcome.error for outcome in reply.outcomes] == [None, None, "parallel", "parallel"]
     assert [message["tool_call_id"] for message in reply.messages] == ["call_0", "call_1", "call_2", "call_3"]
     assert reply.messages[3]["content"] == (
-        "Error: at most 2 tool calls can be made at once, and this turn has 4: this one was not made; make it in your "
+        "Error: at most 2 tool calls can be made in one turn, and this turn has 4. This call was not run; make it in your "
         "next turn"
     )
     assert len(answered(Tools([note], max_parallel_calls=4), *calls_of("note", 4)).outcomes) == 4
@@ -261,7 +264,7 @@ def test_the_bound_of_a_layer_in_front_of_a_layer_is_the_stricter_one() -> None:
     tools = Tools([look], then=Tools([note], max_parallel_calls=1), max_parallel_calls=3)
     reply = answered(tools, *calls_of("note", 1), *calls_of("look", 1))
     assert [outcome.error for outcome in reply.outcomes] == [None, "parallel"]
-    with pytest.raises(ConfigError, match="max_parallel_calls=0 allows no call;"):
+    with pytest.raises(ConfigError, match="max_parallel_calls=0 is not allowed;"):
         Tools([note], max_parallel_calls=0)
 
 

@@ -114,7 +114,7 @@ def test_a_tuple_of_an_answer_a_number_and_a_mapping_is_scored(
 def test_a_reward_that_is_no_number_is_an_error_of_the_tool(reward: float) -> None:
     answer = given(("x", reward))
     assert answer.outcome.error == "raised"
-    assert answer.content == f"Error: TypeError: the reward of the call is {reward}, which is no finite number"
+    assert answer.content == f"Error: TypeError: the reward of the call is {reward}, which is not a finite number"
     assert answer.outcome.reward == 0.0
 
 

@@ -164,13 +164,13 @@ def test_a_tool_without_parameters_takes_none() -> None:
     [
         (
             {"parameters": {"type": "objekt"}},
-            "parameters of the tool 'f' are no JSON Schema: type: 'objekt' is not valid",
+            "parameters of the tool 'f' are not a JSON Schema: type: 'objekt' is not valid",
         ),
-        ({"parameters": {"properties": {"x": {"type": 3}}}}, "no JSON Schema: properties.x.type: 3 is not valid"),
-        ({"parameters": {"required": "x"}}, "no JSON Schema: required: 'x' is not of type 'array'"),
+        ({"parameters": {"properties": {"x": {"type": 3}}}}, "not a JSON Schema: properties.x.type: 3 is not valid"),
+        ({"parameters": {"required": "x"}}, "not a JSON Schema: required: 'x' is not of type 'array'"),
         (
             {"parameters": {"type": "string"}},
-            "of type 'string'; a model gives named arguments, so they must be an object",
+            "of type 'string'; they must be of type 'object', because a model gives named arguments",
         ),
         ({"parameters": ["x"]}, "the parameters of the tool 'f' are a list; write a JSON Schema, such as"),
         ({"description": 3}, "the description of the tool 'f' is a int; write a text"),
@@ -184,16 +184,14 @@ def test_a_schema_that_is_none_is_refused_at_once(function: dict[str, Any], mess
 
 @pytest.mark.parametrize("schema", [{}, {"type": "function"}, {"name": "f", "parameters": {}}, [], "f", None])
 def test_what_is_not_in_the_openai_format_is_refused(schema: Any) -> None:
-    with pytest.raises(ConfigError, match=r"must be of the form \{\"type\": \"function\""):
+    with pytest.raises(ConfigError, match=r"must have the form \{\"type\": \"function\""):
         Tool.from_schema(schema, lambda: "")
 
 
 def test_a_function_that_does_not_fit_its_schema_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="has the parameter 'count', and its function takes none of that name; did you"
-    ):
+    with pytest.raises(ConfigError, match="has the parameter 'count', which its function does not have; did you"):
         Tool.from_schema(SCHEMA, lambda words, where, order, counts: "")
-    with pytest.raises(ConfigError, match="needs the argument 'count', and its schema does not require it"):
+    with pytest.raises(ConfigError, match="needs the argument 'count', but its schema does not require it"):
         Tool.from_schema(SCHEMA, lambda words, count, where=0, order=0: "")
 
 
@@ -299,8 +297,8 @@ def test_unevaluated_properties_beside_patterns_are_checked_as_json_schema_says(
         ({"code": 5}, "5 is not of type 'string'"),
         ({"code": "a1", "x_1": 2}, None),
         ({"code": "a1", "x_1": "two"}, "x_1: 'two' is not of type 'integer'"),
-        ({"code": "a1", "y": 2}, "there is no argument of the names 'y'"),
-        ({"code": "a1", "y": 2, "x_2": 3}, "there is no argument of the names 'y'"),
+        ({"code": "a1", "y": 2}, "these arguments do not exist: 'y'"),
+        ({"code": "a1", "y": 2, "x_2": 3}, "these arguments do not exist: 'y'"),
     ],
 )
 def test_patterns_are_checked_as_json_schema_says(arguments: dict[str, Any], problem: str | None) -> None:

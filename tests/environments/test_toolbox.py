@@ -292,16 +292,19 @@ def test_classes_that_cannot_be_tools_are_refused() -> None:
         def look(self) -> None:
             """Look."""
 
-    with pytest.raises(ConfigError, match="the class Empty has no public methods, which would be its tools"):
+    with pytest.raises(
+        ConfigError,
+        match="the class Empty has no public methods; each public method becomes a tool, so add at least one",
+    ):
         Tools([Empty])
-    with pytest.raises(ConfigError, match="the parameter 'x' of the tool 'look' has no type; annotate it"):
+    with pytest.raises(ConfigError, match="the parameter 'x' of the tool 'look' has no type: add an annotation"):
         Tools([Untyped])
     with pytest.raises(
-        ConfigError, match=r"Needs cannot be made with the arguments \{\}: missing a required argument: 'url'"
+        ConfigError, match=r"Needs cannot be created with the arguments \{\}: missing a required argument: 'url'"
     ):
         Tools([Needs])
     with pytest.raises(
-        ConfigError, match=r"Bank cannot be made with the arguments \{'x': 1\}: got an unexpected keyword"
+        ConfigError, match=r"Bank cannot be created with the arguments \{'x': 1\}: got an unexpected keyword"
     ):
         Toolbox.of(Bank, arguments={"x": 1})
     with pytest.raises(ConfigError, match="two tools have the name 'deposit'"):
@@ -437,5 +440,5 @@ def test_a_name_that_the_environment_behind_offers_too_is_refused() -> None:
     assert trajectory.error is not None
     assert (trajectory.error.kind, trajectory.error.message) == (
         "environment",
-        "two tools have the name 'move'; a model could not distinguish them: rename one",
+        "two tools have the name 'move'; their names must differ: rename one",
     )

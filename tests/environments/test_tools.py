@@ -198,19 +198,25 @@ def test_methods_and_callable_objects_are_tools_too() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("def f(x: int): return x", "the tool 'f' has no docstring; its first paragraph is what the model is told"),
-        ("def f(x):\n    'Do.'", "the parameter 'x' of the tool 'f' has no type; annotate it"),
-        ("def f(*x: int):\n    'Do.'", r"the tool 'f' takes \*x: int; a model can only give named arguments"),
-        ("def f(**x: int):\n    'Do.'", r"the tool 'f' takes \*\*x: int; a model can only give named"),
-        ("def f(x: int, /):\n    'Do.'", "the tool 'f' takes x: int; a model can only give named"),
+        (
+            "def f(x: int): return x",
+            "the tool 'f' has no docstring. Write one: its first paragraph is the description that the model receives",
+        ),
+        ("def f(x):\n    'Do.'", "the parameter 'x' of the tool 'f' has no type: add an annotation"),
+        ("def f(*x: int):\n    'Do.'", r"the tool 'f' has the parameter \*x: int; a model can give named"),
+        ("def f(**x: int):\n    'Do.'", r"the tool 'f' has the parameter \*\*x: int; a model can give named"),
+        ("def f(x: int, /):\n    'Do.'", "the tool 'f' has the parameter x: int; a model can give named"),
         ("def f(x: 'Missing'):\n    'Do.'", r"tool 'f'.*Missing"),
         ("class C: pass\ndef f(x: C):\n    'Do.'", r"tool 'f'"),
-        ("def f():\n    'Do.'\n    yield 1", "the tool 'f' is a generator, which has no one answer: return a list"),
+        (
+            "def f():\n    'Do.'\n    yield 1",
+            "the tool 'f' is a generator, but a tool must return one value: return a list",
+        ),
         ("async def f():\n    'Do.'\n    yield 1", "the tool 'f' is a generator"),
-        ('def f(x: int):\n    "Args:\\n    x: Which."', "the tool 'f' has no docstring; its first"),
+        ('def f(x: int):\n    "Args:\\n    x: Which."', "the tool 'f' has no docstring. Write one: its first"),
         (
             "from pydantic import Field\ndef f(x: int = Field(3)):\n    'Do.'",
-            r"'x' of the tool 'f' has a pydantic Field for its default.*write x: Annotated\[<type>, Field\(\.\.\.\)\]",
+            r"'x' of the tool 'f' has a pydantic Field as its default.*Write x: Annotated\[<type>, Field\(\.\.\.\)\]",
         ),
         ("from typing import Callable\ndef f(x: Callable[[], int]):\n    'Do.'", r"tool 'f'"),
     ],
@@ -250,7 +256,7 @@ def test_a_partial_is_refused_or_named() -> None:
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two tools have the name 'add'; a model could not distinguish them: rename"):
+    with pytest.raises(ConfigError, match="two tools have the name 'add'; their names must differ: rename"):
         Tools([add, Tool.of(add)])
 
 
@@ -308,10 +314,10 @@ def test_an_unknown_tool_is_told_with_the_nearest_name() -> None:
 
 
 def test_a_call_that_could_not_be_read_is_told() -> None:
-    bad = ToolCall(id="call_4", name="", arguments={}, text="?", error="this tool call cannot be read: no.")
+    bad = ToolCall(id="call_4", name="", arguments={}, text="?", error="this tool call cannot be parsed: no.")
     (outcome,) = answer([add], bad).outcomes
     assert (outcome.id, outcome.error) == ("call_4", "malformed")
-    assert outcome.content == "Error: this tool call cannot be read: no."
+    assert outcome.content == "Error: this tool call cannot be parsed: no."
 
 
 @pytest.mark.parametrize("in_thread", [True, False], ids=["sync", "async"])
@@ -514,7 +520,7 @@ def test_a_bad_call_is_told_and_the_conversation_goes_on() -> None:
     assert (trajectory.stop, len(trajectory.turns)) == ("done", 3)
     first, second, third = trajectory.turns
     assert [one.error for one in first.outcomes] == ["malformed"]
-    assert first.outcomes[0].content.startswith("Error: this tool call cannot be read: Expecting value")
+    assert first.outcomes[0].content.startswith("Error: this tool call cannot be parsed: Expecting value")
     assert (second.outcomes[0].id, second.outcomes[0].content) == ("call_1", "2")
     assert third.outcomes == ()
     assert "tool_calls" not in first.message

@@ -113,9 +113,9 @@ def test_the_cost_of_counting_tokens_depends_on_the_length_and_not_on_the_text()
 
 
 def test_a_length_in_tokens_needs_a_tokenizer() -> None:
-    with pytest.raises(ConfigError, match="a length in tokens needs a tokenizer"):
+    with pytest.raises(ConfigError, match="Truncation with unit='tokens' needs a tokenizer"):
         Truncation(5, unit="tokens")
-    with pytest.raises(ConfigError, match="cannot be cut to 0 characters; give a number above 0"):
+    with pytest.raises(ConfigError, match=r"Truncation\.length is 0 characters; it must be above 0"):
         Truncation(0)
 
 

@@ -82,7 +82,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
     for called in first["tool_calls"]:
         assert 0 <= called.pop("seconds") < 60
     unreadable = (
-        "Error: this tool call cannot be read: Expecting value at '?</tool_call>'. "
+        "Error: this tool call cannot be parsed: Expecting value at '?</tool_call>'. "
         'Write it as <tool_call>{"name": "<tool>", "arguments": {...}}</tool_call>'
     )
     good, unknown, malformed = first["tool_calls"]

@@ -53,13 +53,13 @@ class ObjectFactory:
             try:
                 inspect.signature(found).bind(**given)
             except TypeError as error:
-                raise ConfigError(f"{name} cannot be made with the arguments {given}: {error}") from None
+                raise ConfigError(f"{name} cannot be created with the arguments {given}: {error}") from None
         maker = cls(partial(found, **given), name)
         try:
             with boundary("environment"):
                 made = maker.make()
         except Failed as failed:
-            raise ConfigError(f"{name} cannot be made: {failed.failure.message}") from failed
+            raise ConfigError(f"{name} cannot be created: {failed.failure.message}") from failed
         if missing := [one for one in wants if not callable(getattr(made, one, None))]:
             raise ConfigError(
                 f"{name} makes a {type(made).__name__} without {' and '.join(missing)}; what is played must have "

@@ -55,9 +55,11 @@ class ModelledUser:
         if system_prompt is None and system_prompt_column is None:
             raise ConfigError("ModelledUser needs a system prompt: set system_prompt, system_prompt_column or both")
         if max_user_turns is not None and (isinstance(max_user_turns, bool) or max_user_turns < 1):
-            raise ConfigError(f"max_user_turns={max_user_turns} allows no answer of the user; give a number above 0")
+            raise ConfigError(f"max_user_turns={max_user_turns} is not allowed; it must be at least 1")
         if stop_phrase is not None and not stop_phrase.strip():
-            raise ConfigError(f"stop_phrase={stop_phrase!r} is in every text; give a phrase, or null for none")
+            raise ConfigError(
+                f"stop_phrase={stop_phrase!r} occurs in all texts: use a phrase that is not empty, or null for no stop phrase"
+            )
         if timeout is not None and (endpoint is not None or not timeout > 0):
             fix = "set endpoint.timeout" if endpoint is not None else "give a number above 0"
             raise ConfigError(f"timeout={timeout} has no effect: {fix}")
@@ -82,7 +84,7 @@ class ModelledUser:
             return Opening(messages=row.messages)
         text, done = await self._answer()
         if done and not text:
-            raise ServiceError(f"the modelled user ended the conversation of row {row.id!r} before its first message")
+            raise ServiceError(f"the modelled user ended the conversation of row {row.id!r} without writing a message")
         return Opening(messages=[*row.messages, *user_message(text).messages])
 
     async def step(self, turn: Turn) -> Reply:
@@ -104,7 +106,7 @@ class ModelledUser:
             text, stopped, _ = text.partition(self._stop)
         text = text.strip()
         if not text and not stopped:
-            raise ServiceError("the modelled user gave an empty answer")
+            raise ServiceError("the modelled user returned an empty answer")
         self._messages.append({"role": "assistant", "content": text})
         return text, bool(stopped)
 

@@ -47,7 +47,7 @@ class Search:
     ) -> None:
         for name, value in (("topk", topk), ("document_chars", document_chars)):
             if value < 1:
-                raise ConfigError(f"Search: {name} is {value}; give a number above 0")
+                raise ConfigError(f"Search: {name} is {value}; it must be at least 1")
         self._service = service(
             retrieval_service_url,
             timeout=timeout,
@@ -67,20 +67,20 @@ class Search:
             query_list: What to search for, a query each.
         """
         if not 0 < len(query_list) <= _MOST_QUERIES:
-            raise ValueError(f"query_list has {len(query_list)} queries; give 1 to {_MOST_QUERIES}")
+            raise ValueError(f"query_list has {len(query_list)} queries; it must have 1 to {_MOST_QUERIES}")
         answer = await self._service.ask({"queries": query_list, "topk": self._topk, "return_scores": True})
         results = answer.get("result")
         if not isinstance(results, list) or len(results) != len(query_list):
             raise ServiceError(
-                f"the service {self._service.url} was sent {len(query_list)} queries and must answer "
-                f'{{"result": [a list for each]}}; it answered {str(answer)[:300]}'
+                f"the service {self._service.url} received {len(query_list)} queries and must return "
+                f'{{"result": [one list for each query]}}; it returned {str(answer)[:300]}'
             )
         return "\n---\n".join(self._result(documents) for documents in results)
 
     def _result(self, documents: Any) -> str:
         if not isinstance(documents, Sequence) or isinstance(documents, str):
             raise ServiceError(
-                f"the service {self._service.url} must answer lists of documents; it answered: {str(documents)[:300]}"
+                f"the service {self._service.url} must return lists of documents; it returned: {str(documents)[:300]}"
             )
         texts = [self._contents(document) for document in documents[: self._topk]]
         if not texts:
@@ -99,7 +99,7 @@ class Search:
         contents = inner.get("contents") if isinstance(inner, Mapping) else None
         if not isinstance(contents, str):
             raise ServiceError(
-                f'the service {self._service.url} must answer documents such as {{"document": {{"contents": '
-                f'"Title\\ntext"}}, "score": 1.5}}; it answered {str(document)[:300]}'
+                f'the service {self._service.url} must return documents such as {{"document": {{"contents": '
+                f'"Title\\ntext"}}, "score": 1.5}}; it returned {str(document)[:300]}'
             )
         return contents

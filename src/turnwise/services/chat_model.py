@@ -53,13 +53,13 @@ class Endpoint:
         max_concurrent: int = 64,
     ) -> None:
         if taken := [name for name in _RESERVED if name in (request or {})]:
-            raise ConfigError(f"endpoint.request has {taken[0]!r}, which turnwise sets itself: remove it")
+            raise ConfigError(f"endpoint.request has {taken[0]!r}, which is set by turnwise: remove it")
         headers: tuple[tuple[str, str], ...] = ()
         if api_key_env is not None:
             key = os.environ.get(api_key_env)
             if not key:
                 raise ConfigError(
-                    f"endpoint.api_key_env: the environment variable {api_key_env} is not set; it must hold the key"
+                    f"endpoint.api_key_env: the environment variable {api_key_env} is not set; set it to the API key"
                 )
             headers = (("Authorization", f"Bearer {key}"),)
         address = url.rstrip("/")
@@ -84,8 +84,8 @@ class Endpoint:
                 pass
             case _:
                 raise ServiceError(
-                    f"the service {self._service.url} must answer "
-                    f'{{"choices": [{{"message": {{"content": "..."}}}}]}}; it answered {str(answer)[:300]}'
+                    f"the service {self._service.url} must return "
+                    f'{{"choices": [{{"message": {{"content": "..."}}}}]}}; it returned {str(answer)[:300]}'
                 )
         return _THOUGHTS.sub("", text).strip()
 

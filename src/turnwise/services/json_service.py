@@ -64,14 +64,14 @@ class Service:
         except ValueError:  # a port that is not a number, or an incomplete IPv6 address
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ConfigError(f"{url!r} is not the address of a service; write http://host:port/path")
+            raise ConfigError(f"{url!r} is not the address of a service; it must have the form http://host:port/path")
         for name, value, least in (
             ("timeout", timeout, 0),
             ("deadline", 1 if deadline is None else deadline, 0),
             ("max_concurrent", max_concurrent, 0),
         ):
             if not value > least:
-                raise ConfigError(f"the service {url}: {name} is {value}; give a number above {least}")
+                raise ConfigError(f"the service {url}: {name} is {value}; it must be above {least}")
         if retries < 0 or pause < 0:
             raise ConfigError(f"the service {url}: retries={retries} and pause={pause} must be 0 or more")
         self.url = url
@@ -108,7 +108,7 @@ class Service:
                         except _Again as again:
                             problem = str(again)
             except TimeoutError:
-                problem = f"{problem or 'no answer'}, given up after {self._deadline:g} s"
+                problem = f"{problem or 'no answer'}, stopped after the deadline of {self._deadline:g} s"
         times = "once" if attempt == 1 else f"{attempt} times"
         raise ServiceError(f"the service {self.url} was called {times}: {problem}")
 
@@ -131,15 +131,15 @@ class Service:
         if status >= 500 or status == 429:
             raise _Again(f"status {status}: {text[:_MAX_ERROR]}")
         if status != 200:
-            raise ServiceError(f"the service {self.url} refused with status {status}: {text[:_MAX_ERROR]}")
+            raise ServiceError(f"the service {self.url} returned the status {status}: {text[:_MAX_ERROR]}")
         if len(answer) > _MAX_ANSWER:
-            raise ServiceError(f"the service {self.url} answered more than {_MAX_ANSWER >> 20} MB")
+            raise ServiceError(f"the service {self.url} returned more than {_MAX_ANSWER >> 20} MB")
         try:
             parsed = json.loads(text)
         except (json.JSONDecodeError, RecursionError):
-            raise ServiceError(f"the service {self.url} must answer JSON; it answered: {text[:_MAX_ERROR]!r}") from None
+            raise ServiceError(f"the service {self.url} must return JSON; it returned: {text[:_MAX_ERROR]!r}") from None
         if not isinstance(parsed, dict):
-            raise ServiceError(f"the service {self.url} must answer a JSON object; it answered: {text[:_MAX_ERROR]!r}")
+            raise ServiceError(f"the service {self.url} must return a JSON object; it returned: {text[:_MAX_ERROR]!r}")
         return parsed
 
     def _connect(self) -> http.client.HTTPConnection:

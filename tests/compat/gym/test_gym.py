@@ -204,17 +204,17 @@ def test_registered_games_are_made_by_their_id() -> None:
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        ("FrozenLak-v9", {}, "FrozenLak-v9 cannot be made: NameNotFound: Environment `FrozenLak` doesn't exist"),
-        ("json:dumps", {}, r"dumps cannot be made with the arguments {}: missing a required argument: 'obj'"),
+        ("FrozenLak-v9", {}, "FrozenLak-v9 cannot be created: NameNotFound: Environment `FrozenLak` doesn't exist"),
+        ("json:dumps", {}, r"dumps cannot be created with the arguments {}: missing a required argument: 'obj'"),
         ("json:no", {}, "environment.arguments.environment: json has no 'no'"),
         ("guess.py:Guess", {}, "there is no file"),
         (5, {}, "environment.arguments.environment is a int, 5; it must be a class or a function"),
         (dict, {}, "dict makes a dict without reset and step; what is played must have reset and step"),
-        (Guess, {"arguments": {"trys": 1}}, "Guess cannot be made with the arguments {'trys': 1}"),
+        (Guess, {"arguments": {"trys": 1}}, "Guess cannot be created with the arguments {'trys': 1}"),
         (Guess, {"action": 5}, "environment.arguments.action is a int"),
         (Guess, {"observation": "json"}, "environment.arguments.observation: 'json' is not a reference"),
         (Guess, {"invalid_reward": "much"}, "environment.arguments.invalid_reward is 'much'"),
-        (functools.partial(Guess, wait=5), {"arguments": {"tries": 1, "more": 2}}, "partial cannot be made"),
+        (functools.partial(Guess, wait=5), {"arguments": {"tries": 1, "more": 2}}, "partial cannot be created"),
     ],
 )
 def test_what_cannot_be_played_is_refused_at_the_start(environment: Any, options: Any, message: str) -> None:
@@ -240,7 +240,7 @@ def test_an_environment_that_cannot_be_made_is_refused_at_the_start() -> None:
         def __init__(self) -> None:
             raise OSError("no licence")
 
-    with pytest.raises(ConfigError, match="Broken cannot be made: OSError: no licence"):
+    with pytest.raises(ConfigError, match="Broken cannot be created: OSError: no licence"):
         GymEnvironments(Broken)
 
 

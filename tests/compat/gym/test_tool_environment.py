@@ -213,7 +213,7 @@ def test_eight_of_them_wait_together() -> None:
             {"tools": {}, "arguments": {"tools": {}}},
             "environment.arguments.tools and environment.arguments.arguments.tools are both set",
         ),
-        ({"arguments": {"tool": {}}}, "ToolEnvironment cannot be made with the arguments {'tool': {}}"),
+        ({"arguments": {"tool": {}}}, "ToolEnvironment cannot be created with the arguments {'tool': {}}"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_at_the_start(options: Any, message: str) -> None:

@@ -335,8 +335,8 @@ def test_a_tool_that_hangs_is_told_to_the_model() -> None:
         ("no.such.module:X", "environment.arguments.environment: no.such.module could not be imported"),
         (object, "object makes a object without reset"),
         (7, "environment.arguments.environment is a int, 7; it must be a class or a function"),
-        (lambda: 1 // 0, "cannot be made: ZeroDivisionError"),
-        (lambda colour: colour, "cannot be made with the arguments {}: missing a required argument: 'colour'"),
+        (lambda: 1 // 0, "cannot be created: ZeroDivisionError"),
+        (lambda colour: colour, "cannot be created with the arguments {}: missing a required argument: 'colour'"),
     ],
 )
 def test_what_is_no_environment_is_refused_at_the_start(environment: Any, message: str) -> None:

@@ -102,7 +102,7 @@ def test_a_subclass_may_override_the_search(tmp_path: Path) -> None:
 def test_a_service_that_refuses_is_an_error_of_the_call(tmp_path: Path) -> None:
     tool = entry("verl.tools.search_tool.SearchTool", "search", "query_list", "array")
     one, said, _ = answered(tmp_path, tool, {"query_list": ["a"]}, "no", "retrieval_service_url", status=404)
-    assert "refused with status 404" in said
+    assert "returned the status 404" in said
     assert [outcome.error for outcome in one.turns[0].outcomes] == ["raised"]
     one, said, _ = answered(tmp_path, tool, {"query_list": []}, FOUND, "retrieval_service_url")
     assert said == "Error: query_list must be a list of texts; it is []"

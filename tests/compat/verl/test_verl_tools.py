@@ -224,7 +224,7 @@ def test_a_deadline_and_a_broken_model_release_once(user: ModuleType, tmp_path: 
         ),
         ("four", "Error: TypeError: UnrulyTool.execute returned 4 values; it must return (response, reward, metrics)"),
         ("metrics", "Error: TypeError: UnrulyTool.execute returned the metrics [1]; they must be a mapping"),
-        ("nan", "Error: TypeError: the reward of the call is nan, which is no finite number"),
+        ("nan", "Error: TypeError: the reward of the call is nan, which is not a finite number"),
     ],
 )
 def test_an_unruly_tool_is_told_to_the_model(what: str, answer: str, user: ModuleType, tmp_path: Path) -> None:

@@ -584,7 +584,7 @@ while True:
     time.sleep(0.01)
 """
     ran = attempt(code, seconds=1)
-    assert ran.stopped == "it ran longer than 1 s"
+    assert ran.stopped == "the program ran longer than 1 s"
     assert ran.output.count("on") == 6
     assert ran.seconds < 30
     assert processes_named(name) == []
@@ -593,13 +593,13 @@ while True:
 @pytest.mark.slow
 def test_a_program_that_stops_itself_is_ended_at_the_deadline() -> None:
     ran = attempt("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", seconds=0.5)
-    assert ran.told() == "[stopped: it ran longer than 0.5 s]"
+    assert ran.told() == "[stopped: the program ran longer than 0.5 s]"
 
 
 @pytest.mark.slow
 def test_a_program_whose_output_is_closed_is_waited_for_and_ended() -> None:
     ran = attempt("import os, time\nos.close(1); os.close(2)\ntime.sleep(30)", seconds=0.5)
-    assert ran.told() == "[stopped: it ran longer than 0.5 s]"
+    assert ran.told() == "[stopped: the program ran longer than 0.5 s]"
     assert attempt("import os, time\nos.close(1); os.close(2)\ntime.sleep(0.2)\nos._exit(7)").status == 7
 
 
@@ -609,13 +609,13 @@ def test_a_program_whose_output_is_closed_is_waited_for_and_ended() -> None:
 @pytest.mark.slow
 def test_processor_time_is_limited() -> None:
     ran = attempt("print('on')\nwhile True: pass", cpu_seconds=1)
-    assert ran.told() == "on\n[exit status 152, SIGXCPU: it used up its processor time]"
+    assert ran.told() == "on\n[exit status 152, SIGXCPU: the limit of processor time was reached]"
     assert ran.seconds < 10
 
 
 def test_sleeping_is_limited_by_the_clock() -> None:
     ran = attempt("import time\nprint('on')\ntime.sleep(60)", seconds=0.5)
-    assert ran.told() == "on\n[stopped: it ran longer than 0.5 s]"
+    assert ran.told() == "on\n[stopped: the program ran longer than 0.5 s]"
     assert ran.seconds < 30
 
 
@@ -637,7 +637,7 @@ for _ in range(8):
 time.sleep(20)
 """
     ran = attempt(code, memory_mb=256)
-    assert ran.stopped == "its processes together used more than 256 MB of memory"
+    assert ran.stopped == "the processes of the program together used more than 256 MB of memory"
     assert ran.seconds < 10
     assert processes_named(name) == []
 
@@ -655,7 +655,9 @@ for _ in range(8):
         os._exit(0)
 time.sleep(20)
 """
-    assert attempt(code, memory_mb=256).stopped == "its processes together used more than 256 MB of memory"
+    assert (
+        attempt(code, memory_mb=256).stopped == "the processes of the program together used more than 256 MB of memory"
+    )
 
 
 def test_the_disk_is_limited() -> None:
@@ -692,7 +694,7 @@ def test_shared_memory_files_are_limited() -> None:
 def test_the_number_of_files_is_limited() -> None:
     code = "import os, time\nfor number in range(20_000):\n    os.mkdir(str(number))\ntime.sleep(20)"
     ran = attempt(code, files=500)
-    assert ran.told() == "[stopped: it made more than 500 files]"
+    assert ran.told() == "[stopped: the program created more than 500 files]"
     assert ran.seconds < 10
 
 
@@ -707,7 +709,7 @@ def test_a_flood_of_output_is_stopped_and_never_held() -> None:
     ran = attempt(
         "import sys\nfor _ in range(1024):\n    sys.stdout.write('x' * (1 << 20))", flood_mb=48, output_bytes=1000
     )
-    assert ran.stopped == "it printed more than 48 MB"
+    assert ran.stopped == "the program printed more than 48 MB"
     first, note, last = ran.output.split("\n")
     assert (first, last) == ("x" * 500, "x" * 500)
     assert int(re.findall(r"\d+", note)[0]) > 48 << 20
@@ -790,5 +792,5 @@ def test_a_session_does_not_trust_what_is_packed(name: str) -> None:
 
     first, second, third = asyncio.run(talk())
     assert first == "[the program ended without printing anything]"
-    assert "[files are as they were before this call: they are too large" in second
+    assert "[the file changes of this call were not kept: the files are too large" in second
     assert third == "['kept']"

@@ -60,8 +60,8 @@ def test_the_request_is_the_servers_own() -> None:
         (ran(""), "[the program ended without printing anything]"),
         (ran("4\n", "careful\n"), "4\ncareful"),
         (ran("", "ValueError: no\n", 1), "ValueError: no\n[exit status 1]"),
-        (ran("on\n", "", None, "TimeLimitExceeded"), "on\n[stopped: it ran longer than 3 s]"),
-        (ran("", "", None, "Error"), "[stopped: the server says Error]"),
+        (ran("on\n", "", None, "TimeLimitExceeded"), "on\n[stopped: the program ran longer than 3 s]"),
+        (ran("", "", None, "Error"), "[stopped: the server reported Error]"),
         (
             ran(compile_result={"status": "Finished", "return_code": 1, "stderr": "main.cpp:1: error"})
             | {"status": "Failed"},
@@ -69,7 +69,7 @@ def test_the_request_is_the_servers_own() -> None:
         ),
         (
             ran(compile_result={"status": "TimeLimitExceeded", "return_code": None}) | {"status": "Failed"},
-            "[stopped: compiling it took longer than 10 s]",
+            "[stopped: the compilation took longer than 10 s]",
         ),
         (ran(compile_result={"status": "Finished", "return_code": 0, "stderr": "warning"}), "[the program ended"),
     ],
@@ -101,15 +101,15 @@ def test_it_is_tried_as_often_as_was_said_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
-        (Answer("what?", 404), ServiceError, 'refused with status 404: "what\\?"'),
-        (Answer(b"<html>hello</html>"), ServiceError, "must answer JSON; it answered: '<html>hello</html>'"),
-        (Answer(b"\xff\xfe\x00"), ServiceError, "must answer JSON; it answered: "),
-        (Answer(b"[" * 100_000), ServiceError, "must answer JSON; it answered: "),
-        (Answer([1]), ServiceError, r"must answer a JSON object; it answered: '\[1\]'"),
+        (Answer("what?", 404), ServiceError, 'returned the status 404: "what\\?"'),
+        (Answer(b"<html>hello</html>"), ServiceError, "must return JSON; it returned: '<html>hello</html>'"),
+        (Answer(b"\xff\xfe\x00"), ServiceError, "must return JSON; it returned: "),
+        (Answer(b"[" * 100_000), ServiceError, "must return JSON; it returned: "),
+        (Answer([1]), ServiceError, r"must return a JSON object; it returned: '\[1\]'"),
         (Answer({}), SandboxError, "could not run the program: {}"),
         (Answer({"status": "SandboxError", "message": "no pod"}), SandboxError, "could not run the program: no pod"),
-        (Answer({"status": "Success"}), SandboxError, "gave no run_result"),
-        (Answer({"status": "Success", "run_result": "fine"}), SandboxError, "gave no run_result"),
+        (Answer({"status": "Success"}), SandboxError, "returned no run_result"),
+        (Answer({"status": "Success", "run_result": "fine"}), SandboxError, "returned no run_result"),
     ],
 )
 def test_what_the_server_does_wrong_is_an_error_and_no_output(answer: Answer, error: type, message: str) -> None:
@@ -146,17 +146,17 @@ def test_a_model_is_told_of_a_broken_server_and_goes_on() -> None:
         trajectory = hold(Says(call("code_interpreter", '{"code": "1"}'), "so be it"), lambda: Tools([toolbox]))
     (told,) = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
     assert told.startswith("Error: the service http://127.0.0.1")
-    assert told.endswith('refused with status 400: "no"')
+    assert told.endswith('returned the status 400: "no"')
     assert trajectory.turns[0].outcomes[0].error == "raised"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8080"}, "is not the address of a service; write http://host:port/path"),
-        ({"url": "http://h", "run_timeout": 0}, "run_timeout is 0; give a number above 0"),
+        ({"url": "localhost:8080"}, "is not the address of a service; it must have the form http://host:port/path"),
+        ({"url": "http://h", "run_timeout": 0}, "run_timeout is 0; it must be above 0"),
         ({"url": "http://h", "retries": -1}, "retries=-1 and pause=1.0 must be 0 or more"),
-        ({"url": "http://h", "max_concurrent": 0}, "max_concurrent is 0; give a number above 0"),
+        ({"url": "http://h", "max_concurrent": 0}, "max_concurrent is 0; it must be above 0"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(options: dict[str, Any], message: str) -> None:

@@ -43,7 +43,10 @@ jail = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a jail"
         (Ran(output="no\n", status=1), "no\n[exit status 1]"),
         (Ran(output="", status=139), "[exit status 139, SIGSEGV]"),
         (Ran(output="", status=255), "[exit status 255]"),
-        (Ran(output="on", status=137, stopped="it ran longer than 1 s"), "on\n[stopped: it ran longer than 1 s]"),
+        (
+            Ran(output="on", status=137, stopped="the program ran longer than 1 s"),
+            "on\n[stopped: the program ran longer than 1 s]",
+        ),
         (Ran(output="on", status=0, notes=("a", "b")), "on\n[a]\n[b]"),
     ],
 )
@@ -76,7 +79,7 @@ def test_a_session_keeps_files_and_close_forgets_them() -> None:
             await session.code_interpreter("import os; os.remove('d/helper.py'); print(os.listdir('d'))"),
         ]
         await session.close()
-        with pytest.raises(ValueError, match="this conversation is over"):
+        with pytest.raises(ValueError, match="the conversation has ended: the interpreter is closed"):
             await session.code_interpreter("print(1)")
         await session.close()
         return answers
@@ -91,7 +94,7 @@ def test_a_program_that_is_stopped_leaves_the_files_of_before() -> None:
         session = PythonSession(bounds={"seconds": 0.5})
         await session.code_interpreter("open('x', 'w').write('1')")
         stopped = await session.code_interpreter("open('x', 'w').write('2')\nimport time; time.sleep(9)")
-        assert stopped == "[stopped: it ran longer than 0.5 s]\n[files are as they were before this call]"
+        assert stopped == "[stopped: the program ran longer than 0.5 s]\n[the file changes of this call were not kept]"
         kept = await session.code_interpreter("print(open('x').read())")
         await session.close()
         return kept
@@ -119,7 +122,7 @@ def test_files_that_cannot_be_kept_are_no_error_of_the_program(program: str) -> 
         return told
 
     assert asyncio.run(talk()) == [
-        "done\n[files are as they were before this call: they are too large or too deep to be kept, or may not be read]",
+        "done\n[the file changes of this call were not kept: the files are too large, nested too deeply, or cannot be read]",
         "['x']",
     ]
 
@@ -184,11 +187,11 @@ def test_packages_can_be_lent(tmp_path: Path) -> None:
     assert asyncio.run(sandbox.code_interpreter("import lent; print(lent.WORD)")) == "hello"
     refused = "try: open('/packages/0/lent.py', 'w')\nexcept OSError as error: print(error.strerror)"
     assert asyncio.run(sandbox.code_interpreter(refused)) == "Read-only file system"
-    with pytest.raises(ConfigError, match="there is no directory /nowhere"):
+    with pytest.raises(ConfigError, match="/nowhere must be a directory"):
         Sandbox(packages=["/nowhere"])
     lent.chmod(0o700)
     if os.getuid() == 0:
-        with pytest.raises(ConfigError, match=r"as nobody, who may not read .*/lent: chmod -R o\+rX"):
+        with pytest.raises(ConfigError, match=r"as the user nobody, which cannot read .*/lent. Run: chmod -R o\+rX"):
             Sandbox(packages=[lent])
 
 
@@ -197,7 +200,7 @@ def test_a_sandbox_that_cannot_be_set_up_is_no_failure_of_the_program(tmp_path: 
     (tmp_path / "lent").mkdir()
     sandbox = Sandbox(packages=[tmp_path / "lent"])
     shutil.rmtree(tmp_path / "lent")
-    with pytest.raises(SandboxError, match="the program was not run: bwrap: Can't find source path"):
+    with pytest.raises(SandboxError, match="so the program did not run: bwrap: Can't find source path"):
         asyncio.run(sandbox.run("print(1)"))
 
 
@@ -205,10 +208,10 @@ def test_a_sandbox_that_cannot_be_set_up_is_no_failure_of_the_program(tmp_path: 
     ("bounds", "message"),
     [
         ({"second": 3}, r"no bound 'second'; did you mean 'seconds'\?; its bounds are: seconds, cpu_seconds"),
-        ({"seconds": 0}, "the sandbox's seconds is 0; give a number above 0"),
-        ({"seconds": float("nan")}, "the sandbox's seconds is nan"),
-        ({"processes": 1.5}, "the sandbox's processes is 1.5; give a whole number"),
-        ({"processes": True}, "the sandbox's processes is True"),
+        ({"seconds": 0}, "the sandbox's bound seconds is 0; it must be a number above 0"),
+        ({"seconds": float("nan")}, "the sandbox's bound seconds is nan"),
+        ({"processes": 1.5}, "the sandbox's bound processes is 1.5; it must be an integer"),
+        ({"processes": True}, "the sandbox's bound processes is True"),
     ],
 )
 def test_bounds_are_numbers_above_zero(bounds: dict[str, float], message: str) -> None:
@@ -239,7 +242,9 @@ def no_bubblewrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 @pytest.mark.usefixtures("no_bubblewrap")
 def test_without_bubblewrap_it_refuses_and_says_what_to_do() -> None:
     for make in (Sandbox, PythonSession):
-        with pytest.raises(ConfigError, match=r"no `bwrap` on the PATH: install bubblewrap .* say unsandboxed=True"):
+        with pytest.raises(
+            ConfigError, match=r"no `bwrap` on the PATH. To go on: install bubblewrap .* set unsandboxed=True"
+        ):
             make()
     with pytest.raises(ConfigError, match="no `bwrap`"):
         asyncio.run(code_interpreter("print(1)"))
@@ -259,7 +264,7 @@ def test_a_bubblewrap_that_does_not_work_is_refused_with_its_own_words(tmp_path:
 
 @pytest.mark.parametrize("almost", [1, "yes", None])
 def test_unsandboxed_is_never_said_by_accident(almost: object) -> None:
-    with pytest.raises(ConfigError, match="it takes true or false"):
+    with pytest.raises(ConfigError, match="it must be true or false"):
         Sandbox(unsandboxed=almost)  # type: ignore[arg-type]
 
 
@@ -277,7 +282,7 @@ def test_unsandboxed_runs_in_bounds_of_time_memory_and_output(monkeypatch: pytes
     assert told("open('f', 'wb').truncate(10**10)").endswith("File too large\n[exit status 1]")
     assert "bytes of output left out" in told("print('x' * 1000)")
     assert told("import os\nif os.fork() == 0:\n    import time; time.sleep(9)\nprint('on')") == "on"
-    assert told("import time; time.sleep(9)") == "[stopped: it ran longer than 2 s]"
+    assert told("import time; time.sleep(9)") == "[stopped: the program ran longer than 2 s]"
 
 
 @pytest.mark.usefixtures("no_bubblewrap")
@@ -347,7 +352,7 @@ def test_who_is_not_root_has_the_same_sandbox_in_a_user_namespace() -> None:
     assert done.stdout.splitlines() == [
         "65534 []",
         "True",
-        "[stopped: it ran longer than 1 s]",
-        "[stopped: it made more than 100 files]",
+        "[stopped: the program ran longer than 1 s]",
+        "[stopped: the program created more than 100 files]",
         "-1",
     ], done.stderr

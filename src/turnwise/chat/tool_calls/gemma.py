@@ -48,10 +48,10 @@ class _Gemma(MarkedFormat):
                 return [well_formed_call(name, arguments, text[begin:at])], end + len(self.closing_mark)
             if end < len(text) and not self._opening.match(text, end):
                 raise MalformedCall(
-                    f"{text[end : end + 20]!r} follows the arguments where {self.closing_mark} should", end
+                    f"{text[end : end + 20]!r} follows the arguments; write {self.closing_mark} there", end
                 )
             if at == head.end():
-                raise MalformedCall("its arguments are missing", at)
+                raise MalformedCall("the arguments are missing", at)
             return [well_formed_call(name, arguments, text[begin:at])], end
         except MalformedCall as problem:
             opens = self._opening.search(text, begin)
@@ -117,7 +117,7 @@ class _Gemma(MarkedFormat):
 
     def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
         if depth > _MAX_DEPTH:
-            raise MalformedCall("it is nested too deep", at)
+            raise MalformedCall("the arguments are nested too deeply", at)
         at = skip_space(text, at)
         if text.startswith((self.quote, '"'), at):
             return self._string(text, at)
@@ -134,8 +134,8 @@ class _Gemma(MarkedFormat):
 
 
 def _unexpected(text: str, at: int, expected: str) -> str:
-    actual = f"{text[at : at + 20]!r} stands" if at < len(text) else "the text ends"
-    return f"{actual} where there should be {expected}"
+    actual = f"{text[at : at + 20]!r} is wrong" if at < len(text) else "the text ends"
+    return f"{actual}; {expected} must be there"
 
 
 class Gemma4(_Gemma):

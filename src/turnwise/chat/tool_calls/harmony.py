@@ -86,14 +86,14 @@ class Harmony:
         begin = header.end()
         try:
             if header["message"] is None:
-                raise MalformedCall("<|message|> is missing after its header", begin)
+                raise MalformedCall("<|message|> is missing after the header", begin)
             if missing := _AFTER.match(text, begin):
                 return well_formed_call(name, {}, ""), missing.end()
             value, end = decode(text, skip_space(text, begin))
             arguments = arguments_of(value)
             after = _AFTER.match(text, end)
             if after is None:
-                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON where <|call|> should", end)
+                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON; write <|call|> there", end)
             return well_formed_call(name, arguments, text[begin:end]), after.end()
         except MalformedCall as problem:
             first, last = _end(text, begin)

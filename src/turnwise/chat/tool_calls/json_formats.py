@@ -92,7 +92,7 @@ class JsonFormat(MarkedFormat):
         after = self._end_pattern.match(text, end)
         if after is None:
             follows = text[skip_space(text, end) :][:20]
-            raise MalformedCall(f"{follows!r} follows the JSON where {self.closing_mark} should", end)
+            raise MalformedCall(f"{follows!r} follows the JSON; write {self.closing_mark} there", end)
         return after.end()
 
     def _skip_malformed(self, text: str, begin: int, problem: MalformedCall, name: str = "") -> ParsedCalls:
@@ -124,7 +124,10 @@ class JsonFormat(MarkedFormat):
                 value, end = decode(text, at)
                 after = skip_space(text, end)
                 if text[after : after + 1] not in ("", ",", "]"):
-                    raise MalformedCall(f"{text[after : after + 20]!r} follows it in the list", after)
+                    raise MalformedCall(
+                        f"{text[after : after + 20]!r} follows a call in the list, where a comma or the end of the list must be",
+                        after,
+                    )
             except MalformedCall as problem:
                 item = None if problem.give_up else self._next_item_pattern.search(text, at)
                 end, after = item.span() if item else (len(text), len(text))
@@ -199,7 +202,7 @@ class NameThenJson(JsonFormat):
     def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         head = self.head_pattern.match(text, mark.end())
         if head is None:
-            return self._skip_malformed(text, mark.end(), MalformedCall("its name is missing", mark.end()))
+            return self._skip_malformed(text, mark.end(), MalformedCall("the name of the tool is missing", mark.end()))
         return with_written_id(self.read_arguments(text, head.end(), head["name"]), head.groupdict().get("id"))
 
 

@@ -30,7 +30,7 @@ def decode(text: str, begin: int) -> tuple[Any, int]:
     try:
         value, end = _decode_in_pieces(text, begin)
     except RecursionError:
-        raise MalformedCall("it is nested too deep", begin, give_up=True) from None
+        raise MalformedCall("the arguments are nested too deeply", begin, give_up=True) from None
     except ValueError as error:  # NaN, an infinite number, one of too many digits
         raise MalformedCall(str(error), begin) from None
     if "\\u" in text[begin:end]:
@@ -82,13 +82,13 @@ def name_and_arguments(
     Raises MalformedCall.
     """
     if not isinstance(value, dict):
-        raise MalformedCall(f"it is a JSON {type(value).__name__}, not an object", 0)
+        raise MalformedCall(f"the call must be a JSON object, but is a {type(value).__name__}", 0)
     name = value.get(name_key)
     if not isinstance(name, str) or not name:
-        raise MalformedCall(f'its "{name_key}" is missing', 0)
+        raise MalformedCall(f'the "{name_key}" is missing', 0)
     key = next((key for key in argument_keys if key in value), None)
     if key is None and wrong_key in value:
-        raise MalformedCall(f'its arguments are called "{wrong_key}" where they should be "{argument_keys[0]}"', 0)
+        raise MalformedCall(f'the key "{wrong_key}" must be "{argument_keys[0]}"', 0)
     return name, arguments_of(value[key], key) if key is not None else {}
 
 
@@ -97,7 +97,7 @@ def arguments_of(value: Any, key: str = "arguments") -> dict[str, Any]:
     if isinstance(value, str):
         value = decode_all(value)
     if not isinstance(value, dict):
-        raise MalformedCall(f'its "{key}" are a {type(value).__name__}, not an object', 0)
+        raise MalformedCall(f'"{key}" must be an object, but is a {type(value).__name__}', 0)
     return value
 
 
@@ -106,9 +106,9 @@ def refuse_unwritable(value: Any, at: int) -> None:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise MalformedCall(f"it holds half a character, {error.object[error.start]!r}", at) from None
+        raise MalformedCall(f"the text contains half a character, {error.object[error.start]!r}", at) from None
     except (ValueError, TypeError, RecursionError) as error:
-        raise MalformedCall(f"it is not JSON: {error}", at) from None
+        raise MalformedCall(f"the text is not JSON: {error}", at) from None
 
 
 def _refuse_constant(name: str) -> float:
@@ -118,7 +118,7 @@ def _refuse_constant(name: str) -> float:
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"{digits} is too large a number")
+        raise ValueError(f"the number {digits} is too large")
     return value
 
 

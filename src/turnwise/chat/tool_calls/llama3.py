@@ -73,7 +73,7 @@ class Llama3(MarkedFormat):
     def _call(self, value: Any, written: str) -> ToolCall:
         try:
             if (key := next((key for key in value if key not in _OF_A_CALL), None)) and not _has_arguments(value):
-                raise MalformedCall(f'its "parameters" are missing, and {key!r} stands beside its name', 0)
+                raise MalformedCall(f'"parameters" is missing: put {key!r} into "parameters"', 0)
             return well_formed_call(*name_and_arguments(value, argument_keys=_ARGUMENTS), written)
         except MalformedCall as problem:
             return self.malformed(problem, written)

@@ -159,7 +159,7 @@ def well_formed_call(name: str, arguments: dict[str, Any], text: str, written_id
 
 def malformed_call(problem: MalformedCall | str, text: str, *, example: str, name: str = "") -> ToolCall:
     """A malformed call, with an error message for the model: the defect, and an example of a well-formed call."""
-    error = f"this tool call cannot be read: {problem}. Write it as {example}"
+    error = f"this tool call cannot be parsed: {problem}. Write it as {example}"
     return ToolCall(id="", name=name, arguments={}, text=text.strip(), error=error)
 
 

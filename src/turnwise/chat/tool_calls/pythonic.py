@@ -91,7 +91,11 @@ class PythonCalls(MarkedFormat):
         if close is None and not self.unmarked:
             stop = self._recovery.search(text, at, limit)
             first, last = stop.span() if stop else (limit, limit)
-            calls.append(self.malformed(f"{text[at:first].strip()[:20]!r} follows the list", text[at:first]))
+            calls.append(
+                self.malformed(
+                    f"{text[at:first].strip()[:20]!r} follows the list; write all calls in one list", text[at:first]
+                )
+            )
             return calls, last
         return calls, close.end() if close else at
 
@@ -162,7 +166,7 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
     """The call at `at`: its name, the Python source of each argument, and the index after it. Raises MalformedCall."""
     head = _HEAD.match(text, at, limit)
     if head is None:
-        raise MalformedCall(f"{text[at : min(at + 20, limit)]!r} is no call, <tool>(<name>=<value>)", at)
+        raise MalformedCall(f"{text[at : min(at + 20, limit)]!r} is not a call of the form <tool>(<name>=<value>)", at)
     arguments: list[str] = []
     pieces: list[str] = []
     open_brackets = [")"]
@@ -179,9 +183,11 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
         if mark in _PAIRS:
             open_brackets.append(_PAIRS[mark])
             if len(open_brackets) > _MAX_DEPTH:
-                raise MalformedCall("it is nested too deep", token.start())
+                raise MalformedCall("the arguments are nested too deeply", token.start())
         elif mark != "," and mark != open_brackets.pop():
-            raise MalformedCall(f"{text[token.start() : token.start() + 20]!r} closes what is not open", token.start())
+            raise MalformedCall(
+                f"{text[token.start() : token.start() + 20]!r} closes a bracket that is not open", token.start()
+            )
         if not open_brackets or (mark == "," and len(open_brackets) == 1):
             arguments.append("".join(pieces))
             pieces.clear()
@@ -189,7 +195,7 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
                 return head["name"], arguments, token.end()
         else:
             pieces.append(mark)
-    raise MalformedCall("its ) is missing", limit)
+    raise MalformedCall("the closing ) is missing", limit)
 
 
 def _as_python_string(literal: str) -> str:
@@ -213,7 +219,7 @@ def _arguments(written: Sequence[str], at: int) -> dict[str, Any]:
     for one in written:
         argument = _ARGUMENT.match(one)
         if argument is None:
-            raise MalformedCall(f"{one.strip()[:20]!r} has no name; arguments are written <name>=<value>", at)
+            raise MalformedCall(f"{one.strip()[:20]!r} has no name; write arguments as <name>=<value>", at)
         arguments[argument["key"]] = _literal(one[argument.end() :].strip(), at)
     return arguments
 
@@ -250,13 +256,13 @@ def _value(node: ast.expr) -> Any:
             return [_value(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             return {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
-    raise MalformedCall(f"{ast.unparse(node)[:20]!r} is no literal", 0)
+    raise MalformedCall(f"{ast.unparse(node)[:20]!r} is not a literal value", 0)
 
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise MalformedCall("a key of a dictionary is no string", 0)
+    raise MalformedCall("the keys of a dictionary must be strings", 0)
 
 
 def _join_surrogates(value: Any) -> Any:

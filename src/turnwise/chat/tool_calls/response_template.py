@@ -71,10 +71,10 @@ class FromResponseTemplate:
         try:
             function = parsed.get("function", parsed) if isinstance(parsed, dict) else None
             if not isinstance(function, dict):
-                raise MalformedCall(f"it is a {type(function).__name__}, not an object", 0)
+                raise MalformedCall(f"the call must be an object, but is a {type(function).__name__}", 0)
             name, arguments = function.get("name"), function.get("arguments")
             if not isinstance(name, str) or not name:
-                raise MalformedCall('its "name" is missing', 0)
+                raise MalformedCall('the "name" is missing', 0)
             arguments = arguments_of({} if arguments is None else arguments)
             refuse_unwritable(arguments, 0)  # transformers accepts NaN
             id = parsed.get("id") if isinstance(parsed, dict) else None

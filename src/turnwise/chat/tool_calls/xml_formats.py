@@ -54,7 +54,7 @@ class MarkedArguments(MarkedFormat):
         call = self.call_pattern.match(text, mark.start())
         if call is None:
             return self._skip_malformed(
-                text, mark.start(), mark.end(), MalformedCall("its name is missing", mark.end())
+                text, mark.start(), mark.end(), MalformedCall("the name of the tool is missing", mark.end())
             )
         name = call["name"].strip()
         following = self.call_pattern.search(text, call.end())
@@ -86,7 +86,7 @@ class MarkedArguments(MarkedFormat):
             shown = min(begin + _SHOWN, limit)
             closing = self.end_pattern.search(text, begin, shown + len(self.closing_mark))
             other = text[begin : closing.start() if closing and closing.start() > begin else shown].rstrip()
-            raise MalformedCall(f"{other!r} stands where an argument or {self.closing_mark} should", at)
+            raise MalformedCall(f"{other!r} is not an argument; write an argument or {self.closing_mark} there", at)
         return arguments, closing.end()
 
     def _skip_malformed(

@@ -60,16 +60,16 @@ class McpServer(BaseModel):
     @model_validator(mode="after")
     def _one_way(self) -> McpServer:
         if (self.url is None) == (self.command is None):
-            raise ValueError("it needs either a url or a command")
+            raise ValueError("exactly one of url and command must be set")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"the url {self.url!r} must begin with http:// or https://")
         strangers = {"args", "env", "cwd"} if self.url is not None else {"auth_token", "headers"}
         if strange := sorted(strangers & self.model_fields_set):
             raise ValueError(
-                f"{', '.join(strange)} has no effect with a {'url' if self.url is not None else 'command'}"
+                f"{', '.join(strange)} has no effect with a {'url' if self.url is not None else 'command'}: remove it"
             )
         if self.type is not None and (self.type == "stdio") != (self.command is not None):
-            raise ValueError(f"the type {self.type!r} does not fit a {'url' if self.url is not None else 'command'}")
+            raise ValueError(f"type={self.type!r} cannot be used with a {'url' if self.url is not None else 'command'}")
         return self
 
     @property
@@ -104,7 +104,7 @@ class Connection:
         except TimeoutError:
             tail = "" if self._session is None else self._session.tail()
             raise ConnectionError(
-                f"the MCP server {self.name!r} did not list its tools in {self._start_timeout:g} s{tail}"
+                f"the MCP server {self.name!r} did not list its tools within {self._start_timeout:g} s{tail}"
             ) from None
 
     async def _list(self) -> list[ServerTool]:
@@ -148,7 +148,7 @@ class Connection:
         except (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.HTTPError, OSError) as error:
             problem = f"{type(error).__name__}: {error}".rstrip(": ")
         session.over.set()
-        raise ConnectionError(f"the MCP server {self.name!r} was lost ({session.problem or problem})")
+        raise ConnectionError(f"the connection to the MCP server {self.name!r} was lost: {session.problem or problem}")
 
     async def _live(self) -> _Session:
         """The current session, or a new session if the current session is over. Raises ConnectionError if no session starts."""
@@ -164,7 +164,7 @@ class Connection:
                 async with asyncio.timeout_at(session.began + self._start_timeout):
                     await asyncio.shield(session.client)
             except TimeoutError:
-                problem = f"no answer in {self._start_timeout:g} s"
+                problem = f"no answer within {self._start_timeout:g} s"
             except Failed as failed:
                 problem = _root(failed)
             else:
@@ -206,7 +206,7 @@ class _Session:
 
     def tail(self) -> str:
         """The end of the server's stderr, formatted as the end of an error message; empty if stderr is empty."""
-        return f"; it wrote: {text}" if (text := self._stderr.text()) else ""
+        return f"; its stderr ends with: {text}" if (text := self._stderr.text()) else ""
 
     async def _live(self) -> None:
         from mcp import Client
@@ -242,7 +242,7 @@ class _Session:
                 with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
                     async for message in read:
                         if isinstance(message, Exception):  # an invalid line
-                            self._tell_once()
+                            self._warn_once()
                         else:
                             await pass_on.send(message)
             self.over.set()
@@ -256,19 +256,19 @@ class _Session:
 
     def _line_too_long(self) -> None:
         self.problem = (
-            f"it wrote more than {mcp_lines.LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was ended; a "
-            f"message is one line: let it print to stderr, and give shorter answers"
+            f"it wrote more than {mcp_lines.LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was stopped. Each "
+            f"message must be one shorter line; other output belongs on stderr"
         )
         if not self.client.done():
             self.client.set_exception(Failed(Failure("mcp", self.problem)))
             self.client.exception()
         self.over.set()
 
-    def _tell_once(self) -> None:
+    def _warn_once(self) -> None:
         if not self._told:
             self._told = True
             _log.warning(
-                "the MCP server %r writes to its stdout what is no JSON-RPC; such lines are ignored: let it print to stderr",
+                "the MCP server %r writes lines to its stdout that are not JSON-RPC. They are ignored; print them to stderr",
                 self._name,
             )
 

@@ -57,7 +57,7 @@ class McpServers:
         except ImportError:
             raise ConfigError("MCP servers need the official SDK: pip install 'turnwise[mcp]'") from None
         if not servers:
-            raise ConfigError("no MCP server is named; `mcpServers` must have at least one")
+            raise ConfigError("there are no MCP servers: `mcpServers` must have at least one")
         self._loop = ThreadLoop("mcp")
         self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
         # Also runs if close() is never called: server processes must not outlive the run.
@@ -99,8 +99,8 @@ class McpServers:
                     continue
                 if one.name in owners:
                     raise ConfigError(
-                        f"the MCP servers {owners[one.name].name!r} and {connection.name!r} both have a tool {one.name!r}; a "
-                        f"model could not tell them apart: select others, or leave one of the servers out"
+                        f"the MCP servers {owners[one.name].name!r} and {connection.name!r} both have a tool {one.name!r}, "
+                        f"and the names of tools must differ: select other tools, or remove one of the servers"
                     )
                 owners[one.name] = connection
                 tools.append(
@@ -116,7 +116,7 @@ class McpServers:
         for name in selected or ():
             if name not in offered:
                 have = ", ".join(sorted(offered)) or "none"
-                raise ConfigError(f"no MCP server has a tool {name!r}{nearest(name, offered)} (there are: {have})")
+                raise ConfigError(f"no MCP server has a tool {name!r}{nearest(name, offered)} (the tools are: {have})")
         return tools
 
     def parse_result(self, content: list[ContentBlock]) -> ToolResponse:
@@ -130,12 +130,12 @@ class McpServers:
                 case "image":
                     images.append(_image(block.data))
                 case "audio":
-                    texts.append(f"[audio of the type {block.mime_type}, which cannot be heard here]")
+                    texts.append(f"[audio of the type {block.mime_type}, which is not supported]")
                 case "resource_link":
                     texts.append(f"{block.title or block.name}: {block.uri}")
                 case "resource":
                     text = getattr(block.resource, "text", None)
-                    texts.append(text if text is not None else f"[{block.resource.uri}, which is no text]")
+                    texts.append(text if text is not None else f"[{block.resource.uri}, which is not text]")
         return ToolResponse(text="\n".join(texts) if texts or not images else None, image=images or None)
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class McpServers:
 
     def _listings(self) -> list[list[ServerTool]]:
         if not self._closing.alive:
-            raise ConfigError("these MCP servers were closed; make others")
+            raise ConfigError("these MCP servers are closed: create a new McpServers")
 
         async def every() -> list[list[ServerTool] | BaseException]:
             return await asyncio.gather(*(one.tools() for one in self._connections), return_exceptions=True)
@@ -175,7 +175,7 @@ class McpServers:
             else:
                 response = await run_in_thread(lambda: self.parse_result(result.content), name="mcp", kind="tool")
             if result.is_error:
-                raise ValueError(response.text or f"{name} failed and does not say why")
+                raise ValueError(response.text or f"{name} failed without an error message")
             return response
 
         return call
@@ -220,7 +220,7 @@ def _read(path: Path) -> dict[str, McpServer]:
     data = parse_json(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     servers = data.get("mcpServers") if isinstance(data, dict) else None
     if not isinstance(servers, dict):
-        raise ConfigError(f'{path} must hold {{"mcpServers": {{"<name>": {{"url": ...}} or {{"command": ...}}}}}}')
+        raise ConfigError(f'{path} must contain {{"mcpServers": {{"<name>": {{"url": ...}} or {{"command": ...}}}}}}')
     read: dict[str, McpServer] = {}
     for name, server in servers.items():
         try:
@@ -228,7 +228,7 @@ def _read(path: Path) -> dict[str, McpServer]:
         except ValidationError as problem:
             known = list(McpServer.model_fields)
             lines = [
-                f"it has no option {where!r}{nearest(where, known)} (the options are: {', '.join(known)})"
+                f"there is no option {where!r}{nearest(where, known)} (the options are: {', '.join(known)})"
                 if error["type"] == "extra_forbidden"
                 else f"{where}: {error['msg']}".removeprefix(": ").removeprefix("Value error, ")
                 for error in problem.errors(include_url=False)

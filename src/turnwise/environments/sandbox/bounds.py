@@ -46,9 +46,9 @@ class Bounds:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"the sandbox's {field.name} is {value!r}; give a number above 0")
+                raise ConfigError(f"the sandbox's bound {field.name} is {value!r}; it must be a number above 0")
             if field.type == "int" and not isinstance(value, int):
-                raise ConfigError(f"the sandbox's {field.name} is {value!r}; give a whole number")
+                raise ConfigError(f"the sandbox's bound {field.name} is {value!r}; it must be an integer")
 
     @classmethod
     def of(cls, given: Bounds | Mapping[str, float] | None) -> Bounds:
@@ -77,7 +77,7 @@ class Ran:
     status: int
     """Exit status; 128 + n if signal n ended the program."""
     stopped: str | None = None
-    """Why the sandbox stopped the program, for example `it ran longer than 10 s`; None if the program ended by itself."""
+    """Why the sandbox stopped the program, for example `the program ran longer than 10 s`; None if it ended by itself."""
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     """Further notes for the model."""
@@ -102,7 +102,7 @@ def _by_signal(status: int) -> str:
         return ""
     name = signal.Signals(status - 128).name
     if name == "SIGXCPU":
-        return ", SIGXCPU: it used up its processor time"
+        return ", SIGXCPU: the limit of processor time was reached"
     if name == "SIGXFSZ":
-        return ", SIGXFSZ: it wrote a file that is too large"
+        return ", SIGXFSZ: the program wrote a file that is too large"
     return f", {name}"

@@ -48,7 +48,7 @@ class SandboxFusion:
             "output_chars": output_chars,
         }.items():
             if not value > 0:
-                raise ConfigError(f"SandboxFusion: {name} is {value}; give a number above 0")
+                raise ConfigError(f"SandboxFusion: {name} is {value}; it must be above 0")
         address = url.rstrip("/")
         self._service = service(
             address if address.endswith("/run_code") else f"{address}/run_code",
@@ -84,11 +84,11 @@ class SandboxFusion:
             raise SandboxError(f"the server {self._service.url} could not run the program: {str(said)[:300]}")
         built = answer.get("compile_result")
         if isinstance(built, Mapping) and (built.get("status") != "Finished" or built.get("return_code")):
-            return self._ran(built, "compiling it took longer than", self._request["compile_timeout"])
+            return self._ran(built, "the compilation took longer than", self._request["compile_timeout"])
         run = answer.get("run_result")
         if not isinstance(run, Mapping):
-            raise SandboxError(f"the server {self._service.url} gave no run_result: {str(answer)[:300]}")
-        return self._ran(run, "it ran longer than", self._request["run_timeout"])
+            raise SandboxError(f"the server {self._service.url} returned no run_result: {str(answer)[:300]}")
+        return self._ran(run, "the program ran longer than", self._request["run_timeout"])
 
     def _ran(self, result: Mapping[str, Any], too_long: str, seconds: Any) -> Ran:
         spoken = [self._cut(str(result.get(name) or "")) for name in ("stdout", "stderr")]
@@ -98,7 +98,7 @@ class SandboxFusion:
         if status == "TimeLimitExceeded":
             stopped = f"{too_long} {seconds:g} s"
         elif status != "Finished":
-            stopped = f"the server says {status}"
+            stopped = f"the server reported {status}"
         took = result.get("execution_time")
         return Ran(
             output=output,

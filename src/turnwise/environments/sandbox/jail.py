@@ -44,8 +44,8 @@ WORK = "/sandbox"
 """The working directory of a program in the jail; also its home directory and /tmp."""
 
 HOW_TO_GO_ON = (
-    "install bubblewrap (apt-get install bubblewrap), use turnwise.environments.sandbox.SandboxFusion with a server, or, "
-    "if whatever the model writes may do what you may do on this machine, say unsandboxed=True"
+    "install bubblewrap (apt-get install bubblewrap), or use turnwise.environments.sandbox.SandboxFusion with a server, or "
+    "set unsandboxed=True: the model's programs then run with all your permissions on this machine"
 )
 
 BOOT = """\
@@ -199,17 +199,21 @@ def find_jail() -> Jail:
     """
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux":
-        raise ConfigError(f"the sandbox needs Linux, and this is {sys.platform}: {HOW_TO_GO_ON}")
+        raise ConfigError(f"the sandbox needs Linux, and this system is {sys.platform}. To go on: {HOW_TO_GO_ON}")
     if platform.machine() not in MACHINES:
         known = ", ".join(MACHINES)
-        raise ConfigError(f"the sandbox knows the machines {known}, and this is {platform.machine()}: {HOW_TO_GO_ON}")
+        raise ConfigError(
+            f"the sandbox supports {known}, and this machine is {platform.machine()}. To go on: {HOW_TO_GO_ON}"
+        )
     if bwrap is None:
-        raise ConfigError(f"the sandbox needs bubblewrap, and there is no `bwrap` on the PATH: {HOW_TO_GO_ON}")
+        raise ConfigError(
+            f"the sandbox needs bubblewrap, and there is no `bwrap` on the PATH. To go on: {HOW_TO_GO_ON}"
+        )
     setpriv = shutil.which("setpriv")
     if os.getuid() == 0 and setpriv is None:
         raise ConfigError(
-            f"the sandbox, started by root, needs `setpriv` (package util-linux), and there is none on the PATH: "
-            f"install it, or be another user; or {HOW_TO_GO_ON}"
+            f"a sandbox that root starts needs `setpriv` (package util-linux), and there is none on the PATH. Install it, or run "
+            f"as another user; or {HOW_TO_GO_ON}"
         )
     jail = Jail(bwrap, setpriv if os.getuid() == 0 else None)
     problem = _probe(jail)

@@ -66,7 +66,7 @@ async def run(
                 if listen.done() and listen.result() is None:  # the program closed its output and continues
                     await asyncio.wait((look, over), return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            stopped = f"it ran longer than {bounds.seconds:g} s"
+            stopped = f"the program ran longer than {bounds.seconds:g} s"
         finally:
             await asyncio.shield(asyncio.ensure_future(_end(process, first)))
             await asyncio.wait((listen,), timeout=_LAST_WORDS)
@@ -116,7 +116,7 @@ class _Heard:
             self._last += chunk[free:]
             del self._last[: max(0, len(self._last) - self._room[1])]
             if self._count > self._most:
-                return f"it printed more than {self._most >> 20} MB"
+                return f"the program printed more than {self._most >> 20} MB"
         return None
 
     def text(self) -> str:
@@ -138,12 +138,12 @@ async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None
             continue
         pids = _family(root)
         if len(pids) > bounds.processes + 3:  # the jail itself has up to three processes
-            return f"it had more than {bounds.processes} processes"
+            return f"the program had more than {bounds.processes} processes"
         resident = sum(map(_resident, pids))
         if resident > bounds.memory_mb << 20 and sum(map(_share, pids)) > bounds.memory_mb << 20:
-            return f"its processes together used more than {bounds.memory_mb} MB of memory"
+            return f"the processes of the program together used more than {bounds.memory_mb} MB of memory"
         if sum(_files(f"/proc/{root}/root{directory}") for directory in counted) > bounds.files:
-            return f"it made more than {bounds.files} files"
+            return f"the program created more than {bounds.files} files"
 
 
 def _family(root: int) -> list[int]:

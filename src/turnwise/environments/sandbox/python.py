@@ -58,23 +58,20 @@ class Sandbox:
     ) -> None:
         self.bounds = Bounds.of(bounds)
         if max_concurrent < 1:
-            raise ConfigError(
-                f"the sandbox's max_concurrent is {max_concurrent}; at least one program must run at once"
-            )
+            raise ConfigError(f"the sandbox's max_concurrent is {max_concurrent}; it must be at least 1")
         if not isinstance(unsandboxed, bool):
-            raise ConfigError(
-                f"the sandbox's unsandboxed is {unsandboxed!r}; it takes true or false, and nothing like it"
-            )
+            raise ConfigError(f"the sandbox's unsandboxed is {unsandboxed!r}; it must be true or false")
         self._packages = tuple(Path(package).resolve() for package in packages)
         for package in self._packages:
             if not package.is_dir() or ":" in str(package):
-                raise ConfigError(f"the sandbox's packages: there is no directory {package} (nor may it have a colon)")
+                raise ConfigError(f"the sandbox's packages: {package} must be a directory, without a colon in its path")
         self._concurrent = max_concurrent
         self._jail = None if unsandboxed else find_jail()
         for package in self._packages:
             if self._jail is not None and self._jail.setpriv is not None and package.stat().st_mode & 0o005 != 0o005:
                 raise ConfigError(
-                    f"the sandbox's packages: programs run as nobody, who may not read {package}: chmod -R o+rX {package}"
+                    f"the sandbox's packages: programs run as the user nobody, which cannot read {package}. "
+                    f"Run: chmod -R o+rX {package}"
                 )
         # A semaphore belongs to one event loop; a sandbox may be used in several event loops.
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -147,7 +144,7 @@ class Sandbox:
             said = os.pread(started, 2, 0)
             if not said and ran.stopped is None:
                 raise SandboxError(
-                    f"the sandbox could not be set up, the program was not run: {ran.output.strip()[-500:]}"
+                    f"the sandbox could not be set up, so the program did not run: {ran.output.strip()[-500:]}"
                 )
             if files is None:
                 return ran
@@ -208,7 +205,7 @@ class PythonSession:
         """
         async with self._turn:  # concurrent programs would overwrite each other's files
             if self._closed:
-                raise ValueError("this conversation is over")
+                raise ValueError("the conversation has ended: the interpreter is closed")
             if self._sandbox.locked and self._files is None:
                 self._files = scratch_file()
             if not self._sandbox.locked and self._directory is None:
@@ -256,9 +253,9 @@ def _program(path: str) -> list[str]:
 def _kept(ran: Ran, files: int, after: int, said: bytes) -> Ran:
     """Replace the archive `files` by the archive `after` if `BOOT` reported in `said` that packing succeeded ("12")."""
     if said != b"12":
-        note = "files are as they were before this call"
+        note = "the file changes of this call were not kept"
         if said == b"13":
-            note += ": they are too large or too deep to be kept, or may not be read"
+            note += ": the files are too large, nested too deeply, or cannot be read"
         return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
     os.ftruncate(files, 0)
     os.lseek(after, 0, os.SEEK_SET)

@@ -155,7 +155,7 @@ def _response(answer: Any) -> ToolResponse:
 
 def _finite(reward: Real | None) -> float:
     if reward is not None and not math.isfinite(reward):
-        raise TypeError(f"the reward of the call is {reward}, which is no finite number")
+        raise TypeError(f"the reward of the call is {reward}, which is not a finite number")
     return float(reward or 0.0)
 
 

@@ -134,29 +134,31 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
-            f"the tool {name!r} is a generator, which has no one answer: return a list instead of yielding"
+            f"the tool {name!r} is a generator, but a tool must return one value: return a list instead of yielding items"
         )
     summary, described = _docstring(function)
     if not summary:
-        raise ConfigError(f"the tool {name!r} has no docstring; its first paragraph is what the model is told")
+        raise ConfigError(
+            f"the tool {name!r} has no docstring. Write one: its first paragraph is the description that the model receives"
+        )
     try:
         hints = get_type_hints(
             function if inspect.isroutine(function) else type(function).__call__, include_extras=True
         )
     except NameError as error:
         raise ConfigError(
-            f"a type of the tool {name!r} cannot be found: {error}; import it in the tool's module"
+            f"a type of the tool {name!r} cannot be resolved: {error}. Import the type in the tool's module"
         ) from None
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"the tool {name!r} takes {parameter}; a model can only give named arguments")
+            raise ConfigError(f"the tool {name!r} has the parameter {parameter}; a model can give named arguments only")
         if parameter.name not in hints:
-            raise ConfigError(f"the parameter {parameter.name!r} of the tool {name!r} has no type; annotate it")
+            raise ConfigError(f"the parameter {parameter.name!r} of the tool {name!r} has no type: add an annotation")
         if isinstance(parameter.default, FieldInfo):
             raise ConfigError(
-                f"the parameter {parameter.name!r} of the tool {name!r} has a pydantic Field for its default, which the "
-                f"function itself would take for the value; write {parameter.name}: Annotated[<type>, Field(...)] = <default>"
+                f"the parameter {parameter.name!r} of the tool {name!r} has a pydantic Field as its default, and the "
+                f"function would receive the Field as a value. Write {parameter.name}: Annotated[<type>, Field(...)] = <default>"
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         # An option that is absent here keeps its value from the annotation.
@@ -186,7 +188,7 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
         from referencing.jsonschema import EMPTY_REGISTRY
     except ImportError:
         raise ConfigError(
-            f"the tool {name!r} has a schema of its own, and checking calls against it needs jsonschema and regex: "
+            f"the tool {name!r} is given by a JSON Schema, and checks against a schema need jsonschema and regex: "
             f"pip install 'turnwise[mcp]'"
         ) from None
     kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
@@ -194,11 +196,13 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
         kind.check_schema(dict(parameters))
     except jsonschema.SchemaError as error:
         where = ".".join(str(part) for part in error.absolute_path) or "parameters"
-        raise ConfigError(f"the parameters of the tool {name!r} are no JSON Schema: {where}: {error.message}") from None
+        raise ConfigError(
+            f"the parameters of the tool {name!r} are not a JSON Schema: {where}: {error.message}"
+        ) from None
     if parameters.get("type", "object") != "object":
         raise ConfigError(
-            f"the parameters of the tool {name!r} are of type {parameters['type']!r}; a model gives named arguments, so "
-            f"they must be an object with properties"
+            f"the parameters of the tool {name!r} are of type {parameters['type']!r}; they must be of "
+            f"type 'object', because a model gives named arguments"
         )
     # An empty registry: a schema from outside must not make this machine download the schemas that it refers to.
     return bounded_patterns(kind)(dict(parameters), registry=EMPTY_REGISTRY)

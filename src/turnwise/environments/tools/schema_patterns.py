@@ -68,7 +68,7 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
             for name in extra:
                 yield from validator.descend(instance[name], allowed, path=name)
         elif not allowed and extra:
-            yield ValidationError(f"there is no argument of the names {', '.join(map(repr, extra))}"[:500])
+            yield ValidationError(f"these arguments do not exist: {', '.join(map(repr, extra))}"[:500])
 
     bounded: Any = validators.extend(
         kind,
@@ -137,5 +137,5 @@ def _found(pattern: str, text: str) -> bool:
         return regex.search(pattern, text, timeout=PATTERN_SECONDS, concurrent=True) is not None
     except TimeoutError:
         raise PatternTooSlow(
-            f"{text!r:.80} could not be compared with the pattern {pattern!r} in {PATTERN_SECONDS:g} s; give a shorter text"
+            f"{text!r:.80} could not be compared with the pattern {pattern!r} in {PATTERN_SECONDS:g} s; use a shorter text"
         ) from None

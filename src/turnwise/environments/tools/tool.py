@@ -60,11 +60,15 @@ class Tool:
 
     def __post_init__(self) -> None:
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise ConfigError(f"the tool {self.name!r} has a timeout of {self.timeout} s; give a number above 0")
+            raise ConfigError(
+                f"the tool {self.name!r} has timeout={self.timeout}; it must be a number of seconds above 0"
+            )
         if self.retries < 0:
-            raise ConfigError(f"the tool {self.name!r} has {self.retries} retries; give 0 or more")
+            raise ConfigError(f"the tool {self.name!r} has retries={self.retries}; it must be 0 or more")
         if self.retry_timeouts and not self.retries:
-            raise ConfigError(f"retry_timeouts of the tool {self.name!r} has no effect without retries: set retries")
+            raise ConfigError(
+                f"retry_timeouts of the tool {self.name!r} has no effect without retries: set retries, or remove it"
+            )
         if self.thread and not inspect.iscoroutinefunction(self.function):
             raise ConfigError(
                 f"thread=True of the tool {self.name!r} has no effect: the function is not async, and sync functions always run "
@@ -242,11 +246,13 @@ class Toolbox:
         try:
             inspect.signature(kind).bind(**arguments)
         except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
-            raise ConfigError(f"{kind.__name__} cannot be made with the arguments {arguments}: {error}") from None
+            raise ConfigError(f"{kind.__name__} cannot be created with the arguments {arguments}: {error}") from None
         methods = _public_methods(kind)
         closes = methods.pop("close", None) is not None
         if not methods:
-            raise ConfigError(f"the class {kind.__name__} has no public methods, which would be its tools")
+            raise ConfigError(
+                f"the class {kind.__name__} has no public methods; each public method becomes a tool, so add at least one"
+            )
         tools = tuple(
             Tool.of(method, timeout=timeout, retries=retries, retry_timeouts=retry_timeouts)
             for method in methods.values()
@@ -287,7 +293,7 @@ def _parts(schema: ToolSchema) -> tuple[str, str, Mapping[str, Any]]:
     example = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
     function = schema.get("function") if isinstance(schema, Mapping) and schema.get("type") == "function" else None
     if not isinstance(function, Mapping):
-        raise ConfigError(f"a tool's schema must be of the form {example}; got {schema!r:.200}")
+        raise ConfigError(f"a tool's schema must have the form {example}; got {schema!r:.200}")
     name, description = function.get("name"), function.get("description", "")
     parameters = function.get("parameters", {"type": "object", "properties": {}})
     if not isinstance(name, str) or not name:
@@ -310,8 +316,8 @@ def _refuse_unfit(function: Callable[..., Any], parameters: Mapping[str, Any], n
         for argument in parameters.get("properties", {}):
             if argument not in signature.parameters:
                 raise ConfigError(
-                    f"the schema of the tool {name!r} has the parameter {argument!r}, and its function takes none of that "
-                    f"name{nearest(argument, signature.parameters)}"
+                    f"the schema of the tool {name!r} has the parameter {argument!r}, which its function does not "
+                    f"have{nearest(argument, signature.parameters)}"
                 )
     for parameter in takes:
         needed = parameter.default is parameter.empty and parameter.kind in (
@@ -321,8 +327,8 @@ def _refuse_unfit(function: Callable[..., Any], parameters: Mapping[str, Any], n
         )
         if needed and parameter.name not in parameters.get("required", []):
             raise ConfigError(
-                f"the function of the tool {name!r} needs the argument {parameter.name!r}, and its schema does not require "
-                f"it: add it to `required`, or give it a default"
+                f"the function of the tool {name!r} needs the argument {parameter.name!r}, but its schema does not "
+                f"require it: add it to `required`, or give the parameter a default"
             )
 
 

@@ -51,7 +51,7 @@ class Tools:
     ) -> None:
         """`max_parallel_calls` bounds the calls of one turn. `truncation` is for tools without their own truncation."""
         if max_parallel_calls is not None and max_parallel_calls <= 0:
-            raise ConfigError(f"max_parallel_calls={max_parallel_calls} allows no call; give a number above 0")
+            raise ConfigError(f"max_parallel_calls={max_parallel_calls} is not allowed; it must be at least 1")
         ready = [_ready(tool, truncation) for tool in tools]
         if type(then) is Tools:  # two nested `Tools` become one
             ready = [*then._ready, *ready]
@@ -146,8 +146,8 @@ class Tools:
         async def answer(call: ToolCall) -> Answer:
             if id(call) in too_many:
                 text = (
-                    f"at most {most} tool call{'s' * (most != 1)} can be made at once, and this turn has {len(runnable)}: "
-                    f"this one was not made; make it in your next turn"
+                    f"at most {most} tool call{'s' * (most != 1)} can be made in one turn, and this turn has {len(runnable)}. "
+                    f"This call was not run; make it in your next turn"
                 )
                 return failed(call, "parallel", text)
             return await self._run(call, withdrawn)
@@ -283,7 +283,7 @@ def _shortened(tool: Tool, truncation: Truncation) -> Tool:
 
 
 def _refuse_duplicate(name: str) -> None:
-    raise ConfigError(f"two tools have the name {name!r}; a model could not distinguish them: rename one")
+    raise ConfigError(f"two tools have the name {name!r}; their names must differ: rename one")
 
 
 def _reply(answers: Sequence[Answer]) -> Reply:
@@ -302,8 +302,8 @@ def _merge_replies(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
     """One reply from two replies to the same turn: tool messages in the order of the calls, then other messages."""
     if theirs.resume is not None:
         raise TypeError(
-            "a turn called tools of this layer and of the inner environment, and the latter answered with Reply.resume; it must "
-            "answer with messages"
+            "a turn called tools of `Tools` and of its inner environment, and the inner environment returned Reply.resume; it "
+            "must return messages"
         )
     order = {call.id: number for number, call in enumerate(turn.calls)}
 

@@ -43,10 +43,10 @@ class Truncation:
 
     def __post_init__(self) -> None:
         if self.length <= 0:
-            raise ConfigError(f"a tool's answer cannot be cut to {self.length} {self.unit}; give a number above 0")
+            raise ConfigError(f"Truncation.length is {self.length} {self.unit}; it must be above 0")
         if self.unit == "tokens" and self.encode is None:
             raise ConfigError(
-                "a length in tokens needs a tokenizer: give Truncation(..., encode=renderer.encode), or measure in characters"
+                "Truncation with unit='tokens' needs a tokenizer: write Truncation(..., encode=renderer.encode)"
             )
 
     def __call__(self, text: str) -> str:

@@ -45,7 +45,7 @@ class _Shape:
             wrong_key = "arguments" if self.arguments == "parameters" else "parameters"
             return name_and_arguments(value, name_key=self.name, argument_keys=(self.arguments,), wrong_key=wrong_key)
         if not isinstance(value, dict) or len(value) != 1:
-            raise MalformedCall("it is no object with the tool's name as its only key", 0)
+            raise MalformedCall("the call must be an object with the tool's name as its only key", 0)
         ((name, arguments),) = value.items()
         return name, arguments_of(arguments)
 

@@ -71,7 +71,7 @@ class _UnmarkedName(NameThenJson):
         second = next((match for match in self.head_pattern.finditer(text, end) if match["name"] in known), None)
         if second is None:
             return calls, end
-        return [*calls, self.malformed("only one call a turn can be read", text[end:], second["name"])], len(text)
+        return [*calls, self.malformed("only one call in a turn is allowed", text[end:], second["name"])], len(text)
 
     def _end_of_call(self, text: str, end: int) -> int:
         return end
