@@ -107,6 +107,7 @@ def test_the_tests_that_are_named_as_evidence_exist(test: str) -> None:
 
 
 CHANGED = {
+    "model.gradient_checkpointing": "model.gradient_checkpointing=true",
     "model.lora.rank": "model.lora.rank=4",
     "model.lora.alpha": "model.lora.alpha=8",
     "model.lora.target_modules": "model.lora.target_modules=[q_proj]",

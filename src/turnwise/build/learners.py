@@ -100,6 +100,7 @@ def model_options(config: Config, path: str | Path | None = None) -> ModelOption
         device="cpu" if config.deterministic else config.model.device,
         lora=lora,
         adapter=path if resumed else None,
+        gradient_checkpointing=config.model.gradient_checkpointing,
     )
 
 

@@ -37,6 +37,9 @@ class ModelSection(Section):
     """The data type of the model's parameters. With bfloat16 the optimizer keeps a float32 copy of them."""
     device: NonEmpty = "auto"
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+    gradient_checkpointing: bool = False
+    """Whether the backward pass computes the activations inside each layer again, instead of keeping them. It needs much less
+    memory and about a third more time; the result is the same."""
     lora: LoraSection = LoraSection()
 
 

@@ -32,6 +32,9 @@ CALLED: dict[str, tuple[str, ...]] = {
     "limits.response_tokens": ("max_response_length",),
     "limits.context": ("max_prompt_length", "max_length", "max_model_len", "max_seq_length", "max_context_length"),
     "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.gradient_checkpointing": (
+        "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
+    ),
     "model.lora.rank": (
         "lora", "lora_rank", "lora_r", "use_peft", "peft_config", "peft", "adapter", "tuner_type", "train_type",
     ),
@@ -81,9 +84,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     ),
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
-    ),
-    "turnwise has no activation checkpointing: a smaller train.micro_batch_tokens saves memory": (
-        "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
     ),
     "the optimizer is AdamW: leave it out": ("optim", "optimizer"),
     "turnwise has no critic: credit.name sets how advantages are computed from rewards": (

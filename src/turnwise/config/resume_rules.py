@@ -35,6 +35,7 @@ RULES: Mapping[str, Rule] = {
     "model.path": "named",
     "model.dtype": "fixed",
     "model.device": "free",
+    "model.gradient_checkpointing": "free",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),
     # the source of the rows may change; their contents are compared
     **_all("rows", "data.", "train split subset columns system_prompt max_rows"),

@@ -106,6 +106,7 @@ def _limits(config: Config) -> Limits:
 
 
 EFFECTS: Mapping[str, Callable[[Config], Any]] = {
+    "model.gradient_checkpointing": build.model_options,
     **{f"model.lora.{name}": build.model_options for name in ("rank", "alpha", "target_modules", "rslora", "dora")},
     **{f"data.{name}": _rows for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
     "data.eval_split": _held_out,

@@ -18,6 +18,7 @@ import torch
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.attention import ignored_by_sdpa, set_text_attention
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
+from turnwise.models.recompute import recompute_layers
 
 __all__ = ["ModelOptions", "load_model"]
 
@@ -41,6 +42,8 @@ class ModelOptions:
     """A new adapter on the model, whose other weights are frozen. None: no adapter."""
     adapter: str | Path | None = None
     """A directory with saved weights of the adapter `lora`. None: the adapter starts with random values."""
+    gradient_checkpointing: bool = False
+    """Whether the backward pass computes the activations inside a layer again."""
 
 
 def load_model(options: ModelOptions) -> Any:
@@ -56,12 +59,16 @@ def load_model(options: ModelOptions) -> Any:
     if base is None:
         model = _load_base(options)
     else:
-        model = merged(load_model(replace(options, path=base, lora=None, adapter=None)), options.path)
+        model = merged(
+            load_model(replace(options, path=base, lora=None, adapter=None, gradient_checkpointing=False)), options.path
+        )
         model.name_or_path = str(options.path)
     if options.lora is not None:
         add_adapter(model, options.lora)
         if options.adapter is not None:
             load_adapter(model, options.adapter)
+    if options.gradient_checkpointing:
+        recompute_layers(model)
     return model
 
 
