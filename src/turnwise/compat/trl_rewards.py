@@ -1,7 +1,7 @@
 """TRL's reward functions (`reward_funcs` of its GRPOTrainer), unchanged.
 
     reward:
-      group:
+      batch:
         - {use: turnwise.compat.trl_rewards:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
 
 For a function that returns a reward function, give its arguments:
@@ -12,8 +12,8 @@ For a function that returns a reward function, give its arguments:
             arguments: {max_completion_len: 1024, soft_punish_cache: 256}
 
 A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
-an item per conversation, and returns a list of numbers. It may be sync or async. It is called once per row, with all
-conversations of this row. The behaviour is that of TRL 1.16.
+an item per conversation, and returns a list of numbers. It may be sync or async. In `reward.batch`, it is called once for all
+conversations of a step, as in TRL; in `reward.group`, once for all conversations of a row. The behaviour is that of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["TrlReward"]
 
-_KEY = "reward.group.arguments.function"
+_KEY = "reward.batch.arguments.function"
 _GIVEN = {"prompts", "completions", "completion_ids", "environments"}
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 class TrlReward:
-    """Converts a TRL reward function to a reward function of the trajectories of a group.
+    """Converts a TRL reward function to a reward function of the batch or of a group.
 
-    None and NaN mean that the function does not apply to a conversation. Values that it logs with `log_extra` and `log_metric`
-    are recorded in the `info` of the last turn of each trajectory.
+    None and NaN mean that the function does not apply to a conversation. Values that it logs with `log_extra` are recorded in
+    the `info` of the last turn of each trajectory; those that it logs with `log_metric` are metrics of the trajectories.
     """
 
     def __init__(self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None) -> None:
@@ -87,6 +87,10 @@ class TrlReward:
 
     def _numbers(self, values: Any) -> list[float | None]:
         who = f"the reward function {self.__name__}"
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            raise TypeError(
+                f"{who} gave {values!r:.80}; it must return a list with a number, or None, for each conversation"
+            )
         numbers = [None if value is None else reward_number(value, who) for value in values]
         return [None if number is None or math.isnan(number) else number for number in numbers]
 
@@ -97,7 +101,7 @@ class TrlReward:
 
         def log_metric(name: str, value: float) -> None:
             for trajectory in trajectories:
-                _last_info(trajectory)[name] = float(value)
+                trajectory.metrics[name] = reward_number(value, f"log_metric({name!r})")
 
         prompts, completions = zip(*(_parted(trajectory) for trajectory in trajectories), strict=True)
         names = dict.fromkeys(

@@ -106,10 +106,12 @@ def given_chat_model(
         except TypeError as error:
             raise ConfigError(f"endpoint cannot be made of {dict(endpoint)}: {error}") from None
         return Endpoint(**endpoint)
-    found: Any = resolve(chat_model, key=key) if isinstance(chat_model, str) else chat_model
-    if not callable(found):
-        raise ConfigError(f"chat_model is a {type(found).__name__}, {found!r:.80}; it must be a function of messages")
-    return found
+    if isinstance(chat_model, str):
+        chat_model = resolve(chat_model, key=key)
+    if not callable(chat_model):
+        kind = type(chat_model).__name__
+        raise ConfigError(f"chat_model is a {kind}, {chat_model!r:.80}; it must be a function of messages")
+    return chat_model
 
 
 async def ask_chat_model(chat_model: ChatModel, messages: list[Message], *, name: str, kind: str) -> str:

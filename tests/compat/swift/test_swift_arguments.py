@@ -89,7 +89,7 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
             },
         },
         "reward": {
-            "group": [
+            "batch": [
                 {
                     "use": "turnwise.compat.swift:Reward",
                     "name": "accuracy",
@@ -190,7 +190,7 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
         ("--gym_env g --reward_weights 2", "environment.arguments.gym_weight", 2.0),
         ("--multi_turn_scheduler mine --external_plugins p.py", "environment.arguments.tokenizer", "M"),
         ("--warmup_steps 3", "train.warmup_steps", 3),
-        ('--reward_funcs \'["accuracy", "format"]\'', "reward.group.1.name", "format"),
+        ('--reward_funcs \'["accuracy", "format"]\'', "reward.batch.1.name", "format"),
         ("--vllm_max_model_len=2048", "limits.context", 2048),
         ("--num_iterations 2 --epsilon 0.1", "train.clip_high", 0.1),
     ],
@@ -320,7 +320,7 @@ def test_a_reward_of_ms_swift_that_is_not_here_is_told_unless_a_plugin_has_one(t
     (tmp_path / "without.py").write_text("orms['other'] = Mine\n")
     for file, kept in (("with.py", ["toolbench", "accuracy"]), ("without.py", ["accuracy"])):
         found = converted(FULL + f"--reward_funcs toolbench accuracy --external_plugins {tmp_path / file}")
-        assert [use["name"] for use in found.recipe["reward"]["group"]] == kept
+        assert [use["name"] for use in found.recipe["reward"]["batch"]] == kept
         assert ("reward_funcs" in left(found)) is (len(kept) == 1)
 
 

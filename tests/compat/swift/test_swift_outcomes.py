@@ -221,14 +221,36 @@ def test_a_script_gives_reward_functions_the_arguments_that_they_read(tmp_path: 
         f"--external_plugins {plugin} --reward_funcs cosine soft_overlong repetition mine accuracy --soft_cache_length 16 "
         "--cosine_max_len 32 --repetition_n_grams 4".split()
     )
-    args = [use["arguments"].get("args") for use in found.recipe["reward"]["group"]]
+    args = [use["arguments"].get("args") for use in found.recipe["reward"]["batch"]]
     assert args[0] == {"max_completion_length": 64, "cosine_max_len": 32}
     assert args[1] == {"max_completion_length": 64, "soft_cache_length": 16}
     assert args[2] == {"repetition_n_grams": 4}
     assert args[3] == {"temperature": 0.9, "max_steps": 10}
     assert found.refused() == []
-    (mine,) = [use for use in found.recipe["reward"]["group"] if use["name"] == "mine"]
+    (mine,) = [use for use in found.recipe["reward"]["batch"] if use["name"] == "mine"]
     assert scored(group("a", "b"), {"arguments": mine["arguments"]}) == [0.0, 0.0]
     words = "--rlhf_type grpo --model M --dataset d --max_steps 1 --cosine_max_len 9"
     left = from_swift_arguments(words.split()).unsupported
     assert ("cosine_max_len", False) in [(one.key, one.changes_training) for one in left]
+
+
+def test_in_the_batch_a_reward_is_called_once_with_the_completions_of_all_rows() -> None:
+    calls: list[tuple[list[str], Any]] = []
+
+    class Centred:
+        def __init__(self, args: Any = None) -> None:
+            pass
+
+        def __call__(self, completions: list[str], source: list[str], trajectory_inputs: Any, **kwargs: Any) -> Any:
+            calls.append((completions, sorted(trajectory_inputs)))
+            lengths = torch.tensor([float(len(one)) for one in completions])
+            return lengths - lengths.mean()
+
+    orms["centred"] = Centred
+    groups = [group("a", "bb"), group("cccccc")]
+    groups[1].trajectories[0].id = "2/0"
+    use = {"use": "turnwise.compat.swift:Reward", "arguments": {"use": "centred"}}
+    tree = {"model": {"path": "m"}, "data": {"train": "d"}, "train": {"steps": 1}, "reward": {"batch": [use]}}
+    asyncio.run(scorer(Config.model_validate(tree)).score(groups))
+    assert [[one.reward for one in each.trajectories] for each in groups] == [[-2.0, -1.0], [3.0]]
+    assert calls == [(["a", "bb", "cccccc"], ["1/0", "1/1", "2/0"])]

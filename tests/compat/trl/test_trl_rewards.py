@@ -14,7 +14,7 @@ from turnwise.compat.trl import TrlEnvironments
 from turnwise.compat.trl_rewards import TrlReward
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.rewards.functions import GroupReward
+from turnwise.rewards.functions import BatchReward, GroupReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.limits import Limits
 from turnwise.types import Group, Trajectory
@@ -120,3 +120,31 @@ def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
         build.scorer(recipe("maker"))
     with pytest.raises(ConfigError, match="has no 'missing'"):
         build.scorer(recipe("missing"))
+
+
+def test_in_the_batch_a_function_is_called_once_with_all_rows_of_a_step_and_log_metric_is_a_metric() -> None:
+    calls: list[Any] = []
+
+    def centred(prompts: Any, completions: Any, answer: list[int], log_metric: Any, **kwargs: Any) -> list[float]:
+        calls.append((len(prompts), answer))
+        log_metric("mean_answer", sum(answer) / len(answer))
+        return [one - sum(answer) / len(answer) for one in answer]
+
+    groups = [
+        Group(id=str(answer), row=row, trajectories=hold_all(Says("Yes."), size=size, row=row))
+        for answer, size in ((1, 2), (7, 1))
+        for row in [a_row(id=str(answer), answer=answer)]
+    ]
+    asyncio.run(Scorer(batch=[BatchReward("f", TrlReward(centred))]).score(groups))
+    assert calls == [(3, [1, 1, 7])]
+    assert [[one.reward for one in group.trajectories] for group in groups] == [[-2.0, -2.0], [4.0]]
+    assert groups[1].trajectories[0].metrics == {"mean_answer": 3.0}
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "abc"])
+def test_a_result_that_is_no_list_fails_with_the_rule(value: Any) -> None:
+    trajectories = hold_all(Says("Yes."), row=a_row())
+    group = Group(id="1", row=trajectories[0].row, trajectories=trajectories)
+    asyncio.run(Scorer(batch=[BatchReward("f", TrlReward(lambda completions: value))]).score([group]))
+    assert trajectories[0].error is not None
+    assert f"gave {value!r}; it must return a list with a number, or None, for each" in trajectories[0].error.message

@@ -26,7 +26,7 @@ _PREFIXES = {"cosine": "cosine_", "repetition": "repetition_", "soft_overlong": 
 
 
 def convert_rewards(builder: SwiftRecipeBuilder) -> None:
-    """Set reward.group from `reward_funcs` and `reward_weights`. A gym environment's reward is the last weight."""
+    """Set reward.batch from `reward_funcs` and `reward_weights`. A gym environment's reward is the last weight."""
     values = builder.values
     names, weights = values.get("reward_funcs") or [], values.get("reward_weights") or []
     gym = _is_gym(builder)
@@ -41,17 +41,17 @@ def convert_rewards(builder: SwiftRecipeBuilder) -> None:
                 reward["weight"] = float(weights[number])
             rewards.append(reward)
     if rewards:
-        builder.set("reward.group", rewards)
+        builder.set("reward.batch", rewards)
     if weights and gym and weights[-1] != 1:
         builder.get("environment.arguments")["gym_weight"] = float(weights[-1])
-    builder.convert("reward.group", "reward_funcs", "external_plugins", "reward_weights")
+    builder.convert("reward.batch", "reward_funcs", "external_plugins", "reward_weights")
     for key in REWARD_ARGUMENTS:
         if key not in builder.converted:
             builder.reject(key, "no reward function of the configuration uses it")
 
 
 def _reward_function(builder: SwiftRecipeBuilder, name: str) -> dict[str, Any] | None:
-    """The item of reward.group for one reward function; None if there is no function of that name."""
+    """The item of reward.batch for one reward function; None if there is no function of that name."""
     plugins = builder.values.get("external_plugins") or []
     if name not in orms and (not plugins or (name in REWARDS and not _mentioned(name, plugins))):
         reason = f"there is no reward function {name!r}; there are {', '.join(sorted(orms))}, and those of plugins"
@@ -74,7 +74,7 @@ def _reward_args(builder: SwiftRecipeBuilder, name: str, plugins: Sequence[str])
     args = {key: value for key in read if (value := builder.value(key)) is not None}
     if "max_steps" in read and (steps := builder.get("train.steps")) is not None:
         args["max_steps"] = steps  # our steps, which `trainer_state.global_step` counts too
-    builder.convert("reward.group", *(key for key in args if key in REWARD_ARGUMENTS))
+    builder.convert("reward.batch", *(key for key in args if key in REWARD_ARGUMENTS))
     return args
 
 

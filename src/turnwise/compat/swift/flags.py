@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["ALIASES", "CHOICES", "DEFAULTS", "FIXED", "LISTS", "MACHINERY", "OPTIONS", "REWARDS", "SHARE_OF_STEPS"]
 
-REWARDS = frozenset({"math", "toolbench"})
+REWARDS = frozenset({"toolbench"})
 """Reward functions of ms-swift that turnwise does not have. A plugin may define a function of the same name."""
 
 SHARE_OF_STEPS = "a value below 1 is a share of all steps in ms-swift, but {} is a number of steps: set it"

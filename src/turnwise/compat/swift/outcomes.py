@@ -1,6 +1,6 @@
 """The reward functions that ms-swift provides, with its names.
 
-`accuracy` uses math-verify (`pip install 'turnwise[math]'`). `cosine`, `repetition` and `soft_overlong` have ms-swift's
+`accuracy` and `math` use math-verify (`pip install 'turnwise[math]'`). `cosine`, `repetition` and `soft_overlong` have ms-swift's
 arguments. `format` and `react_format` check the format of a completion.
 """
 
@@ -9,17 +9,22 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.compat.swift.reward_args import RewardArgs
 from turnwise.compat.swift.rewards import ORM, orms
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, Failed, boundary
 
-__all__ = ["CosineReward", "Format", "MathAccuracy", "ReActFormat", "RepetitionPenalty", "SoftOverlong"]
+__all__ = ["CosineReward", "Format", "MathAccuracy", "MathORM", "ReActFormat", "RepetitionPenalty", "SoftOverlong"]
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{([^}]*)\}")
+_MATH_MARKS = re.compile(r"\\[()\[\]]")
+_LONGEST_EXPRESSION = 300  # characters
+_HUGE = re.compile(r"\^[^-+*/\s]*\^|\^\W*\d{4}|\d{4,}\s*!|!\s*!")
+"""Powers of powers, large exponents and factorials of large numbers: their exact values can have billions of digits."""
 _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
 
 
@@ -34,11 +39,34 @@ class MathAccuracy(ORM):
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__(args, **kwargs)
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError("the reward function accuracy needs math-verify: pip install 'turnwise[math]'")
+        _require_math_verify("accuracy")
 
     def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
         return [_agree(one, str(truth)) for one, truth in zip(completions, solution, strict=True)]
+
+
+class MathORM(ORM):
+    """`math` of ms-swift: 1 if the boxed texts, or else the complete texts, are equal or are equal expressions, else 0.
+
+    Text before `# Answer` does not count. The right answers are in the column `ground_truths` or `solution`. A completion may
+    also be a request with `messages`, of which the last one counts. For new recipes, `accuracy` reads answers more exactly:
+    here, a boxed text ends at its first brace.
+
+    Raises ConfigError without math-verify, which brings the parser of LaTeX.
+    """
+
+    def __init__(self, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(args, **kwargs)
+        _require_math_verify("math")
+
+    def __call__(
+        self, infer_requests: Sequence[Any], ground_truths: Sequence[Any] | None = None, **kwargs: Any
+    ) -> list[float | None]:
+        truths = kwargs["solution"] if ground_truths is None else ground_truths
+        return [
+            float(_equal_expressions(_final_text(_request_text(request)), _final_text(str(truth))))
+            for request, truth in zip(infer_requests, truths, strict=True)
+        ]
 
 
 class Format(ORM):
@@ -143,6 +171,49 @@ def _agree(completion: str, solution: str) -> float:
     return float(verify(gold, found))
 
 
+def _require_math_verify(name: str) -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"the reward function {name} needs math-verify: pip install 'turnwise[math]'")
+
+
+def _request_text(request: Any) -> str:
+    if isinstance(request, str):
+        return request
+    messages = request["messages"] if isinstance(request, Mapping) else request.messages
+    return str(messages[-1]["content"])
+
+
+def _final_text(text: str) -> str:
+    """The boxed text after `# Answer`, without marks of mathematics and braces."""
+    parts = text.split("# Answer")
+    text = (parts[1] if len(parts) > 1 else text).strip()
+    if (boxed := _BOXED.search(text)) is not None:
+        text = boxed.group(1).strip()
+    return _MATH_MARKS.sub("", text).replace("{", "").replace("}", "").strip()
+
+
+def _equal_expressions(text: str, other: str) -> bool:
+    if text == other:
+        return True
+    first, second = _expression(text), _expression(other)
+    return first is not None and second is not None and bool(first.equals(second))
+
+
+def _expression(text: str) -> Any:
+    """A text as a sympy expression; None if it is not one, or if its value could take minutes to compute."""
+    from latex2sympy2_extended import latex2sympy
+
+    text = text.partition("%")[0]  # a comment in LaTeX
+    if not text or len(text) > _LONGEST_EXPRESSION or _HUGE.search(text):
+        return None
+    try:
+        with boundary("reward"):
+            expression = latex2sympy(text)
+    except Failed:  # the parser raises Exception
+        return None
+    return expression if callable(getattr(expression, "equals", None)) else None
+
+
 def _tagged(text: str) -> str | None:
     found = _TAGGED.search(text)
     return found.group(1).strip() if found else None
@@ -150,6 +221,7 @@ def _tagged(text: str) -> str | None:
 
 orms.update(
     accuracy=MathAccuracy,
+    math=MathORM,
     format=Format,
     react_format=ReActFormat,
     cosine=CosineReward,

@@ -19,7 +19,9 @@ _functions: dict[str, tuple[Any, Any]] = {}
 
 
 class Reward:
-    """A reward function of ms-swift for `reward.group`: called once for all conversations of a row.
+    """A reward function of ms-swift for `reward.batch`: called once for all conversations of a step, as in ms-swift.
+
+    In `reward.group`, it is called once for all conversations of a row.
 
     A call gets `completions`, each column of the data as a list with one item per conversation, and `trainer_state` with
     `global_step` and `max_steps`.
@@ -74,14 +76,14 @@ async def reward(
 
 def _reward_function(use: str, plugins: Sequence[str], arguments: Mapping[str, Any] | None, args: RewardArgs) -> Any:
     load_plugins(plugins)
-    function = select(orms, use, what="reward function", key="reward.group.arguments.use")
+    function = select(orms, use, what="reward function", key="reward.batch.arguments.use")
     if isinstance(function, type):
         try:
             return make_reward(function, dict(arguments or {}), args)
         except (TypeError, AttributeError) as error:
-            raise ConfigError(f"reward.group.arguments: {use} cannot be made: {error}") from error
+            raise ConfigError(f"reward.batch.arguments: {use} cannot be made: {error}") from error
     if arguments:
         raise ConfigError(
-            f"reward.group.arguments.arguments: {use} is a function, not a class, and takes none: remove them"
+            f"reward.batch.arguments.arguments: {use} is a function, not a class, and takes none: remove them"
         )
     return function
