@@ -16,14 +16,14 @@ from typing import Any
 
 from turnwise import build
 from turnwise.errors import RolloutError
-from turnwise.record.metrics import conversation_metrics, failures
+from turnwise.record.metrics import conversation_metrics, failures, has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.evaluate import evaluate
-from turnwise.runs.training_run import TrainingRun, assemble
+from turnwise.runs.training_run import DataState, TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
-from turnwise.types import Group, Trajectory
+from turnwise.types import Group, Row, Trajectory
 
 __all__ = ["TrainingRun", "assemble", "train"]
 
@@ -44,18 +44,18 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
                 await _evaluate(run, report)
             started = time.perf_counter()
             run.activity.step(run.step + 1)
-            rollouts = await (next_rollouts or roll_out(run, run.step))
+            rollouts = await (next_rollouts or roll_out(run, run.step, run.data))
             if options.overlap and run.step + 1 < run.steps:
-                next_rollouts = asyncio.create_task(roll_out(run, run.step + 1))
-            groups, update_started = rollouts.groups, time.perf_counter()
-            _weigh(run, groups)
-            run.credit(groups)
-            batches = pack_groups(run, groups)
+                next_rollouts = asyncio.create_task(roll_out(run, run.step + 1, rollouts.data))
+            update_started = time.perf_counter()
+            _weigh(run, rollouts.groups)
+            run.credit(rollouts.trained)
+            batches = pack_groups(run, rollouts.trained)
             update = await _update(run, batches)
             # at once, so that no further token is sampled from the old weights
             await run.publisher.publish(run.step + 1)
             seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - update_started}
-            _finish_step(run, report, groups, update, saved=share_saved(batches), seconds=seconds, started=started)
+            _finish_step(run, report, rollouts, update, saved=share_saved(batches), seconds=seconds, started=started)
         if run.evaluation_due(config.eval.every):
             await _evaluate(run, report)
     report.end(run.directory, run.checkpoints.newest)
@@ -63,18 +63,50 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rollouts:
+    """The scored trajectories of a step."""
+
     groups: Sequence[Group]
+    """All groups that were sampled."""
+    replaced: int
+    """How many of them `train.dynamic_sampling` replaced."""
+    data: DataState
+    """The position in the data after these groups."""
     seconds: float
 
+    @property
+    def trained(self) -> Sequence[Group]:
+        """The groups to train on: without those that were replaced, unless no others are left."""
+        if not self.replaced:
+            return self.groups
+        return [group for group in self.groups if has_reward_differences(group)] or self.groups
 
-async def roll_out(run: TrainingRun, step: int) -> _Rollouts:
-    """Sample and score the trajectories of a step, counted from 0."""
+
+async def roll_out(run: TrainingRun, step: int, data: DataState) -> _Rollouts:
+    """Sample and score the trajectories of a step, counted from 0, from the rows after `data`.
+
+    With `train.dynamic_sampling`, groups without reward differences are replaced by groups of the next rows.
+    """
     started = time.perf_counter()
     options = run.config.train
-    places = run.order.take(run.position + (step - run.step) * options.batch_size, options.batch_size)
+    groups: list[Group] = []
+    for _ in range(1 + options.dynamic_sampling):
+        count = options.batch_size
+        if options.dynamic_sampling:
+            count -= sum(has_reward_differences(group) for group in groups)
+        if not count:
+            break
+        rows, data = run.next_rows(data, count)
+        groups += await _sample_groups(run, step, rows, first=len(groups))
+    replaced = len(groups) - options.batch_size
+    return _Rollouts(groups, replaced, data.after(groups), time.perf_counter() - started)
+
+
+async def _sample_groups(run: TrainingRun, step: int, rows: Sequence[Row], *, first: int) -> list[Group]:
+    """Sample and score a group of each row. `first` is the number of groups that the step has before these."""
+    options = run.config.train
     groups = [
-        new_group(run.rows[index], size=options.group_size, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
-        for place, (_, index) in enumerate(places)
+        new_group(row, size=options.group_size, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
+        for place, row in enumerate(rows, first)
     ]
     advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
     score = run.scorer.scoring_callback(groups)
@@ -84,7 +116,7 @@ async def roll_out(run: TrainingRun, step: int) -> _Rollouts:
         await score(trajectory)
 
     await rollout_groups(groups, run.context, on_finished=on_finished)
-    return _Rollouts(groups, time.perf_counter() - started)
+    return groups
 
 
 def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
@@ -139,7 +171,7 @@ async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
 def _finish_step(
     run: TrainingRun,
     report: TrainReport,
-    groups: Sequence[Group],
+    rollouts: _Rollouts,
     update: UpdateStats,
     *,
     saved: float,
@@ -147,6 +179,7 @@ def _finish_step(
     started: float,
 ) -> None:
     """Write down the step, and warn of what keeps the run from learning. `saved` is the share of tokens not computed."""
+    groups = rollouts.groups
     metrics: dict[str, Any] = {
         **conversation_metrics(groups),
         "loss": update.loss,
@@ -157,6 +190,11 @@ def _finish_step(
         "tokens/trained": update.tokens,
         "tokens/prefix_saved": saved,
     }
+    if run.config.train.dynamic_sampling:
+        metrics["groups/replaced"] = rollouts.replaced
+    if run.curriculum is not None:
+        metrics["rows/skipped"] = rollouts.data.position - run.data.position - len(groups)
+    run.data_after_step = rollouts.data
     tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
     if not run.config.train.overlap and update.max_deviation > tolerance:
         _log.warning(

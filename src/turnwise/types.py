@@ -107,6 +107,8 @@ class Row:
     """The opening messages, at least one."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The other columns, by their names after `data.columns` was applied."""
+    source: str = ""
+    """The data set that the row is from, if `data.train` or `data.eval` is a list of several; else empty."""
 
     def __getitem__(self, name: str) -> Any:
         try:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.data.rows import Order, read_rows
+from turnwise.data.order import Order
+from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
 from turnwise.types import Row
 

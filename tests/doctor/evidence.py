@@ -42,6 +42,7 @@ _EVALUATIONS = _effects("evaluations_are_as_many_as_the_recipe_says")
 _CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
 _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
+_ROWS = "runs/test_row_choice.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
@@ -69,6 +70,10 @@ TESTED: Mapping[str, str] = {
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
     **{f"train.{name}": _LEARNT for name in ("batch_size", "group_size", "minibatches", "ppo_epochs", "loss_average")},
+    "train.dynamic_sampling": f"{_ROWS}groups_without_differences_are_replaced",
+    "train.overlong_filter": f"{_ROWS}cut_trajectories_are_not_trained_on",
+    "data.weights": f"{_ROWS}data_sets_are_mixed_by_their_weights",
+    **{f"data.curriculum.{name}": f"{_ROWS}the_curriculum_skips_rows" for name in ("low", "high", "keep", "column")},
     "train.overlap": "test_train.py::test_overlapping_marks_which_weights_sampled_what",
     "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
     "train.share_prompts": _REACHES,

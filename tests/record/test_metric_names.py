@@ -29,17 +29,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The first line of each kind, from a training run, a rollout and a fine-tuning run of a tiny model."""
     place = tmp_path_factory.mktemp("runs")
-    rows = str(save_rows(place / "rows.jsonl"))
+    rows = [str(save_rows(place / name)) for name in ("rows.jsonl", "more_rows.jsonl")]
     talk = [{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}] * 2
     (place / "talk.jsonl").write_text("\n".join(map(json.dumps, talk)), encoding="utf-8")
     common = {"model": {"path": str(save_model(place / "model"))}}
     recipe = {
         **common,
-        "data": {"train": rows, "eval": rows},
+        "data": {"train": rows, "eval": rows, "curriculum": {"low": -100}},
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 8},
         "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}]},
-        "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01},
+        "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01, "dynamic_sampling": 1},
         "eval": {"max_rows": 2},
         "output": str(place / "train"),
     }

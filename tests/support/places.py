@@ -91,3 +91,12 @@ def ranked(trajectories: Sequence[Trajectory], by: float = 1.0) -> list[float]:
     """The places of the trajectories of a group, the shortest first."""
     lengths = sorted(one.sampled_tokens for one in trajectories)
     return [by * lengths.index(one.sampled_tokens) for one in trajectories]
+
+
+@environment
+async def equal_in_even_rows(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Gives all conversations of an even row the reward 0.5, and those of an odd row their own."""
+    turn = yield Opening(messages=row.messages)
+    assert turn.completion is not None
+    own = (sum((n + 1) * id_ for n, id_ in enumerate(turn.completion.token_ids)) % 997) / 997
+    yield Reply(reward=own if int(row.id) % 2 else 0.5, done=True)

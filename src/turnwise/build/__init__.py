@@ -3,7 +3,7 @@
 Every object that a recipe names is imported and checked here, before a run begins.
 """
 
-from turnwise.build.data import drop_long_prompts, rows
+from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.learners import (
@@ -24,6 +24,7 @@ __all__ = [
     "Scripts",
     "connect_engine",
     "credit",
+    "curriculum",
     "drop_long_prompts",
     "engine",
     "engine_model",
@@ -38,6 +39,7 @@ __all__ = [
     "read_scripts",
     "renderer",
     "rollout_context",
+    "row_order",
     "rows",
     "sampling",
     "scorer",

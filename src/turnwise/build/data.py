@@ -1,16 +1,19 @@
-"""The rows of a recipe: read, limited, and without prompts that are too long."""
+"""The rows of a recipe: read, limited, without prompts that are too long, and in which order they are used."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
+from turnwise.data.curriculum import Curriculum
+from turnwise.data.order import Order, RowOrder, weighted_order
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
 from turnwise.types import Row
 
-__all__ = ["drop_long_prompts", "rows"]
+__all__ = ["curriculum", "drop_long_prompts", "row_order", "rows"]
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
@@ -48,3 +51,28 @@ def drop_long_prompts(config: Config, rows: Sequence[Row], renderer: Renderer) -
     dropped = len(rows) - len(kept)
     note = f"{dropped} of {len(rows)} rows are left out: data.max_prompt_tokens={longest}"
     return kept, [note] if dropped else []
+
+
+def row_order(config: Config, rows: Sequence[Row]) -> RowOrder:
+    """The order in which the run uses its rows.
+
+    Raises ConfigError if data.weights names a data set without rows.
+    """
+    data = config.data
+    if data.weights is None:
+        return Order(len(rows), seed=config.seed, shuffle=data.shuffle)
+    weights = dict(zip(data.train, data.weights, strict=True))
+    return weighted_order(rows, weights, seed=config.seed, shuffle=data.shuffle)
+
+
+def curriculum(config: Config) -> Curriculum | None:
+    """The recipe's curriculum; None if it skips no row."""
+    options = config.data.curriculum
+    if options.low is None and options.high is None:
+        return None
+    return Curriculum(
+        low=-math.inf if options.low is None else options.low,
+        high=math.inf if options.high is None else options.high,
+        keep=options.keep,
+        seed=config.seed,
+    )

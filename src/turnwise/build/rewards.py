@@ -17,7 +17,7 @@ from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
-from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory, without_cut_turns
 from turnwise.rollout.chat_model import EngineChatModel
 from turnwise.services.chat_model import ChatModel
 from turnwise.types import Sampling
@@ -81,10 +81,15 @@ def credit(config: Config) -> Credit:
 
 
 def turn_weighting(config: Config) -> TurnWeighting:
-    """The rule of `loss_mask`: the weight of each turn in the loss.
+    """The rule of `loss_mask` and `train.overlong_filter`: the weight of each turn in the loss.
 
     Raises ConfigError if the recipe names a function that cannot be called with a turn.
     """
+    rule = _loss_mask(config)
+    return without_cut_turns(rule) if config.train.overlong_filter else rule
+
+
+def _loss_mask(config: Config) -> TurnWeighting:
     use = config.loss_mask
     if use.use in TURN_WEIGHTINGS:
         return TURN_WEIGHTINGS[use.use]

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from turnwise.config.section import NonEmpty, Positive, Section
 
-__all__ = ["DataSection", "LoraSection", "ModelSection"]
+__all__ = ["CurriculumSection", "DataSection", "LoraSection", "ModelSection"]
 
 
 class LoraSection(Section):
@@ -43,6 +43,21 @@ class ModelSection(Section):
     lora: LoraSection = LoraSection()
 
 
+class CurriculumSection(Section):
+    """Skips rows that are too hard or too easy for the model at present. The pass rate of a row is the mean reward of its last
+    group of trajectories; a row is never skipped before it has a pass rate. Off by default: `low` and `high` are null."""
+
+    low: float | None = None
+    """Rows with at most this pass rate are too hard and are skipped. Null: no row is too hard."""
+    high: float | None = None
+    """Rows with at least this pass rate are too easy and are skipped. Null: no row is too easy."""
+    keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """The probability that a row which is too hard or too easy is used all the same, so that its pass rate is measured again."""
+    column: NonEmpty | None = None
+    """The column of the data with the pass rate of each row before training, such as one measured with `turnwise rollout`. Null:
+    rows have no pass rate until their first group has ended."""
+
+
 class DataSection(Section):
     """The rows that conversations start from."""
 
@@ -62,6 +77,10 @@ class DataSection(Section):
     column `question` of the data."""
     system_prompt: str | None = None
     """A system message to put before prompts that have none. Null: no system message is added."""
+    weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
+    """The weights of the data sets if `data.train` is a list: `[2, 1]` takes two rows of the first data set for each row of the
+    second. Each data set is shuffled and repeated on its own. Null: the rows of all data sets are mixed as one data set."""
+    curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
     """Whether rows are taken in random order, with a new order in each pass over the data. False: in the order of the data."""
     max_rows: Positive | None = None

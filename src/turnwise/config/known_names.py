@@ -47,6 +47,12 @@ CALLED: dict[str, tuple[str, ...]] = {
     "data.eval": ("val_files", "eval_dataset", "val_dataset", "validation_files", "test_files"),
     "data.columns": ("prompt_key", "column_mapping", "reward_fn_key"),
     "data.system_prompt": ("system",),
+    "data.weights": ("interleave_prob", "probabilities", "mixture_weights", "data_weights"),
+    "data.curriculum": ("curriculum_sampler", "difficulty", "pass_rate"),
+    "train.dynamic_sampling": (
+        "dynamic_sample", "max_resample_times", "filter_groups", "max_num_gen_batches", "filter_zero_std",
+    ),
+    "train.overlong_filter": ("mask_truncated_completions", "overlong_filtering", "filter_overlong"),
     "data.shuffle": ("shuffle_dataset",),
     "data.max_rows": ("max_samples", "train_max_samples"),
     "reward.trajectory": ("reward_funcs", "reward_functions", "reward_fn", "custom_reward_function", "reward_model"),

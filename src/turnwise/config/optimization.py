@@ -65,6 +65,12 @@ class TrainSection(OptimizationSection):
     entropy_coef: float = 0.0
     """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
     bonus."""
+    dynamic_sampling: Annotated[int, Field(ge=0)] = 0
+    """The most times in a step that groups whose trajectories all have the same rewards are replaced by groups of the next rows
+    (DAPO). Replaced groups count in the metrics and are recorded, but not trained on. 0: no group is replaced."""
+    overlong_filter: bool = False
+    """Whether trajectories whose last turn was cut by a limit on tokens are left out of the loss. Their rewards still count in
+    the statistics of the group."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
     """Whether a prefix that several training sequences have in common is computed only once in the forward pass: the prompt of a
     group, a common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same

@@ -130,10 +130,9 @@ def _explain(error: ValidationError, source: str) -> str:
             continue  # not a list, where a text or a list is allowed: the problem of the other branch is reported
         if branch.startswith("function-after[") and isinstance(problem["input"], list):
             continue
-        path = [step for step in problem["loc"] if step not in ("local", "scripted") and "[" not in str(step)]
-        key = ".".join(str(step) for step in path)
+        key = ".".join(str(step) for step in _keys(problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            lines.append(_unknown(path, key, problem["loc"]))
+            lines.append(_unknown(problem["loc"], [*_keys(problem["loc"][:-1]), problem["loc"][-1]]))
         elif problem["type"] == "missing":
             lines.append(f"{key} is missing: add it to the recipe")
         elif problem["type"] == "union_tag_invalid":
@@ -147,8 +146,14 @@ def _explain(error: ValidationError, source: str) -> str:
     return f"{source}: " + "\n".join(lines)
 
 
-def _unknown(path: Sequence[Any], key: str, location: Sequence[Any]) -> str:
-    section = _section_at(location[:-1])
+def _keys(location: Sequence[Any]) -> list[Any]:
+    """The keys of the recipe in a location, without the branches of unions that pydantic adds."""
+    return [step for step in location if step not in ("local", "scripted") and "[" not in str(step)]
+
+
+def _unknown(location: Sequence[Any], path: Sequence[Any]) -> str:
+    """The message for an unknown key. `path` are the keys of the recipe that lead to it, the unknown key last."""
+    section, key = _section_at(location[:-1]), ".".join(str(step) for step in path)
     names = list(section.model_fields) if section is not None else []
     name = str(path[-1])
     if section in (LocalEngineSection, ScriptedEngineSection):

@@ -40,8 +40,9 @@ RULES: Mapping[str, Rule] = {
     # the source of the rows may change; their contents are compared
     **_all("rows", "data.", "train split subset columns system_prompt max_rows"),
     **_all("free", "data.", "eval eval_split"),
-    **_all("named", "data.", "max_prompt_tokens shuffle"),  # rows are compared before long ones are dropped
+    **_all("named", "data.", "max_prompt_tokens shuffle weights"),  # rows are compared before long ones are dropped
     "data.return_multi_modal_inputs": "free",
+    **_all("named", "data.curriculum.", "low high keep column"),
     # the environment and its tools
     **_all("named", "environment.", "use arguments"),
     "environment.thread": "free",
@@ -76,7 +77,11 @@ RULES: Mapping[str, Rule] = {
         "train.",
         "batch_size group_size lr lr_schedule warmup_steps weight_decay betas max_grad_norm minibatches ppo_epochs",
     ),
-    **_all("named", "train.", "clip_low clip_high loss_average kl_coef entropy_coef overlap"),
+    **_all(
+        "named",
+        "train.",
+        "clip_low clip_high loss_average kl_coef entropy_coef overlap dynamic_sampling overlong_filter",
+    ),
     **_all("free", "train.", "micro_batch_tokens share_prompts"),
     **_all("free", "eval.", "max_rows samples_per_row every"),
     **_all("free", "eval.sampling.", "temperature top_p top_k min_p"),

@@ -11,6 +11,7 @@ from turnwise.config.train_checks import (
     eval_split_problem,
     file_problems,
     run_problems,
+    weight_problems,
 )
 from turnwise.errors import ConfigError
 
@@ -30,6 +31,7 @@ def refuse_sft_without_effect(config: Config) -> None:
         *_other_sections(config),
         *_tool_problems(config),
         *file_problems(config.data),
+        *weight_problems(config.data),
     ]
     for holds, message in problems:
         if holds:
@@ -61,6 +63,11 @@ def _sft_problems(config: Config) -> list[Problem]:
             f"sft.{evaluation} has no effect without held-out rows: set data.eval, or remove it",
         ),
         eval_split_problem(data),
+        (
+            data.weights is not None and sft.steps is None,
+            "data.weights needs sft.steps: the data sets are repeated at their own rates, so sft.epochs does not say how many "
+            "steps there are",
+        ),
     ]
 
 
@@ -95,6 +102,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "sampling": (config.sampling, "nothing is sampled"),
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
+        "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),
     }
     for section, (options, reason) in sections.items():

@@ -15,6 +15,7 @@ __all__ = [
     "refuse_without_effect",
     "refuse_without_reward",
     "run_problems",
+    "weight_problems",
 ]
 
 Problem = tuple[bool, str]
@@ -34,6 +35,7 @@ def refuse_without_effect(config: Config) -> None:
     Raises ConfigError.
     """
     problems = [
+        *_row_problems(config),
         *_optimization_problems(config),
         *_conversation_problems(config),
         *_evaluation_problems(config),
@@ -41,6 +43,7 @@ def refuse_without_effect(config: Config) -> None:
         *run_problems(config),
         *_deterministic_training_problems(config),
         *file_problems(config.data),
+        *weight_problems(config.data),
     ]
     for holds, message in problems:
         if holds:
@@ -109,6 +112,45 @@ def _conversation_problems(config: Config) -> list[Problem]:
             one_turn and config.thinking != "keep",
             f"thinking={config.thinking} has no effect with limits.turns=1: no prompt contains an earlier turn. Remove it, or "
             f"raise limits.turns",
+        ),
+    ]
+
+
+def _row_problems(config: Config) -> list[Problem]:
+    """Problems of train.dynamic_sampling and data.curriculum."""
+    train, curriculum = config.train, config.data.curriculum
+    changed = next((name for name in changed_options(curriculum) if name in ("keep", "column")), None)
+    low, high = curriculum.low, curriculum.high
+    return [
+        (
+            train.dynamic_sampling > 0 and train.group_size < 2,
+            f"train.dynamic_sampling replaces groups whose trajectories have the same rewards, and with train.group_size="
+            f"{train.group_size} each group has one trajectory: raise train.group_size, or remove train.dynamic_sampling",
+        ),
+        (
+            low is None and high is None and changed is not None,
+            f"data.curriculum.{changed} has no effect without data.curriculum.low or data.curriculum.high: set one of them",
+        ),
+        (
+            low is not None and high is not None and low >= high,
+            f"data.curriculum.low={low} must be less than data.curriculum.high={high}: no pass rate lies between them",
+        ),
+    ]
+
+
+def weight_problems(data: DataSection) -> list[Problem]:
+    """Problems of data.weights."""
+    sources = [data.train] if isinstance(data.train, str) else data.train
+    given = len(data.weights or sources)
+    return [
+        (
+            given != len(sources),
+            f"data.weights has {given} numbers, and data.train has {len(sources)}"
+            f"{' data set' if len(sources) == 1 else ' data sets'}: give a weight for each data set in the list data.train",
+        ),
+        (
+            data.weights is not None and len(set(sources)) < len(sources),
+            "data.weights: a data set is named twice in data.train. Name it once, with the sum of its weights",
         ),
     ]
 

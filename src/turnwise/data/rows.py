@@ -1,4 +1,4 @@
-"""Reads data sets into rows, maps their columns, and defines the order in which rows are used.
+"""Reads data sets into rows, and maps their columns.
 
 Reads jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). All rows are checked at start-up: a defective
 row raises an error with its number before the run starts.
@@ -7,7 +7,6 @@ row raises an error with its number before the run starts.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,7 +19,7 @@ from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row
 
-__all__ = ["FILES", "Order", "SourceRecord", "build_rows", "read_rows", "records"]
+__all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records"]
 
 FILES = (".jsonl", ".json", ".ndjson", ".parquet")
 """Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does."""
@@ -38,10 +37,10 @@ def read_rows(
     """Read a data set.
 
     `source` is a `.jsonl`, `.json` (lines) or `.parquet` file, a directory saved by `datasets`, or a hub id; or a list of these,
-    whose rows are concatenated and numbered from 1. `columns` maps names of turnwise to names in the data:
-    `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of messages; `id` is optional. The
-    columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the messages. `system` is added to
-    prompts without a system message.
+    whose rows are concatenated, numbered from 1, and carry the name of their data set (`Row.source`). `columns` maps names of
+    turnwise to names in the data: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
+    messages; `id` is optional. The columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the
+    messages. `system` is added to prompts without a system message.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
@@ -69,8 +68,11 @@ def build_rows(
     """
     places: dict[str, str] = {}
     rows: list[Row] = []
-    for source_record, folder in islice(_all_records(source, split, subset), limit):
+    several = not isinstance(source, str) and len(source) > 1
+    for source_record, folder, name in islice(_all_records(source, split, subset), limit):
         row = make(source_record, folder)
+        if several:
+            row = replace(row, source=name)
         if row.id in places:
             raise DataError(
                 f"{places[row.id]} and {source_record.place} both have the id {row.id!r}; ids must be unique. If no column is "
@@ -85,8 +87,8 @@ def build_rows(
 
 def _all_records(
     source: str | Sequence[str], split: str, subset: str | None
-) -> Iterator[tuple[SourceRecord, Path | None]]:
-    """The records of one or several data sets, each with the folder to which its paths are relative."""
+) -> Iterator[tuple[SourceRecord, Path | None, str]]:
+    """The records of one or several data sets. Each has the folder to which its paths are relative, and its data set."""
     sources = [source] if isinstance(source, str) else source
     before = 0  # number of records of the previous sources
     for name in sources:
@@ -95,34 +97,10 @@ def _all_records(
         last = 0
         for source_record in records(name, split=split, subset=subset):
             last = source_record.number
-            yield (replace(source_record, number=before + source_record.number) if before else source_record), folder
+            if before:
+                source_record = replace(source_record, number=before + source_record.number)
+            yield source_record, folder, name
         before += last
-
-
-class Order:
-    """The order in which rows are used. Each epoch has its own shuffle.
-
-    `take(position, count)` depends on the seed only, so a checkpoint stores just the number of rows used so far.
-    """
-
-    def __init__(self, length: int, *, seed: int, shuffle: bool = True) -> None:
-        self._length = length
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch: tuple[int, Sequence[int]] = (-1, ())
-
-    def take(self, position: int, count: int) -> list[tuple[int, int]]:
-        """`(epoch, index)` of `count` rows, after the first `position` rows were used."""
-        return [self._at(place) for place in range(position, position + count)]
-
-    def _at(self, place: int) -> tuple[int, int]:
-        epoch, offset = divmod(place, self._length)
-        if epoch != self._epoch[0]:
-            indices = list(range(self._length))
-            if self._shuffle:
-                random.Random(f"{self._seed}:{epoch}").shuffle(indices)
-            self._epoch = (epoch, indices)
-        return epoch, self._epoch[1][offset]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from turnwise.config.schema import Config, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
-from turnwise.data.rows import Order
+from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.rollout.limits import Limits

@@ -77,6 +77,17 @@ METRICS = (
         same=("frac_reward_zero_std", "groups/all_equal"),
     ),
     Metric(
+        "groups/replaced", "count", "", "Groups that `train.dynamic_sampling` replaced, because their rewards were all the same.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "rows/skipped", "count", "", "Rows that `data.curriculum` skipped, because they are too hard or too easy.", lines=_TRAIN,
+    ),
+    Metric(
+        "reward/source/<name>", "reward", _FINISHED,
+        "Total reward of the conversations on the rows of one data set, where `data.train` lists several.",
+    ),
+    Metric(
         "turns/mean", "turns", _FINISHED, "Turns of the model in a conversation.",
         same=("num_turns/mean", "num_turns"), lines=_ROLLOUTS_AND_SFT,
     ),

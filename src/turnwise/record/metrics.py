@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["conversation_metrics", "failures", "mean", "share", "template_mismatches"]
+__all__ = ["conversation_metrics", "failures", "has_reward_differences", "mean", "share", "template_mismatches"]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
@@ -49,6 +49,11 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         metrics[f"metrics/{name}"] = mean(
             [trajectory.metrics[name] for trajectory in finished if name in trajectory.metrics]
         )
+    for source in sorted({group.row.source for group in groups} - {""}):
+        rewards_of_source = [
+            trajectory.reward or 0.0 for trajectory in finished if trajectory.row.source == source
+        ]
+        metrics[f"reward/source/{source}"] = mean(rewards_of_source)
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
     return metrics
@@ -106,6 +111,16 @@ def _entropy(finished: Sequence[Trajectory]) -> float | None:
 def _all_equal(group: Group) -> bool:
     rewards = {trajectory.reward for trajectory in group.trajectories if not trajectory.failed}
     return len(rewards) <= 1
+
+
+def has_reward_differences(group: Group) -> bool:
+    """Whether the trajectories of a group that did not fail differ in their rewards, or in the rewards of their turns."""
+    rewards = {
+        (trajectory.reward, *((turn.index, turn.reward) for turn in trajectory.turns if turn.reward))
+        for trajectory in group.trajectories
+        if not trajectory.failed
+    }
+    return len(rewards) > 1
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.errors import Failed, boundary
 from turnwise.types import Failure, Trajectory, Turn
 
-__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory"]
+__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "without_cut_turns"]
 
 TurnWeighting = Callable[[Trajectory], None]
 """Sets the weight of each turn of a trajectory. An error inside fails that trajectory and is not raised."""
@@ -56,6 +56,21 @@ TURN_WEIGHTINGS: Mapping[str, TurnWeighting] = {
     "last_round": last_round,
 }
 """The weightings that a recipe can name."""
+
+
+def without_cut_turns(weigh_turns: TurnWeighting) -> TurnWeighting:
+    """A weighting that excludes a trajectory from the loss if a limit on tokens cut its last turn; else it is `weigh_turns`.
+
+    This is the overlong filter of DAPO, arXiv 2503.14476. The reward of the trajectory stays in the statistics of its group.
+    """
+
+    def weigh(trajectory: Trajectory) -> None:
+        weigh_turns(trajectory)
+        if trajectory.turns and trajectory.turns[-1].finish_reason == "length":
+            for turn in trajectory.turns:
+                turn.weight = 0.0
+
+    return weigh
 
 
 def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:

@@ -141,7 +141,7 @@ class OpenedRun:
         else:
             self.directory.cut_back({})
 
-    def about(self, place: Mapping[str, int], seconds: float) -> dict[str, Any]:
+    def about(self, place: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The contents of checkpoint.json. `place` is the position in the data."""
         return {
             "format": _FORMAT,

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise import build
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
-from turnwise.data.rows import Order
+from turnwise.data.order import RowOrder
 from turnwise.errors import RunError
 from turnwise.record.metrics import template_mismatches
 from turnwise.record.run_directory import RunDirectory
@@ -57,7 +57,7 @@ class RunState:
     """Sets the weight of each turn in the loss (`loss_mask`)."""
     notes: list[str] = field(init=False)
     """Notes that are printed when the run starts."""
-    order: Order = field(init=False)
+    order: RowOrder = field(init=False)
     step: int = field(init=False)
     """The number of finished steps."""
     saved: int = field(init=False)
@@ -77,7 +77,7 @@ class RunState:
     def __post_init__(self) -> None:
         inputs, opened = self.inputs, self.inputs.opened
         self.notes = [*inputs.notes, *opened.notes]
-        self.order = Order(len(inputs.rows), seed=inputs.config.seed, shuffle=inputs.config.data.shuffle)
+        self.order = build.row_order(inputs.config, inputs.rows)
         self.step = self.saved = opened.step
         self.evaluated = opened.number("evaluated", -1)
         if opened.saved is not None:
@@ -131,7 +131,7 @@ class RunState:
         self.directory.write_evaluation(dict(summary), trajectories)
         self.evaluated = self.step
 
-    def data_position(self) -> dict[str, int]:
+    def data_position(self) -> dict[str, Any]:
         """The position in the data: what a checkpoint remembers beside the number of steps."""
         return {"evaluated": self.evaluated}
 

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
+from turnwise.data.curriculum import Curriculum, PassRates, initial_pass_rates, pass_rates_of
 from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext
 from turnwise.runs.assembly import read_inputs
 from turnwise.runs.learning_watch import LearningWatch
+from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunState
-from turnwise.types import Row
+from turnwise.types import Group, Row
 
-__all__ = ["TrainingRun", "assemble"]
+__all__ = ["DataState", "TrainingRun", "assemble"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """A position in the rows of a run."""
+
+    position: int = 0
+    """The number of rows that were used or skipped."""
+    pass_rates: PassRates = field(default_factory=dict)
+    """The pass rate of each row that has one. Empty without a curriculum."""
+    keep_pass_rates: bool = False
+    """Whether there is a curriculum, which needs pass rates."""
+
+    def after(self, groups: Sequence[Group]) -> DataState:
+        """The state with the pass rates of these groups."""
+        if not self.keep_pass_rates:
+            return self
+        return replace(self, pass_rates={**self.pass_rates, **pass_rates_of(groups)})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,14 +53,35 @@ class TrainingRun(RunState):
     publisher: WeightPublisher
     """Hands new weights to the engine."""
     watch: LearningWatch
-    position: int
-    """The number of rows that the finished steps have used."""
+    curriculum: Curriculum | None
+    """Which rows are skipped; None skips no row."""
+    data: DataState
+    """The rows that the finished steps have used."""
+    data_after_step: DataState
+    """The same with the step in progress. It becomes `data` when the step is finished."""
 
-    def data_position(self) -> dict[str, int]:
-        return {**RunState.data_position(self), "position": self.position}
+    def next_rows(self, data: DataState, count: int) -> tuple[list[Row], DataState]:
+        """The next `count` rows after `data`, and the position after them.
+
+        Rows that the curriculum skips are passed over. If it skips all rows of an entire pass, the next rows are used as they
+        come: a step always has its rows.
+        """
+        rows: list[Row] = []
+        place, last = data.position, data.position + len(self.rows)
+        while len(rows) < count:
+            ((_, index),) = self.order.take(place, 1)
+            row = self.rows[index]
+            if self.curriculum is None or place >= last or not self.curriculum.skips(row, place, data.pass_rates):
+                rows.append(row)
+            place += 1
+        return rows, replace(data, position=place)
+
+    def data_position(self) -> dict[str, Any]:
+        place = {**RunState.data_position(self), "position": self.data.position}
+        return place if self.curriculum is None else {**place, "pass_rates": dict(self.data.pass_rates)}
 
     def advance_data(self) -> None:
-        self.position += self.config.train.batch_size
+        self.data = self.data_after_step
 
 
 def assemble(config: Config) -> TrainingRun:
@@ -58,6 +101,8 @@ def assemble(config: Config) -> TrainingRun:
     engine = build.engine(config, renderer, learner.model, version=opened.step)
     build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
+    curriculum = build.curriculum(config)
+    data = _data_state(opened, inputs.rows, config, curriculum=curriculum is not None)
     opened.begin(learner)
     return TrainingRun(
         inputs=inputs,
@@ -71,8 +116,21 @@ def assemble(config: Config) -> TrainingRun:
         credit=credit,
         publisher=SharedWeights(engine),
         watch=LearningWatch(config),
-        position=opened.number("position"),
+        curriculum=curriculum,
+        data=data,
+        data_after_step=data,
     )
+
+
+def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config, *, curriculum: bool) -> DataState:
+    """The position in the rows at the start of a new or a resumed run."""
+    position = opened.number("position")
+    if not curriculum:
+        return DataState(position)
+    rates = initial_pass_rates(rows, config.data.curriculum.column)
+    if opened.saved is not None:
+        rates |= opened.saved.about["place"].get("pass_rates", {})
+    return DataState(position, rates, keep_pass_rates=True)
 
 
 def _read_rows(config: Config, held_out: bool) -> list[Row]:

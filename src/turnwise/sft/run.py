@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from turnwise import build
 from turnwise.chat.renderer import Renderer
@@ -37,7 +38,7 @@ class SftRun(RunState):
     evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
     """The held-out conversations as a packed batch, and their trajectories. Built once: they are the same in each evaluation."""
 
-    def data_position(self) -> dict[str, int]:
+    def data_position(self) -> dict[str, Any]:
         return {**RunState.data_position(self), "recorded": self.recorded}
 
 

@@ -131,7 +131,7 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
 
 def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
     words = FULL + (
-        "--vllm_mode colocate --deepspeed zero3 --report_to wandb swanlab --lora_rank 8 --made_up 3 --overlong_filter true "
+        "--vllm_mode colocate --deepspeed zero3 --report_to wandb swanlab --lora_rank 8 --made_up 3 --kl_in_reward true "
         "--loss_type cispo --advantage_estimator rloo --epsilon 0.2 --truncation_strategy left --seed 7 --data_seed 8"
     )
     found = converted(words)
@@ -145,7 +145,7 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "report_to": False,
         "lora_rank": False,
         "made_up": True,
-        "overlong_filter": True,
+        "kl_in_reward": True,
         "loss_type": True,
         "advantage_estimator": True,
         "epsilon": False,  # one optimizer step on each batch
@@ -153,6 +153,21 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "data_seed": False,
     }
     assert {one.key for one in found.refused()} == {key for key, matters in left(found).items() if matters}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--dynamic_sample true", {"dynamic_sampling": 3}),
+        ("--dynamic_sample true --max_resample_times 5", {"dynamic_sampling": 5}),
+        ("--dynamic_sample false --max_resample_times 5", {}),
+        ("--overlong_filter true", {"overlong_filter": True}),
+    ],
+)
+def test_filters_of_samples_are_converted(words: str, expected: dict[str, object]) -> None:
+    found = converted(f"{FULL} {words}")
+    assert {name: found.recipe["train"].get(name) for name in expected} == expected
+    assert ("dynamic_sampling" in found.recipe["train"]) == ("dynamic_sampling" in expected)
 
 
 def test_what_is_not_given_has_the_default_of_ms_swift() -> None:

@@ -205,6 +205,12 @@ def test_the_files_are_found_by_each_of_their_keys(keys: list[str], grpo: list[s
     assert config.reward.trajectory == []  # an interaction's scores are the reward
 
 
+def test_groups_without_differences_are_replaced_as_often_as_verl_would(grpo: list[str]) -> None:
+    filters = [f"+algorithm.filter_groups.{text}" for text in ("enable=True", "max_num_gen_batches=10", "metric=acc")]
+    assert whole(from_verl_arguments([*grpo, *filters])).train.dynamic_sampling == 9
+    assert whole(from_verl_arguments(grpo)).train.dynamic_sampling == 0
+
+
 def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, f"{TURNS}.tool_config_path=t.yaml"])
     calls = whole(found).tool_calls
@@ -224,6 +230,11 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
             "multi_turn.tool_config_path names another file: remove one of the two",
         ),
         ([f"{TURNS}.function_tool_path=f.py"], "name the functions in `tools:` of the recipe"),
+        (["+algorithm.filter_groups.enable=True"], "0 samples without end in verl"),
+        (
+            ["+algorithm.filter_groups.enable=True", "+algorithm.filter_groups.metric=length"],
+            "groups are compared by their rewards",
+        ),
         (["algorithm.use_kl_in_reward=True"], "the KL divergence can be part of the loss, not of the reward"),
         (
             ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],

@@ -15,7 +15,12 @@ from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.swift.command_line import read_arguments
 from turnwise.compat.swift.convert_conversation import convert_conversation
 from turnwise.compat.swift.convert_data import convert_data, note_hub_names
-from turnwise.compat.swift.convert_optimization import convert_batches, convert_clipping, convert_steps
+from turnwise.compat.swift.convert_optimization import (
+    convert_batches,
+    convert_clipping,
+    convert_sample_filters,
+    convert_steps,
+)
 from turnwise.compat.swift.convert_rewards import REWARD_ARGUMENTS, convert_rewards
 from turnwise.compat.swift.flags import CHOICES, FIXED, MACHINERY, OPTIONS, SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
@@ -51,6 +56,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_conversation(builder)
     minibatches = convert_batches(builder)
     convert_clipping(builder, minibatches)
+    convert_sample_filters(builder)
     convert_steps(builder, minibatches)
     convert_rewards(builder)
     _report_other_arguments(builder)

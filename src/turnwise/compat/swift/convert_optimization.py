@@ -8,7 +8,7 @@ from turnwise.compat.swift.convert_data import count_rows
 from turnwise.compat.swift.flags import SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
 
-__all__ = ["convert_batches", "convert_clipping", "convert_steps"]
+__all__ = ["convert_batches", "convert_clipping", "convert_sample_filters", "convert_steps"]
 
 _BATCH_KEYS = (
     "per_device_train_batch_size",
@@ -60,6 +60,18 @@ def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
         builder.set("train.clip_low", low, "epsilon")
     if high is not None or low is not None:
         builder.set("train.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
+
+
+def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:
+    """Set train.dynamic_sampling and train.overlong_filter."""
+    if builder.values.get("dynamic_sample"):
+        builder.set(
+            "train.dynamic_sampling", builder.value("max_resample_times"), "dynamic_sample", "max_resample_times"
+        )
+    else:
+        builder.reject("max_resample_times", "it has no effect without dynamic_sample")
+    if builder.values.get("overlong_filter"):
+        builder.set("train.overlong_filter", True, "overlong_filter")
 
 
 def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:

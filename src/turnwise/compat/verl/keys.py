@@ -79,6 +79,7 @@ PLAIN: dict[str, str] = {
 HANDLED: tuple[str, ...] = (
     "actor_rollout_ref.model.path",
     "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric",
     f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c",
     f"{ACTOR}.fsdp_config.model_dtype", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", f"{ACTOR}.loss_agg_mode",
     f"{ACTOR}.optim.lr_scheduler_type", f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio",
@@ -111,7 +112,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "the KL divergence can be part of the loss, not of the reward: use_kl_loss=True",
     ),
     "algorithm.use_pf_ppo": ((False,), _NO),
-    "algorithm.filter_groups.enable": ((False, None), _NO),
     "algorithm.rollout_correction.rollout_is": ((None, False), "the engine samples with the trainer's weights"),
     "algorithm.rollout_correction.rollout_rs": ((None, False), "the engine samples with the trainer's weights"),
     "algorithm.rollout_correction.bypass_mode": ((False,), "the engine samples with the trainer's weights"),
@@ -174,7 +174,6 @@ IDLE: dict[str, str] = {
     "algorithm.kl_penalty": "has no effect without use_kl_in_reward",
     "algorithm.kl_ctrl.*": "has no effect without use_kl_in_reward",
     "algorithm.pf_ppo.*": "has no effect without use_pf_ppo",
-    "algorithm.filter_groups.*": "has no effect without filter_groups.enable",
     "algorithm.rollout_correction.*": "has no effect without an importance-sampling correction",
     f"{ACTOR}.policy_loss.*": "has no effect with loss_mode=vanilla",
     f"{ACTOR}.tau_*": "has no effect with loss_mode=vanilla",

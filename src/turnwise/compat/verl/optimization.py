@@ -43,6 +43,32 @@ def optimization(builder: VerlRecipeBuilder) -> None:
     _divergence(builder)
     _schedule(builder)
     _minibatches(builder)
+    _filter_groups(builder)
+
+
+def _filter_groups(builder: VerlRecipeBuilder) -> None:
+    """Set train.dynamic_sampling. verl samples `train_batch_size` rows again and again until enough groups are left."""
+    switch, metric, batches = (
+        f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")
+    )
+    if builder.value(switch) is not True:
+        for key in (switch, metric, batches):
+            builder.reject(key, "has no effect without filter_groups.enable")
+        return
+    most = builder.count(batches) or 0
+    if most:
+        # the first batch counts as well in verl
+        builder.set("train.dynamic_sampling", max(1, most - 1), switch, batches)
+    else:
+        reason = (
+            "0 samples without end in verl, and train.dynamic_sampling is a number of times: set max_num_gen_batches"
+        )
+        builder.reject(batches, reason, changes_training=True, even_default=True)
+        builder.convert("train.dynamic_sampling", switch)
+    if builder.is_set(metric) and builder.value(metric) not in ("acc", "score", "seq_reward", "seq_final_reward"):
+        builder.reject(metric, "groups are compared by their rewards", changes_training=True)
+    else:
+        builder.convert("train.dynamic_sampling (groups are compared by their rewards)", metric)
 
 
 def _divergence(builder: VerlRecipeBuilder) -> None:
