@@ -50,9 +50,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
             [trajectory.metrics[name] for trajectory in finished if name in trajectory.metrics]
         )
     for source in sorted({group.row.source for group in groups} - {""}):
-        rewards_of_source = [
-            trajectory.reward or 0.0 for trajectory in finished if trajectory.row.source == source
-        ]
+        rewards_of_source = [trajectory.reward or 0.0 for trajectory in finished if trajectory.row.source == source]
         metrics[f"reward/source/{source}"] = mean(rewards_of_source)
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
