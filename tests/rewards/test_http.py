@@ -113,9 +113,9 @@ def test_a_server_that_recovers_is_asked_again_with_growing_pauses() -> None:
             Answer({"rewards": [1.0], "metrics": [{}, {}]}),
             "metrics must be a list with one object for each of the 1 items",
         ),
-        (Answer([1.0]), "must answer a JSON object; it answered: '[1.0]'"),
-        (Answer(b"<html>"), "must answer JSON; it answered: '<html>'"),
-        (Answer("no such model", status=404), "refused with status 404"),
+        (Answer([1.0]), "must return a JSON object; it returned: '[1.0]'"),
+        (Answer(b"<html>"), "must return JSON; it returned: '<html>'"),
+        (Answer("no such model", status=404), "returned the status 404"),
         (Answer("dead", status=500), "was called 3 times: status 500"),
         (Answer({"rewards": [1.0]}, seconds=30), "was called 3 times: no answer within 0.2 s"),
         (Answer(hang_up=True), "was called 3 times: "),
@@ -151,7 +151,7 @@ def test_nobody_listens() -> None:
         ({"url": "somewhere"}, "'somewhere' is not the address of a service"),
         ({"url": "http://a/b", "batch_size": 0}, "HttpReward: batch_size=0 sends nothing; give a number above 0"),
         ({"url": "http://a/b", "token_env": "NO_SUCH_TOKEN"}, "the environment variable NO_SUCH_TOKEN is not set"),
-        ({"url": "http://a/b", "timeout": 0}, "timeout is 0; give a number above 0"),
+        ({"url": "http://a/b", "timeout": 0}, "timeout is 0; it must be above 0"),
     ],
 )
 def test_wrong_options_are_refused(arguments: dict[str, Any], message: str) -> None:
