@@ -265,6 +265,22 @@ def test_cuts_keep_to_the_limit_and_compute_the_fewest_tokens(limit: int) -> Non
     assert batch.computed_tokens == sum(sizes)
 
 
+@pytest.mark.parametrize("limit", [60, 10_000])
+def test_micro_batches_that_are_computed_in_parallel_have_similar_sizes(limit: int) -> None:
+    trajectories = random_trajectories(5, count=60)
+    usual = pack(trajectories, micro_batch_tokens=limit)
+    batch = pack(trajectories, micro_batch_tokens=limit, parallel=3)
+    sizes = [micro.token_ids_BL.numel() for micro in batch.micro_batches]
+    assert len(usual.micro_batches) <= len(sizes) <= -(-len(usual.micro_batches) // 3) * 3
+    assert max(sizes) <= max(limit, *(len(each.segments[0]) for each in trajectories))
+    assert sizes[0] == max(sizes)
+    if limit == 10_000:
+        assert len(usual.micro_batches) == 1
+        assert len(sizes) == 3
+        assert max(sizes) <= 1.3 * sum(sizes) / len(sizes)
+    assert targets(batch) == targets(usual)
+
+
 def test_a_prefix_is_computed_once_only_where_its_mask_is_smaller_than_the_saving() -> None:
     long = np.arange(1, 9000)
     other = long.copy()

@@ -21,6 +21,8 @@ _MAX_DEPTH = 56
 """Nested containers of a value. The record puts a value into at most five more, and JSON is read to a depth of 64."""
 _MAX_TEXT = 1000
 """Characters that are kept of a container that is nested deeper."""
+_ATOMS = frozenset((int, float, bool, type(None)))
+_DATA_URI = "data:image/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class MediaStore:
         Example: `{"type": "image", "image": <PIL image>}` gives `{"type": "image", "image": "sha256:4a1c...", "size": [8, 8]}`.
         `inside` are the ids of the containers around the value.
         """
+        if type(value) in _ATOMS or (type(value) is str and not value.startswith(_DATA_URI)):
+            return value  # first, because nearly all values are of these types
         if id(value) in inside:
             return value  # a circle: the writer of JSON cuts it off at its own depth
         if len(inside) >= _MAX_DEPTH:
@@ -89,7 +93,7 @@ class MediaStore:
     def _store(self, value: Any) -> Any:
         """Write the image if it is not written yet. Returns it, or None for a path and for a value that is not an image."""
         source = value.get("bytes") if isinstance(value, Mapping) else value
-        uri = isinstance(source, str) and source.startswith("data:image/")
+        uri = isinstance(source, str) and source.startswith(_DATA_URI)
         if not (is_image(source) or isinstance(source, bytes) or uri):
             return None
         try:

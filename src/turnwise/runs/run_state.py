@@ -115,6 +115,7 @@ class RunState:
             trajectories,
             average=options.loss_average,
             micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
+            parallel=required.parallel,
             share_prompts=required.share_prompts,
             keep_zero=required.keep_zero or keep_zero,
             kinds=required.logprob_kinds,

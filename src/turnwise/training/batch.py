@@ -104,6 +104,7 @@ def pack(
     *,
     average: Literal["token", "sequence"] = "token",
     micro_batch_tokens: int = 8192,
+    parallel: int = 1,
     share_prompts: bool = True,
     keep_zero: bool = False,
     kinds: Collection[LogprobKind] = (LogprobKind.SAMPLED,),
@@ -116,6 +117,8 @@ def pack(
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
     is zero; `keep_zero` keeps them in, for losses with further terms. Sequences of a group with equal tokens and equal
     advantages are one sequence, at the weight of all of them.
+
+    `parallel` micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes.
 
     `kinds` are the kinds of log-probability that the loss can use (`BatchRequirements.logprob_kinds`); those of other kinds
     are dropped, and `Targets.known_N` is false for their tokens.
@@ -142,7 +145,7 @@ def pack(
     shared = [branch for branch in merged if share_prompts and not branch.media]
     separate = [branch for branch in merged if not share_prompts or branch.media]
     micro_batches = [
-        *(_flat_row(part) for part in _cut(shared, micro_batch_tokens)),
+        *(_flat_row(part) for part in _divide(shared, micro_batch_tokens, parallel=parallel)),
         *(_padded_rows(part) for part in _by_length(separate, micro_batch_tokens)),
     ]
     return Batch(
@@ -194,38 +197,59 @@ def _merge_equal(branches: Sequence[tuple[str, Branch]]) -> list[Branch]:
     return list(merged.values())
 
 
-def _cut(branches: Sequence[Branch], micro_batch_tokens: int) -> list[list[Branch]]:
-    """Divide branches into micro-batches of at most `micro_batch_tokens` tokens; a longer branch is a micro-batch of its own.
+def _divide(branches: Sequence[Branch], micro_batch_tokens: int, *, parallel: int) -> list[list[Branch]]:
+    """Divide branches into micro-batches, in lexicographic order: the largest micro-batch is the first.
 
-    Branches are in lexicographic order, so that neighbors share the longest prefixes. Each cut computes the prefix at the cut
-    a second time. The cuts are those with the smallest number of tokens in all micro-batches, by dynamic programming.
+    Neighbors share the longest prefixes in this order. If micro-batches are computed in parallel, the limit is lowered as far as
+    their number allows, so that they have similar sizes and no worker waits for the last one.
     """
     # big-endian bytes sort as the token ids themselves
     ordered = sorted(branches, key=lambda branch: branch.token_ids.astype(">i4").tobytes())
     if not ordered:
         return []
-    sequences = [branch.token_ids for branch in ordered]
-    lengths = np.array([len(sequence) for sequence in sequences])
-    shared = [0, *(shared_prefix(*pair) for pair in itertools.pairwise(sequences))]
-    # own[j] - own[i]: tokens of the branches i to j - 1, without the prefixes that they share with the branch before them
+    lengths = np.array([len(branch.token_ids) for branch in ordered])
+    neighbors = itertools.pairwise(branch.token_ids for branch in ordered)
+    shared = np.array([0, *(shared_prefix(*pair) for pair in neighbors)])
+    cuts, sizes = _cut(lengths, shared, micro_batch_tokens)
+    if parallel > 1 and int((lengths - shared).sum()) > parallel * _CUT_TOKENS:
+        most = -(-len(sizes) // parallel) * parallel
+        low, high = max(sizes) // (2 * parallel), max(sizes)
+        while high - low > _CUT_TOKENS:
+            middle = (low + high) // 2
+            other_cuts, other_sizes = _cut(lengths, shared, middle)
+            if len(other_sizes) <= most:
+                cuts, sizes, high = other_cuts, other_sizes, min(middle, max(other_sizes))
+            else:
+                low = middle
+    parts = [ordered[start:end] for start, end in itertools.pairwise(cuts)]
+    return [parts[index] for index in sorted(range(len(parts)), key=lambda index: -sizes[index])]
+
+
+def _cut(lengths: np.ndarray, shared: np.ndarray, limit: int) -> tuple[list[int], list[int]]:
+    """Where to cut a row of sequences into micro-batches of at most `limit` tokens; a longer sequence is a micro-batch alone.
+
+    `shared` are the tokens that each sequence shares with the sequence before it. Each cut computes the prefix at the cut a
+    second time. The cuts are those with the smallest number of tokens in all micro-batches, by dynamic programming. Returns the
+    cuts, from 0 to the number of sequences, and the tokens of each micro-batch.
+    """
+    # own[j] - own[i]: tokens of the sequences i to j - 1, without the prefixes that they share with the sequence before them
     own = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # a micro-batch of the branches i to j - 1 has opening[i] + own[j] tokens
+    # a micro-batch of the sequences i to j - 1 has opening[i] + own[j] tokens
     opening = lengths - own[1:]
-    cost = np.zeros(len(ordered) + 1, dtype=np.int64)
-    cut = np.zeros(len(ordered) + 1, dtype=np.int64)
+    cost = np.zeros(len(lengths) + 1, dtype=np.int64)
+    before = np.zeros(len(lengths) + 1, dtype=np.int64)
     first = 0
-    for end in range(1, len(ordered) + 1):
-        while first < end - 1 and opening[first] + own[end] > micro_batch_tokens:
+    for end in range(1, len(lengths) + 1):
+        while first < end - 1 and opening[first] + own[end] > limit:
             first += 1
         costs = cost[first:end] + opening[first:end]
-        cut[end] = first + int(costs.argmin())
+        before[end] = first + int(costs.argmin())
         cost[end] = costs.min() + own[end] + _CUT_TOKENS
-    parts: list[list[Branch]] = []
-    end = len(ordered)
-    while end:
-        parts.append(ordered[cut[end] : end])
-        end = int(cut[end])
-    return parts[::-1]
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(int(before[cuts[-1]]))
+    cuts.reverse()
+    return cuts, [int(opening[start] + own[end]) for start, end in itertools.pairwise(cuts)]
 
 
 def _by_length(branches: Sequence[Branch], micro_batch_tokens: int) -> Iterator[list[Branch]]:

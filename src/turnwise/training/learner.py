@@ -31,6 +31,8 @@ class BatchRequirements:
     """Whether tokens with advantage 0 have a gradient, from a divergence or an entropy term."""
     micro_batch_tokens: int
     """Tokens of a forward pass where the recipe gives no number: the default of the learner's device."""
+    parallel: int = 1
+    """How many micro-batches are computed at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

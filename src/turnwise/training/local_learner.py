@@ -99,12 +99,19 @@ class LocalLearner:
             self._reference = Forward(self._reference_model, sampling)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
-        self._workers = _workers(parameters) if threads == 0 else None
+        parallel = _parallel(parameters) if threads == 0 else 1
+        # with one torch thread each
+        self._workers = (
+            ThreadPoolExecutor(parallel, "learn", initializer=torch.set_num_threads, initargs=(1,))
+            if parallel > 1
+            else None
+        )
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
             micro_batch_tokens=_CPU_TOKENS if model.device.type == "cpu" else _ACCELERATOR_TOKENS,
+            parallel=parallel,
         )
 
     @classmethod
@@ -307,13 +314,11 @@ def _copy_before_training(model: Any) -> Any:
     return without_adapter(model) if has_adapter(model) else copy.deepcopy(model)
 
 
-def _workers(parameters: Sequence[torch.nn.Parameter]) -> ThreadPoolExecutor | None:
-    """A thread for each core, with one torch thread each, where that is faster than all cores on one operation.
+def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """How many micro-batches are computed at the same time: one for each core, where this is the fastest use of the cores.
 
     It is faster for small models on a CPU: their operations end before a second torch thread has started. Each worker needs
-    its own copy of the gradients, so large models and models on other devices do not use workers.
+    its own copy of the gradients, so large models and models on other devices compute one micro-batch at a time.
     """
     cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
-    if cores < 2 or size > _SMALL or parameters[0].device.type != "cpu":
-        return None
-    return ThreadPoolExecutor(min(cores, 8), "learn", initializer=torch.set_num_threads, initargs=(1,))
+    return 1 if size > _SMALL or parameters[0].device.type != "cpu" else min(cores, 8)
