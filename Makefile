@@ -28,6 +28,7 @@ lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the b
 	$(BIN)/python scripts/tool_call_table.py --check
 	$(BIN)/python scripts/template_table.py --check
 	$(BIN)/python scripts/doctor_page.py --check
+	$(BIN)/python scripts/credit_table.py --check
 	$(BIN)/python scripts/measure.py --check
 
 check: lint test  ## everything that a change must pass

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from turnwise.errors import Failed
 from turnwise.rewards.credit.episode import Advantages, Batch, Episode, ValueEstimates, episode_of
 from turnwise.types import Group, Trajectory
 
@@ -43,12 +44,9 @@ class Credit:
     """Reads the numbers that the estimator needs from a trajectory."""
 
     def __call__(self, groups: Sequence[Group]) -> None:
-        scored = [self._scored(group) for group in groups]
-        batch = [
-            [replace(self.read(trajectory), baseline=_baseline(group)) for trajectory in trajectories]
-            for group, trajectories in zip(groups, scored, strict=True)
-        ]
-        estimates = self.estimate(batch)
+        read = [self._read(group) for group in groups]
+        scored = [[trajectory for trajectory, _ in pairs] for pairs in read]
+        estimates = self.estimate([[episode for _, episode in pairs] for pairs in read])
         returns = estimates.returns if isinstance(estimates, ValueEstimates) else None
         advantages = estimates.advantages if isinstance(estimates, ValueEstimates) else estimates
         for place, trajectories in enumerate(scored):
@@ -56,10 +54,20 @@ class Credit:
                 trajectory.advantages = advantages[place][number]
                 trajectory.returns = [] if returns is None else returns[place][number]
 
-    def _scored(self, group: Group) -> list[Trajectory]:
-        if self.needs_baseline and _baseline(group) is None:
+    def _read(self, group: Group) -> list[tuple[Trajectory, Episode]]:
+        """The trajectories of a group that have a reward and did not fail. If its numbers cannot be read, it fails."""
+        baseline = _baseline(group)
+        if self.needs_baseline and baseline is None:
             return []
-        return [one for one in group.trajectories if one.reward is not None and not one.failed]
+        read: list[tuple[Trajectory, Episode]] = []
+        for trajectory in group.trajectories:
+            if trajectory.failed or trajectory.reward is None:
+                continue
+            try:
+                read.append((trajectory, replace(self.read(trajectory), baseline=baseline)))
+            except Failed as failed:
+                trajectory.fail(failed.failure)
+        return read
 
 
 def _baseline(group: Group) -> float | None:

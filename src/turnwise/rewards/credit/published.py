@@ -87,7 +87,8 @@ def igpo(
             for place in _trained_turns(group, turn)
         ]
         last = [(number, turn) for number, turn in turns if turn == group[number].turns - 1]
-        sets = [turns] if normalise == "joint" else [last, [place for place in turns if place not in set(last)]]
+        earlier = [(number, turn) for number, turn in turns if turn < group[number].turns - 1]
+        sets = [turns] if normalise == "joint" else [last, earlier]
         z: Normalised = {}
         for places in sets:
             z |= _normalised(group, places, scale)

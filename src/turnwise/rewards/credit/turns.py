@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from typing import Literal
 
 from turnwise.rewards.credit.episode import Advantages, Batch, Episode
-from turnwise.rewards.credit.statistics import Scale, all_equal, centred, divisors, return_to_go, whitening
+from turnwise.rewards.credit.statistics import (
+    Scale,
+    all_equal,
+    centred,
+    divisors,
+    leave_one_out,
+    return_to_go,
+    whitening,
+)
 
 __all__ = ["Baseline", "discounted", "gigpo", "kevin", "reinforce_pp", "shared", "turn_return"]
 
@@ -59,12 +67,10 @@ def shared(batch: Batch, *, baseline: Baseline = "group") -> Advantages:
     returns = [[[episode.reward] * episode.turns for episode in group] for group in batch]
     if baseline == "none":
         return _scaled(batch, returns, returns, "none")
-    # the others' reward, at each turn: also that of conversations with fewer turns
-    others = [[[episode.reward] for episode in group] for group in batch]
-    centred_ = _minus_others([[Episode([0.0]) for _ in group] for group in batch], others)
+    centred_rewards = [leave_one_out([episode.reward for episode in group]) for group in batch]
     values = [
-        [of_episode * episode.turns for episode, of_episode in zip(group, of_group, strict=True)]
-        for group, of_group in zip(batch, centred_, strict=True)
+        [[value] * episode.turns for episode, value in zip(group, of_group, strict=True)]
+        for group, of_group in zip(batch, centred_rewards, strict=True)
     ]
     return _scaled(batch, returns, values, "none")
 
@@ -226,17 +232,17 @@ def _group_minus_others(group: Sequence[Episode], returns: Sequence[Sequence[flo
         for turn in range(episode.turns):
             if episode.trained_T[turn]:
                 at_turn[turn][number] = last[number] = returns[number][turn]
-
-    def advantage(number: int, turn: int) -> float:
-        others = [value for other, value in at_turn[turn].items() if other != number]
-        others = others or [value for other, value in last.items() if other != number]
-        value = returns[number][turn]
-        return 0.0 if not others or all_equal([value, *others]) else value - statistics.fmean(others)
-
-    return [
-        [advantage(number, turn) if episode.trained_T[turn] else 0.0 for turn in range(episode.turns)]
-        for number, episode in enumerate(group)
-    ]
+    result = [[0.0] * episode.turns for episode in group]
+    for turn, compared in at_turn.items():
+        if len(compared) > 1:
+            values = leave_one_out(list(compared.values()))
+        else:
+            ((number, value),) = compared.items()
+            others = [latest for other, latest in last.items() if other != number]
+            values = [0.0 if not others or all_equal([value, *others]) else value - statistics.fmean(others)]
+        for number, value in zip(compared, values, strict=True):
+            result[number][turn] = value
+    return result
 
 
 def _trained(group: Sequence[Episode], values: Sequence[Sequence[float]]) -> list[float]:
