@@ -222,7 +222,7 @@ def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> N
     [
         (["resume_changes=[train.lr]"], "resume_changes has no effect without resume=auto"),
         (["resume=auto", "resume_changes=[train.lrr]"], "there is no option train.lrr; did you mean 'train.lr'?"),
-        (["resume=auto", "resume_changes=[train.steps]"], "train.steps may change without being named"),
+        (["resume=auto", "resume_changes=[train.steps]"], "train.steps may always change; remove it from the list"),
         (["resume=auto", "resume_changes=[model.dtype]"], "model.dtype cannot change when a run is resumed"),
     ],
 )
@@ -237,7 +237,9 @@ def test_other_rows_are_refused_and_the_same_rows_elsewhere_are_not(copied: Path
     moved = shutil.copy(data, tmp_path / "moved.jsonl")
     resume(copied, f"data.train={moved}", "train.steps=3")
     assert len(lines(copied.parent / "run" / "metrics.jsonl")) == 3
-    with pytest.raises(RunError, match=r"the rows of data\.train=.* are not the rows .* \(8 then, 4 now\)"):
+    with pytest.raises(
+        RunError, match=r"the rows of data\.train=.* are not the rows .* \(8 rows at the start, 4 rows now\)"
+    ):
         resume(copied, "data.max_rows=4", "train.steps=4")
     text = data.read_text()
     data.write_text(text.replace('"answer": "3"', '"answer": "4"'))
@@ -379,7 +381,7 @@ def test_a_rollout_does_not_write_into_a_run(copied: Path, capsys: pytest.Captur
     folder = copied.parent / "run"
     before = contents(folder)
     assert main(["rollout", str(copied), "--out", str(folder), "rollout.max_rows=1"]) == 1
-    assert "holds a run of `turnwise train` or `sft`: choose another directory" in capsys.readouterr().err
+    assert "contains a run of `turnwise train` or `sft`: choose another directory" in capsys.readouterr().err
     assert contents(folder) == before
 
 
