@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "doctor.md"
 MODEL, RECIPE = ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
 END = "<!-- end of report -->"
-OVERRIDES = ["thinking=branch", "train.clip_high=0.3", "data.max_rows=64"]
+OVERRIDES = ["thinking=branch", "loss.clip_high=0.3", "data.max_rows=64"]
 """Options of the defective recipe, besides those of the demo."""
 
 

@@ -7,7 +7,7 @@ python scripts/option_table.py --check    # exit 1 if it is out of date
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -15,8 +15,9 @@ import yaml
 from generated_page import replace_block, write_or_check
 from pydantic.fields import FieldInfo
 
+from turnwise.config.named_section import name_of, named_sections, shared_options
 from turnwise.config.resume_rules import EXPLAINED, RULES
-from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection, Section, Use
+from turnwise.config.schema import Config, Section, Use
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
@@ -24,16 +25,15 @@ BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of o
 
 def table() -> str:
     """The options as Markdown, with a section for each section of a recipe."""
-    top = [(name, field) for name, field in Config.model_fields.items() if _section(field) is None and name != "engine"]
+    named = named_sections(Config)
+    top = [
+        (name, field) for name, field in Config.model_fields.items() if _section(field) is None and name not in named
+    ]
     sections = ["### At the top", "", *_rows(top, "")]
     for name, field in Config.model_fields.items():
         section = _section(field)
-        if name == "engine":
-            for engine in (LocalEngineSection, ScriptedEngineSection):
-                fields = [(key, value) for key, value in engine.model_fields.items() if key != "name"]
-                kind = engine.model_fields["name"].annotation
-                sections += ["", f"### engine, `engine.name: {get_args(kind)[0]}`", "", engine.__doc__ or "", ""]
-                sections += _rows(fields, "engine.")
+        if name in named:
+            sections += _named(name, list(named[name].values()))
         elif section is not None:
             sections += [
                 "",
@@ -44,6 +44,24 @@ def table() -> str:
                 *_rows(section.model_fields.items(), f"{name}."),
             ]
     return "\n".join(sections)
+
+
+def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
+    """A table for each class of a section that is chosen by name, after the options that all classes share."""
+    shared = set[str].intersection(*(shared_options(classes[0], cls) for cls in classes))
+    base = next(base for base in classes[0].__mro__ if issubclass(base, Section) and set(base.model_fields) == shared)
+    if shared:
+        yield from ("", f"### {key}", "", base.__doc__ or "", "", *_rows(base.model_fields.items(), f"{key}."))
+    for cls in classes:
+        # also a shared option with another default
+        fields = [
+            (name, field)
+            for name, field in cls.model_fields.items()
+            if name != "name" and (name not in shared or field.default != base.model_fields[name].default)
+        ]
+        yield from ("", f"### {key}, `{key}.name: {name_of(cls)}`", "", cls.__doc__ or "")
+        if fields:
+            yield from ("", *_rows(fields, f"{key}."))
 
 
 def _rows(fields: Any, prefix: str) -> Iterator[str]:

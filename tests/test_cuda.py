@@ -38,7 +38,7 @@ def words(tmp_path: Path) -> Path:
         (["train.share_prompts=never", "train.micro_batch_tokens=100"], 1e-3),
         (["train.overlap=true"], None),
         (["model.dtype=bfloat16"], 0.3),
-        (["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"], None),
+        (["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"], None),
     ],
 )
 def test_trainer_and_engine_agree_on_every_token(

@@ -181,8 +181,8 @@ def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "options",
     [
-        ["train.minibatches=3", "train.ppo_epochs=2", "train.clip_high=0.28"],
-        ["train.kl_coef=0.1", "train.entropy_coef=0.01", "train.loss_average=sequence"],
+        ["train.minibatches=3", "train.ppo_epochs=2", "loss.clip_high=0.28"],
+        ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.normalizer=trajectory"],
         ["train.overlap=true", "train.minibatches=2"],
         ["model.dtype=bfloat16", "train.lr_schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
     ],

@@ -31,13 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def assembled(model: Path, path: Path, environment: str, **options: Any) -> TrainingRun:
+def assembled(
+    model: Path, path: Path, environment: str, loss: Mapping[str, Any] | None = None, **options: Any
+) -> TrainingRun:
     recipe = {
         "model": {"path": str(model)},
         "data": {"train": str(save_rows(path / "train.jsonl"))},
         "environment": f"{PLACES}:{environment}",
         "limits": {"turns": 2, "tokens_per_turn": 8},
         "train": {"steps": 2, "batch_size": 3, "group_size": 4, "lr": 0.01, **options},
+        "loss": loss or {},
         "output": str(path / "run"),
     }
     return assemble(Config.model_validate(recipe))
@@ -96,7 +99,9 @@ def reference_gradient(
 def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_from(
     model: Path, tmp_path: Path, kl_coef: float, entropy_coef: float, minibatches: int
 ) -> None:
-    run = assembled(model, tmp_path, "indifferent", kl_coef=kl_coef, entropy_coef=entropy_coef, minibatches=minibatches)
+    run = assembled(
+        model, tmp_path, "indifferent", {"kl_coef": kl_coef, "entropy_coef": entropy_coef}, minibatches=minibatches
+    )
     reference = copy.deepcopy(run.learner.model).double()
     reference.set_attn_implementation("eager")
     moved(run)

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from turnwise.config.known_names import ABSENT, CALLED
+from turnwise.config.loss import GspoSection
+from turnwise.config.named_section import named_sections
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection
 from turnwise.config.section import Section, changed_options
@@ -78,7 +80,8 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path) -> None:
         "environment": {"use": "a:b", "arguments": {"lines": ["x", "y"], "n": 3}},
         "tools": ["c:d"],
         "sampling": {"stop": ["###"], "top_p": 0.9},
-        "train": {"betas": [0.8, 0.95], "lr": "1e-4", "ppo_epochs": 2, "clip_low": 0.1},
+        "train": {"betas": [0.8, 0.95], "lr": "1e-4", "ppo_epochs": 2},
+        "loss": {"clip_low": 0.1},
         "engine": {"slots": 4},
     }
     config = loaded(write(tmp_path, tree))
@@ -210,6 +213,16 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
         ),
         ("engine.name=vllm", "engine.name: there is no engine 'vllm'; there are: local, scripted"),
         ("engine.name=scripted", "engine.script is missing"),
+        ("loss.name=ppo", "loss.name: there is no loss 'ppo'; there are: ppo_clip, gspo, cispo, sapo, reinforce"),
+        ("loss.name=dr_grpo", "there is no loss 'dr_grpo'; write loss.name=ppo_clip loss.normalizer=constant"),
+        ("loss.clip_ratio_c=3", "there is no option loss.clip_ratio_c; it is called loss.dual_clip here"),
+        (
+            "loss.tau_positive=2",
+            "loss.tau_positive has no effect with loss.name=ppo_clip: it is an option of another loss (sapo)",
+        ),
+        ("train.clip_low=0.1", "there is no option train.clip_low; it is called loss.clip_low here"),
+        ("train.loss_average=token", "there is no option train.loss_average; it is called loss.normalizer here"),
+        ("sft.loss_average=token", "there is no option sft.loss_average; it is called sft.normalizer here"),
         ("train.steps=many", "train.steps: input should be a valid integer"),
         ("train.steps=0", "train.steps: input should be greater than 0; got 0"),
         ("train.steps=1.5", "train.steps: input should be a valid integer"),
@@ -279,14 +292,29 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
     assert (config.engine.name, len(notes)) == ("scripted", 1)
 
 
+def test_another_loss_keeps_the_options_that_all_losses_have(tmp_path: Path) -> None:
+    path = write(tmp_path, {**LEAST, "loss": {"kl_coef": 0.1, "normalizer": "trajectory", "clip_low": 0.1}})
+    config, notes = load(path, ["loss.name=gspo", "loss.clip_high=0.001"])
+    assert config.loss == GspoSection(kl_coef=0.1, normalizer="trajectory", clip_high=0.001)
+    assert notes == ["loss.name=gspo removes the recipe's loss.clip_low, which belonged to 'ppo_clip'"]
+
+
 # what would have no effect
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.clip_low=0.1"], "train.clip_low and train.clip_high have no effect with one optimizer step a batch"),
-        (["train.clip_high=0.3"], "remove them, or set train.minibatches, train.ppo_epochs or train.overlap"),
+        (["loss.clip_low=0.1"], "loss.clip_low has no effect with one optimizer step a batch"),
+        (
+            ["loss.clip_low=0.1", "loss.clip_high=0.3"],
+            "loss.clip_low and loss.clip_high have no effect with one optimizer",
+        ),
+        (["loss.dual_clip=3"], "loss.dual_clip has no effect with one optimizer step a batch"),
+        (["loss.name=sapo", "loss.tau_negative=2"], "loss.tau_negative has no effect with one optimizer step a batch"),
+        (["loss.normalizer=constant"], "loss.normalizer=constant needs loss.constant_length"),
+        (["loss.constant_length=9"], "loss.constant_length has no effect with loss.normalizer=token"),
+        (["loss.clip_high=0.3"], "remove it, or set train.minibatches, train.ppo_epochs or train.overlap"),
         (
             ["train.group_size=1"],
             "train.group_size=1 is too small: credit.name=grpo compares the trajectories of one row. Set train.group_size to 2",
@@ -342,10 +370,10 @@ def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.clip_low=0.1", "train.ppo_epochs=2"],
-        ["train.clip_high=0.3", "train.minibatches=2"],
-        ["train.clip_low=0.1", "train.overlap=true"],
-        ["train.clip_low=0.2", "train.clip_high=0.2"],  # the defaults, named
+        ["loss.clip_low=0.1", "train.ppo_epochs=2"],
+        ["loss.clip_high=0.3", "train.minibatches=2"],
+        ["loss.clip_low=0.1", "train.overlap=true"],
+        ["loss.clip_low=0.2", "loss.clip_high=0.2"],  # the defaults, named
         ["train.batch_size=2", "train.group_size=3", "train.minibatches=6"],
         ["train.steps=5", "train.warmup_steps=4"],
         ["eval.samples_per_row=2", "data.eval=held.jsonl"],
@@ -411,6 +439,7 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
         for part, model in [
             ("", Config),
             *((name, _part(field.annotation)) for name, field in Config.model_fields.items()),
+            *((name, cls) for name, classes in named_sections(Config).items() for cls in classes.values()),
         ]
         if model is not None
         for name in model.model_fields

@@ -163,10 +163,16 @@ CHANGED = {
     "train.weight_decay": "train.weight_decay=0.5",
     "train.betas": "train.betas=[0.5, 0.5]",
     "train.max_grad_norm": "train.max_grad_norm=0.5",
-    "train.clip_low": "train.clip_low=0.5",
-    "train.clip_high": "train.clip_high=0.5",
-    "train.kl_coef": "train.kl_coef=0.5",
-    "train.entropy_coef": "train.entropy_coef=0.5",
+    "loss.normalizer": "loss.normalizer=trajectory",
+    "loss.constant_length": "loss.constant_length=7",
+    "loss.dual_clip": "loss.dual_clip=3",
+    "loss.level": "loss.level=turn",
+    "loss.tau_positive": "loss.tau_positive=2",
+    "loss.tau_negative": "loss.tau_negative=2",
+    "loss.clip_low": "loss.clip_low=0.5",
+    "loss.clip_high": "loss.clip_high=0.5",
+    "loss.kl_coef": "loss.kl_coef=0.5",
+    "loss.entropy_coef": "loss.entropy_coef=0.5",
     "seed": "seed=1",
 }
 """Another value for each option that is shown by what is made of it."""
@@ -188,6 +194,8 @@ BASES = {
     ),
     "data.split": "data.max_rows=null",
     **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
+    "loss.level": "loss.name=gspo",
+    **dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), "loss.name=sapo"),
 }
 """What it is compared with, where that is not the recipe as it is."""
 
@@ -224,14 +232,15 @@ def splits(tmp_path: Path) -> Path:
         ["train.group_size=3"],
         ["train.minibatches=2"],
         ["train.ppo_epochs=2"],
-        ["train.loss_average=sequence"],
+        ["loss.normalizer=trajectory"],
         ["train.lr=0.02"],
         ["train.lr_schedule=linear"],
         ["train.weight_decay=0.5"],
         ["train.betas=[0.5, 0.5]"],
         ["train.max_grad_norm=0.0001"],
-        ["train.kl_coef=0.5"],
-        ["train.entropy_coef=0.5"],
+        ["loss.name=gspo"],
+        ["loss.kl_coef=0.5"],
+        ["loss.entropy_coef=0.5"],
         ["credit.scale=none"],
         ["loss_mask=last_turn"],
         ["sampling.temperature=0.5"],
@@ -255,7 +264,7 @@ def test_an_option_of_training_changes_what_is_learnt(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["train.clip_low", "train.clip_high"])
+@pytest.mark.parametrize("option", ["loss.clip_low", "loss.clip_high"])
 def test_the_bounds_of_the_ratio_change_what_is_learnt(
     option: str, recipe: Path, tmp_path: Path, base: Callable[..., str]
 ) -> None:
@@ -407,7 +416,7 @@ def fine_tuned(recipe: Path, overrides: Sequence[str], out: Path) -> str:
         "weight_decay=0.5",
         "betas=[0.5, 0.5]",
         "max_grad_norm=0.0001",
-        "loss_average=sequence",
+        "normalizer=trajectory",
         "too_long=cut",
     ],
 )

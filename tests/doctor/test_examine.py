@@ -339,7 +339,7 @@ def test_messages_that_the_template_refuses_are_reported_with_their_row(
             "tool calls",
             "in a format that cannot be read back",
         ),
-        (CHATML, "train.clip_high=0.3", "options", "have no effect with one optimizer step a batch"),
+        (CHATML, "loss.clip_high=0.3", "options", "have no effect with one optimizer step a batch"),
         (CHATML, "sft.lr=0.1", "options", "environment="),
         (CHATML, "environment=nowhere.py:x", "rewards", "environment: there is no file"),
         (CHATML, f"environment={PLACES}:always_raises", "rewards", "no luck today"),
@@ -376,7 +376,7 @@ def test_an_option_that_makes_no_difference_is_a_note(model: Path, tmp_path: Pat
 def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, reward={"trajectory": [{"use": f"{PLACES}:length", "weight": 0.5}]})
     for options in ({"weights": "never"}, {}):
-        for override in ("train.loss_average=sequence", "loss_mask=last_turn"):
+        for override in ("loss.normalizer=trajectory", "loss_mask=last_turn"):
             found = asked(model, recipe, override, **options)["rewards"]
             assert found.status == "ok", found.text
             assert found.text.startswith("4 conversations with the rewards -")

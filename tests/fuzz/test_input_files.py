@@ -111,7 +111,7 @@ def test_a_damaged_row_is_read_or_refused_with_a_message(read: Any, seed: int, t
         ("train.betas=[5, 9]", "train.betas.0: input should be less than 1"),
         ("train.lr=.inf", "train.lr: input should be a finite number"),
         ("train.weight_decay=.inf", "train.weight_decay: input should be a finite number"),
-        ("train.entropy_coef=.nan", "train.entropy_coef: input should be a finite number"),
+        ("loss.entropy_coef=.nan", "loss.entropy_coef: input should be a finite number"),
         ("sampling.temperature=.inf", "sampling.temperature: input should be a finite number"),
         ('data.train=""', "data.train: it must not be empty"),
         ('model.path="  "', "model.path: it must not be empty"),

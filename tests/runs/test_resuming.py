@@ -112,7 +112,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_reference_of_a_resumed_run_is_the_model_before_training(recipe: Path, tmp_path: Path) -> None:
-    options = ["deterministic=true", "train.kl_coef=0.1", "train.lr=0.05"]
+    options = ["deterministic=true", "loss.kl_coef=0.1", "train.lr=0.05"]
     run(recipe, *options, "train.steps=3", f"output={tmp_path / 'straight'}")
     run(recipe, *options, "train.steps=2", f"output={tmp_path / 'parts'}")
     resume(recipe, *options, "train.steps=3", f"output={tmp_path / 'parts'}")
@@ -124,11 +124,11 @@ def test_the_reference_of_a_resumed_run_is_the_model_before_training(recipe: Pat
 def test_a_run_with_a_reference_that_has_changed_is_refused(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     recipe = write_recipe(tmp_path, model)
-    run(recipe, "train.kl_coef=0.1")
+    run(recipe, "loss.kl_coef=0.1")
     before = contents(tmp_path / "run")
     save_model(model, seed=1)
-    with pytest.raises(RunError, match=r"train\.kl_coef=0\.1 needs the model before training.*changed since the run"):
-        resume(recipe, "train.kl_coef=0.1", "train.steps=3")
+    with pytest.raises(RunError, match=r"loss\.kl_coef=0\.1 needs the model before training.*changed since the run"):
+        resume(recipe, "loss.kl_coef=0.1", "train.steps=3")
     after = contents(tmp_path / "run")
     assert {name for name in after if after[name] != before.get(name)} <= {".lock"}
 
@@ -163,7 +163,7 @@ def test_the_values_that_are_compared_are_those_of_every_option(recipe: Path) ->
             f"reward.trajectory=['{PLACES}:length']",
             r"reward\.trajectory\[\]\.use=\['.*:length'\] \(the run used \[\]\)",
         ),
-        ("train.kl_coef=0.5", r"train\.kl_coef=0\.5"),
+        ("loss.kl_coef=0.5", r"loss\.kl_coef=0\.5"),
         ("model.dtype=bfloat16", r"model\.dtype=bfloat16.*\n.*model\.dtype cannot change"),
         ("model.path=/somewhere/else", r"model\.path=/somewhere/else.*\n.*start another run from its weights"),
     ],

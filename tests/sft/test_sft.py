@@ -140,7 +140,7 @@ def test_the_loss_is_the_cross_entropy_of_the_answers_and_their_ends(recipe: Pat
 
 
 def test_a_conversation_weighs_as_much_as_another_if_the_average_says_so(recipe: Path, model: Path) -> None:
-    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_size=6", "sft.loss_average=sequence")
+    (first,) = metrics(recipe, "sft.steps=1", "sft.batch_size=6", "sft.normalizer=trajectory")
     expected = mean([mean([loss for turn in losses(model, talk(n)) for loss in turn]) for n in range(6)])
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -164,7 +164,7 @@ def test_the_mask_and_the_datas_weights_are_multiplied(recipe: Path, model: Path
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
 def test_packed_conversations_do_not_see_each_other(recipe: Path, average: str) -> None:
-    options = ["sft.batch_size=6", f"sft.loss_average={average}"]
+    options = ["sft.batch_size=6", f"sft.normalizer={average}"]
     packed = metrics(recipe, *options, "sft.micro_batch_tokens=100000")
     apart = metrics(recipe, *options, "sft.micro_batch_tokens=1")
     for one, other in zip(packed, apart, strict=True):
@@ -329,7 +329,7 @@ def plain() -> dict[str, list[dict[str, Any]]]:
         "weight_decay=0.5",
         "betas=[0.5, 0.9]",
         "max_grad_norm=0.01",
-        "loss_average=sequence",
+        "normalizer=trajectory",
         "steps=4",
     ],
 )

@@ -19,12 +19,12 @@ from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
-from turnwise.training.options import LossConfig, lr_at
+from turnwise.training.options import PpoClip, lr_at
 from turnwise.types import Sampling
 
 
 def policy(**options: float) -> LocalLearner:
-    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(LossConfig(**options)))
+    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(**options)))
 
 
 def learn(one: LocalLearner, **options: object) -> None:

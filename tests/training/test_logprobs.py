@@ -14,7 +14,7 @@ from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
-from turnwise.training.options import LossConfig
+from turnwise.training.options import Nll, PpoClip
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
 NONE, RAW, SAMPLED, TEMPERED = LogprobKind.NONE, LogprobKind.RAW, LogprobKind.SAMPLED, LogprobKind.TEMPERED
@@ -31,7 +31,7 @@ def of_kind(kind: LogprobKind, turns: int = 99) -> list[Trajectory]:
 
 
 def policy(sampling: Sampling, **options: float) -> LocalLearner:
-    return LocalLearner(tiny_model(), sampling=sampling, loss=make_loss(LossConfig(**options)), threads=1)
+    return LocalLearner(tiny_model(), sampling=sampling, loss=make_loss(PpoClip(**options)), threads=1)
 
 
 def flat(one: LocalLearner) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
 
 
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
-    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(LossConfig(name="nll")), share_prompts="never")
+    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(Nll()), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
     assert one._with_logprobs(batch, StopFlag()) is batch
 

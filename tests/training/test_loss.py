@@ -6,7 +6,9 @@ import math
 
 import torch
 
-from turnwise.training.loss import Targets, kl_k3, ppo_clip
+from turnwise.training.kl import kl_k3
+from turnwise.training.policy_losses import ppo_clip
+from turnwise.training.targets import Targets
 
 
 def targets(behaviour: torch.Tensor, advantage: torch.Tensor) -> Targets:

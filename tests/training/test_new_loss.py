@@ -12,7 +12,8 @@ from training.test_batch import completion, group, trajectory
 from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import Loss, LossTerms, Targets
+from turnwise.training.loss import Loss
+from turnwise.training.targets import LossTerms, Targets
 from turnwise.types import Sampling, Segment
 
 

@@ -19,7 +19,7 @@ from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
-from turnwise.training.options import LossConfig
+from turnwise.training.options import PpoClip
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -63,7 +63,7 @@ def held(model: torch.nn.Module, vision: MediaProcessor, *, threads: int = 1) ->
 
 
 def policy(model: torch.nn.Module, **options: float) -> LocalLearner:
-    return LocalLearner(model, sampling=Sampling(), loss=make_loss(LossConfig(**options)), threads=1)
+    return LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip(**options)), threads=1)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -106,7 +106,7 @@ def test_small_micro_batches_side_by_side_and_a_reference_give_the_same_step(vis
         model = vision_model()
         segments = held(model, vision)
         one = LocalLearner(
-            model, sampling=Sampling(), loss=make_loss(LossConfig(kl_coef=0.1)), threads=0 if size == 1 else 1
+            model, sampling=Sampling(), loss=make_loss(PpoClip(kl_coef=0.1)), threads=0 if size == 1 else 1
         )
         batch = pack(
             [trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)], micro_batch_tokens=size

@@ -13,6 +13,7 @@ from training.test_batch import gradients, targets, trajectory
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
+from turnwise.training.options import Normalization
 from turnwise.types import Message, Sampling, Trajectory, Turn
 
 
@@ -65,7 +66,7 @@ def completion_of(ids: list[int]) -> Any:
     return trajectory("", [("turn", ids)], [0.0]).turns[0].completion
 
 
-def plain(trajectories: list[Trajectory], average: str) -> torch.Tensor:
+def plain(trajectories: list[Trajectory], normalizer: str) -> torch.Tensor:
     """The gradient of the weighted log-likelihood, one token after the other."""
     model = tiny_model()
     terms: list[list[tuple[float, float, torch.Tensor]]] = []
@@ -81,7 +82,7 @@ def plain(trajectories: list[Trajectory], average: str) -> torch.Tensor:
     loss = torch.zeros(())
     for of, mass in zip(terms, masses, strict=True):
         if mass:
-            whole = sum(masses) if average == "token" else mass * sum(mass > 0 for mass in masses)
+            whole = sum(masses) if normalizer == "token" else mass * sum(mass > 0 for mass in masses)
             for weight, advantage, term in of:
                 loss = loss + weight / whole * advantage * term
     loss.backward()
@@ -95,16 +96,16 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("average", ["token", "sequence"])
+@pytest.mark.parametrize("normalizer", ["token", "trajectory"])
 @pytest.mark.parametrize("name", [*TURN_WEIGHTINGS, *CUSTOM])
-def test_the_gradient_is_that_of_a_plain_loop_over_the_tokens(name: str, average: Any) -> None:
+def test_the_gradient_is_that_of_a_plain_loop_over_the_tokens(name: str, normalizer: Any) -> None:
     trajectories = conversations()
     for one in trajectories:
         {**TURN_WEIGHTINGS, **CUSTOM}[name](one)
-    expected = plain(trajectories, average)
+    expected = plain(trajectories, normalizer)
     assert expected.abs().max() > 1e-3
     for share in (True, False):
-        batch = pack(trajectories, average=average, share_prompts=share)
+        batch = pack(trajectories, normalization=Normalization(normalizer), share_prompts=share)
         weights = [weight for _, _, weight in targets(batch)]
         assert sum(weights) == pytest.approx(1.0, abs=1e-5)
         assert batch.tokens == len(weights)
@@ -118,11 +119,11 @@ def test_weights_of_one_change_nothing() -> None:
         TURN_WEIGHTINGS["all"](one)
     expected = {"token": torch.tensor([1 / 19] * 19)}
     counts = [8, 5, 4, 2]
-    expected["sequence"] = torch.tensor([1 / (4 * count) for count in counts for _ in range(count)])
-    for average in ("token", "sequence"):
-        batch = pack(trajectories, average=average)  # type: ignore[arg-type]
+    expected["trajectory"] = torch.tensor([1 / (4 * count) for count in counts for _ in range(count)])
+    for normalizer in ("token", "trajectory"):
+        batch = pack(trajectories, normalization=Normalization(normalizer))
         found = torch.cat([micro.targets.weight_N for micro in batch.micro_batches])
-        assert torch.equal(found.sort().values, expected[average].sort().values)
+        assert torch.equal(found.sort().values, expected[normalizer].sort().values)
     assert (batch.tokens, batch.trajectories) == (19, 4)  # two of the 21 that were sampled are no longer there
 
 
@@ -149,12 +150,12 @@ def test_a_trajectory_without_weight_counts_nowhere_and_one_without_advantage_co
     for turn in three.turns:
         turn.weight = 0.0
     two.advantages = [0.0, 0.0]
-    batch = pack([one, two, three], average="sequence")
+    batch = pack([one, two, three], normalization=Normalization("trajectory"))
     assert (batch.trajectories, batch.tokens) == (2, 13)
     assert sum(weight for _, _, weight in targets(batch)) == pytest.approx(0.5, abs=1e-5)
-    assert sum(weight for _, _, weight in targets(pack([one, three], average="sequence"))) == pytest.approx(
-        1.0, abs=1e-5
-    )
+    assert sum(
+        weight for _, _, weight in targets(pack([one, three], normalization=Normalization("trajectory")))
+    ) == pytest.approx(1.0, abs=1e-5)
     assert targets(pack([one, two, three])) == targets(pack([one, two]))
 
 

@@ -11,6 +11,7 @@ from turnwise.build.learners import (
     learning_rate,
     loss_config,
     model_options,
+    normalization,
     optimizer_config,
     sft_learner,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "limits",
     "loss_config",
     "model_options",
+    "normalization",
     "optimizer_config",
     "read_scripts",
     "renderer",

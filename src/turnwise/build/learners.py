@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.build.values import sampling
-from turnwise.config.optimization import OptimizationSection
+from turnwise.config.loss import CispoSection, GspoSection, LossSection, PpoClipSection, ReinforceSection, SapoSection
+from turnwise.config.optimization import OptimizationSection, SftSection
 from turnwise.config.schema import Config
-from turnwise.training.options import LossConfig, OptimizerConfig, lr_at
+from turnwise.training.options import (
+    Cispo,
+    Gspo,
+    LossConfig,
+    Nll,
+    Normalization,
+    OptimizerConfig,
+    PpoClip,
+    Reinforce,
+    Sapo,
+    lr_at,
+)
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
@@ -21,14 +33,24 @@ __all__ = ["learner", "learning_rate", "loss_config", "model_options", "optimize
 
 def loss_config(config: Config) -> LossConfig:
     """The loss of `turnwise train`."""
-    options = config.train
-    return LossConfig(
-        name="ppo_clip",
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        kl_coef=options.kl_coef,
-        entropy_coef=options.entropy_coef,
-    )
+    section = config.loss
+    options = section.model_dump(exclude={"name", "normalizer", "constant_length"})
+    match section:
+        case PpoClipSection():
+            return PpoClip(**options)
+        case GspoSection():
+            return Gspo(**options)
+        case CispoSection():
+            return Cispo(**options)
+        case SapoSection():
+            return Sapo(**options)
+        case ReinforceSection():
+            return Reinforce(**options)
+
+
+def normalization(section: LossSection | SftSection) -> Normalization:
+    """How the loss of a batch is averaged, in training or fine-tuning."""
+    return Normalization(section.normalizer, section.constant_length if isinstance(section, LossSection) else None)
 
 
 def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
@@ -55,7 +77,7 @@ def sft_learner(config: Config, path: str | Path) -> LocalLearner:
         config,
         path,
         sampled_from=Sampling(),  # nothing is sampled: the loss uses the model's unmodified distribution
-        loss=LossConfig(name="nll"),
+        loss=Nll(),
         optimizer=optimizer_config(config.sft),
     )
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ABSENT", "CALLED", "RENAMED", "RENAMED_ARGUMENTS", "called_here", "renamed_arguments"]
+__all__ = [
+    "ABSENT",
+    "CALLED",
+    "RENAMED",
+    "RENAMED_ARGUMENTS",
+    "VALUES",
+    "called_here",
+    "renamed_arguments",
+    "value_hint",
+]
 
 CALLED: dict[str, tuple[str, ...]] = {
     "train.lr": ("learning_rate",),
@@ -19,13 +28,19 @@ CALLED: dict[str, tuple[str, ...]] = {
         "gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
         "ppo_max_token_len_per_gpu", "use_dynamic_bsz",
     ),
-    "train.kl_coef": ("beta", "kl_loss_coef", "use_kl_loss", "kl_beta"),
-    "train.entropy_coef": ("entropy_coeff", "entropy_bonus"),
-    "train.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
-    "train.clip_high": ("epsilon_high", "clip_ratio_high"),
+    "loss.kl_coef": ("beta", "kl_loss_coef", "use_kl_loss", "kl_beta"),
+    "loss.entropy_coef": ("entropy_coeff", "entropy_bonus"),
+    "loss.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
+    "loss.clip_high": ("epsilon_high", "clip_ratio_high"),
+    "loss.dual_clip": ("clip_ratio_c", "delta"),
+    "loss.name": ("loss_mode", "policy_loss"),
+    "loss.level": ("importance_sampling_level",),
+    "loss.tau_positive": ("tau_pos", "sapo_temperature_pos"),
+    "loss.tau_negative": ("tau_neg", "sapo_temperature_neg"),
     "train.max_grad_norm": ("grad_clip", "gradient_clipping", "clip_grad_norm"),
     "train.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
-    "train.loss_average": ("loss_type", "loss_agg_mode"),
+    "loss.normalizer": ("loss_type", "loss_agg_mode", "loss_average"),
+    "loss.constant_length": ("loss_scale_factor",),
     "train.overlap": ("async_generate", "async_training"),
     "limits.turns": ("max_turns", "num_turns", "max_assistant_turns", "max_user_turns", "max_tool_calling_iterations"),
     "limits.tokens_per_turn": ("max_completion_length", "max_new_tokens", "max_tokens"),
@@ -111,13 +126,31 @@ RENAMED: dict[str, str] = {
     "sft.batch_rows": "sft.batch_size",
     "sft.eval_rows": "sft.max_eval_rows",
     "sft.record_rows": "sft.max_recorded_rows",
+    "sft.loss_average": "sft.normalizer",
     "sft.schedule": "sft.lr_schedule",
+    "train.clip_high": "loss.clip_high",
+    "train.clip_low": "loss.clip_low",
+    "train.entropy_coef": "loss.entropy_coef",
     "train.epochs": "train.ppo_epochs",
     "train.group": "train.group_size",
+    "train.kl_coef": "loss.kl_coef",
+    "train.loss_average": "loss.normalizer",
     "train.rows": "train.batch_size",
     "train.schedule": "train.lr_schedule",
 }
 """Options of earlier versions of turnwise, and their present names."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "loss.name": {
+        "grpo": "loss.name=ppo_clip loss.normalizer=trajectory",
+        "bnpo": "loss.name=ppo_clip loss.normalizer=token",
+        "dapo": "loss.name=ppo_clip loss.normalizer=token loss.clip_high=0.28",
+        "vanilla": "loss.name=ppo_clip",
+        "dr_grpo": "loss.name=ppo_clip loss.normalizer=constant loss.constant_length=<tokens> credit.scale=none",
+        "gpg": "loss.name=reinforce",
+    },
+}
+"""Values of other libraries, and the options of turnwise with the same meaning."""
 
 RENAMED_ARGUMENTS: dict[str, dict[str, str]] = {
     "turnwise.environments.modelled_user:ModelledUser": {
@@ -138,6 +171,12 @@ def renamed_arguments(reference: str, arguments: Iterable[str]) -> str:
     """A hint for a message: `; speaker is called chat_model here`, or the empty text if no argument was renamed."""
     names = RENAMED_ARGUMENTS.get(reference, {})
     return "".join(f"; {name} is called {names[name]} here" for name in arguments if name in names)
+
+
+def value_hint(option: str, value: str) -> str:
+    """A hint for a message about a value of another library: `; write loss.name=ppo_clip`, or an empty text."""
+    here = VALUES.get(option, {}).get(value)
+    return "" if here is None else f"; write {here}"
 
 
 def called_here(name: str, *, section: str = "", options: frozenset[str] = frozenset()) -> str:

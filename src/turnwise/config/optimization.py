@@ -34,9 +34,6 @@ class OptimizationSection(Section):
     """The decay rates of AdamW's two moving averages, of the gradient and of its square."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The largest norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
-    loss_average: Literal["token", "sequence"] = "token"
-    """How the loss of a batch is averaged. `token`: over tokens, so that a long trajectory counts more than a short trajectory.
-    `sequence`: over trajectories, which all count the same."""
     micro_batch_tokens: Positive | None = None
     """The number of tokens of one forward pass. A smaller number needs less memory and is slower; the result is the same. Null:
     2048 on a CPU, 16384 on a GPU."""
@@ -55,16 +52,6 @@ class TrainSection(OptimizationSection):
     """The number of parts that a step's trajectories are split into; each part is one optimizer step."""
     ppo_epochs: Positive = 1
     """The number of passes over a step's trajectories; each pass repeats the optimizer steps of `train.minibatches`."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The lower bound of PPO clipping: probability ratios of tokens are clipped at 1 - `train.clip_low`."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The upper bound of PPO clipping: probability ratios of tokens are clipped at 1 + `train.clip_high`."""
-    kl_coef: NotNegative = 0.0
-    """The weight of the KL term in the loss: the KL divergence from the model before training. 0: there is no KL term, and no
-    reference model is loaded."""
-    entropy_coef: float = 0.0
-    """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
-    bonus."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
     """The most times in a step that groups whose trajectories all have the same rewards are replaced by groups of the next rows
     (DAPO). Replaced groups count in the metrics and are recorded, but not trained on. 0: no group is replaced."""
@@ -97,6 +84,10 @@ class SftSection(OptimizationSection):
     too_long: Literal["leave_out", "cut"] = "leave_out"
     """What happens to a conversation with more tokens than `limits.context`. `leave_out`: it is left out, and counted in the
     metric `left_out`. `cut`: its first tokens, up to this limit, are trained on."""
+    normalizer: Literal["token", "sequence", "trajectory"] = "token"
+    """How the loss of a batch is averaged. `token`: over tokens, so that a long conversation counts more than a short
+    conversation. `trajectory`: over conversations, which all count the same. `sequence`: over token sequences (segments), which
+    all count the same."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between two measurements of the held-out loss. 0: only before and after training."""
     max_eval_rows: Positive | None = None

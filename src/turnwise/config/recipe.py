@@ -14,12 +14,16 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from turnwise.config.known_names import called_here
-from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection, Section
+from turnwise.config.known_names import called_here, value_hint
+from turnwise.config.named_section import name_of, named_sections, shared_options
+from turnwise.config.schema import Config, Section
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_yaml, read_text
 
 __all__ = ["checked", "load"]
+
+_NAMED = named_sections(Config)
+"""For each section that is chosen by name: its class for each name."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -72,14 +76,26 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             node = child
         if key == "data.eval" and value is None:
             notes += _without_held_out_rows(tree, overrides)
-        previous = node.get("name", "local" if parents == ["engine"] else None)
-        if last == "name" and previous not in (value, None):
-            dropped = [f"{'.'.join(parents)}.{option}" for option in node if option != "name"]
-            if dropped:
-                notes.append(f"{override} removes the recipe's {', '.join(dropped)}, which belonged to {previous!r}")
-            node.clear()
+        if last == "name" and len(parents) == 1 and parents[0] in _NAMED:
+            notes += _rename(node, parents[0], value, override)
         node[last] = value
     return notes
+
+
+def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> list[str]:
+    """Remove the options that belong to the section's former name and not to its new name. Returns a note that lists them."""
+    classes = _NAMED[section]
+    former = node.get("name", next(iter(classes)))
+    if former == name:
+        return []
+    shared = shared_options(classes[former], classes[name]) if former in classes and name in classes else set()
+    dropped = [option for option in node if option != "name" and option not in shared]
+    for option in dropped:
+        del node[option]
+    if not dropped:
+        return []
+    options = ", ".join(f"{section}.{option}" for option in dropped)
+    return [f"{override} removes the recipe's {options}, which belonged to {former!r}"]
 
 
 def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -136,11 +152,12 @@ def _explain(error: ValidationError, source: str) -> str:
         elif problem["type"] == "missing":
             lines.append(f"{key} is missing: add it to the recipe")
         elif problem["type"] == "union_tag_invalid":
-            lines.append(
-                f"{key}.name: there is no engine {problem.get('ctx', {}).get('tag')!r}; there are: local, scripted"
-            )
+            tag = problem.get("ctx", {}).get("tag")
+            hint = value_hint(f"{key}.name", str(tag))
+            lines.append(f"{key}.name: there is no {key} {tag!r}{hint}; there are: {', '.join(_NAMED[key])}")
         elif problem["type"] == "union_tag_not_found":
-            lines.append(f"{key} must be a mapping of options, such as {{name: local}}; got {problem['input']!r:.200}")
+            example = f"{{name: {next(iter(_NAMED[key]))}}}"
+            lines.append(f"{key} must be a mapping of options, such as {example}; got {problem['input']!r:.200}")
         else:
             lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r:.200}")
     return f"{source}: " + "\n".join(lines)
@@ -148,7 +165,7 @@ def _explain(error: ValidationError, source: str) -> str:
 
 def _keys(location: Sequence[Any]) -> list[Any]:
     """The keys of the recipe in a location, without the branches of unions that pydantic adds."""
-    return [step for step in location if step not in ("local", "scripted") and "[" not in str(step)]
+    return [step for step in _without_names(location) if "[" not in str(step)]
 
 
 def _unknown(location: Sequence[Any], path: Sequence[Any]) -> str:
@@ -156,24 +173,30 @@ def _unknown(location: Sequence[Any], path: Sequence[Any]) -> str:
     section, key = _section_at(location[:-1]), ".".join(str(step) for step in path)
     names = list(section.model_fields) if section is not None else []
     name = str(path[-1])
-    if section in (LocalEngineSection, ScriptedEngineSection):
-        other = ScriptedEngineSection if section is LocalEngineSection else LocalEngineSection
-        if name in other.model_fields:
-            engine = section.model_fields["name"].annotation
-            return f"{key} has no effect with engine.name={get_args(engine)[0]}: it is an option of another engine"
     parents = ".".join(str(key) for key in path[:-1])
+    others = [other for other, cls in _NAMED.get(parents, {}).items() if name in cls.model_fields]
+    if section is not None and others:
+        return (
+            f"{key} has no effect with {parents}.name={name_of(section)}: it is an option of another {parents} "
+            f"({', '.join(others)})"
+        )
     hint = called_here(name, section=parents, options=frozenset(names)) or nearest(name, names)
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options are: {', '.join(names)}")
+
+
+def _without_names(location: Sequence[Any]) -> list[Any]:
+    """A location without the name that pydantic adds for a section that is chosen by name: `loss.ppo_clip.clip_low`."""
+    named = len(location) > 1 and location[1] in _NAMED.get(str(location[0]), {})
+    return [location[0], *location[2:]] if named else list(location)
 
 
 def _section_at(location: Sequence[Any]) -> type[Section] | None:
     """The section of the schema for a location in the recipe."""
     section: type[Section] | None = Config
+    if len(location) > 1 and (named := _NAMED.get(str(location[0]), {}).get(str(location[1]))) is not None:
+        section, location = named, location[2:]
     for step in location:
         if section is None or isinstance(step, int):
-            continue
-        if step in ("local", "scripted"):
-            section = LocalEngineSection if step == "local" else ScriptedEngineSection
             continue
         field = section.model_fields.get(str(step))
         section = next(_sections(field.annotation), None) if field is not None else None

@@ -77,17 +77,15 @@ RULES: Mapping[str, Rule] = {
         "train.",
         "batch_size group_size lr lr_schedule warmup_steps weight_decay betas max_grad_norm minibatches ppo_epochs",
     ),
-    **_all(
-        "named",
-        "train.",
-        "clip_low clip_high loss_average kl_coef entropy_coef overlap dynamic_sampling overlong_filter",
-    ),
+    **_all("named", "train.", "overlap dynamic_sampling overlong_filter"),
+    **_all("named", "loss.", "name normalizer constant_length kl_coef entropy_coef"),
+    **_all("named", "loss.", "clip_low clip_high dual_clip level tau_positive tau_negative"),
     **_all("free", "train.", "micro_batch_tokens share_prompts"),
     **_all("free", "eval.", "max_rows samples_per_row every"),
     **_all("free", "eval.sampling.", "temperature top_p top_k min_p"),
     **_all("free", "rollout.", "max_rows samples_per_row"),
     **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every max_eval_rows max_recorded_rows"),
-    **_all("named", "sft.", "lr lr_schedule warmup_steps weight_decay betas max_grad_norm loss_average too_long"),
+    **_all("named", "sft.", "lr lr_schedule warmup_steps weight_decay betas max_grad_norm normalizer too_long"),
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),

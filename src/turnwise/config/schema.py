@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.config.data import DataSection, ModelSection
@@ -22,6 +22,8 @@ from turnwise.config.generation import (
     SamplingSection,
     ScriptedEngineSection,
 )
+from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
+from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
 from turnwise.config.rewards import CreditSection, RewardSection, RewardUse
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
@@ -105,9 +107,7 @@ class Config(Section):
     tool_calls: ToolCallsSection = ToolCallsSection()
     engine: Annotated[
         Annotated[LocalEngineSection, Tag("local")] | Annotated[ScriptedEngineSection, Tag("scripted")],
-        Discriminator(
-            lambda value: value.get("name", "local") if isinstance(value, Mapping) else getattr(value, "name", None)
-        ),
+        by_name("local"),
     ] = LocalEngineSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()
@@ -126,6 +126,14 @@ class Config(Section):
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: CreditSection = CreditSection()
+    loss: Annotated[
+        Annotated[PpoClipSection, Tag("ppo_clip")]
+        | Annotated[GspoSection, Tag("gspo")]
+        | Annotated[CispoSection, Tag("cispo")]
+        | Annotated[SapoSection, Tag("sapo")]
+        | Annotated[ReinforceSection, Tag("reinforce")],
+        by_name("ppo_clip"),
+    ] = PpoClipSection()
     loss_mask: Use = Use(use="all")
     """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the
     weight of a turn in the loss (docs/loss_masks.md)."""

@@ -86,6 +86,10 @@ def _unused_problems(config: Config) -> list[Problem]:
             f"turn of the model); remove it",
         ),
         (
+            config.loss.name != "ppo_clip",
+            f"loss.name={config.loss.name} has no effect in fine-tuning (its loss is the negative log-likelihood); remove it",
+        ),
+        (
             config.engine != LocalEngineSection(),
             f"engine.{next(iter(engine), 'name')} has no effect in fine-tuning (nothing is sampled); remove it",
         ),
@@ -103,6 +107,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
         "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
+        "loss": (config.loss, "its loss is the negative log-likelihood"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),
     }
     for section, (options, reason) in sections.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turnwise.config.loss import LossSection
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
 from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
@@ -36,6 +37,7 @@ def refuse_without_effect(config: Config) -> None:
     """
     problems = [
         *_row_problems(config),
+        *_loss_problems(config),
         *_optimization_problems(config),
         *_conversation_problems(config),
         *_evaluation_problems(config),
@@ -53,14 +55,8 @@ def refuse_without_effect(config: Config) -> None:
 def _optimization_problems(config: Config) -> list[Problem]:
     """Problems of the sections train, credit and sampling."""
     train = config.train
-    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
     trajectories = train.batch_size * train.group_size
     return [
-        (
-            on_policy and not {"clip_low", "clip_high"}.isdisjoint(changed_options(train)),
-            "train.clip_low and train.clip_high have no effect with one optimizer step a batch (the probability ratio is "
-            "1): remove them, or set train.minibatches, train.ppo_epochs or train.overlap",
-        ),
         (
             config.credit.name == "grpo" and train.group_size < 2,
             f"train.group_size={train.group_size} is too small: credit.name=grpo compares the trajectories of one row. Set "
@@ -89,6 +85,32 @@ def _optimization_problems(config: Config) -> list[Problem]:
             train.warmup_steps == 1 and train.lr_schedule == "constant",
             "train.warmup_steps=1 has no effect: the first of n warm-up steps has the learning rate lr/n, and lr/1 is lr. "
             "Remove it",
+        ),
+    ]
+
+
+def _loss_problems(config: Config) -> list[Problem]:
+    """Problems of the section loss."""
+    train, loss = config.train, config.loss
+    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
+    of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
+    options = " and ".join(f"loss.{name}" for name in of_ratio)
+    return [
+        (
+            on_policy and bool(of_ratio),
+            f"{options} {'have' if len(of_ratio) > 1 else 'has'} no effect with one optimizer step a batch (the probability "
+            f"ratio is 1): remove {'them' if len(of_ratio) > 1 else 'it'}, or set train.minibatches, train.ppo_epochs or "
+            f"train.overlap",
+        ),
+        (
+            loss.normalizer == "constant" and loss.constant_length is None,
+            "loss.normalizer=constant needs loss.constant_length: the number of tokens by which the sum over the tokens of a "
+            "conversation is divided",
+        ),
+        (
+            loss.normalizer != "constant" and loss.constant_length is not None,
+            f"loss.constant_length has no effect with loss.normalizer={loss.normalizer}: remove it, or set "
+            f"loss.normalizer=constant",
         ),
     ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Literal
 
 import torch
 
@@ -24,7 +24,8 @@ from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.training.batch import Batch, pack
-from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Trajectory, Turn
+from turnwise.training.options import Normalization
+from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Segment, Trajectory, Turn
 
 __all__ = ["conserved", "lost"]
 
@@ -48,8 +49,8 @@ def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     rewards = {kind: trajectory.reward for kind, trajectory in zip(_LINES, group.trajectories, strict=True)}
     if rewards != _GIVEN:
         return Check(name, "fail", f"the rewards are {rewards} and must be {_GIVEN}. Please report it")
-    for average in ("token", "sequence"):
-        if (problem := lost([group], average)) is not None:
+    for normalization in (Normalization("token"), Normalization("sequence"), Normalization("trajectory")):
+        if (problem := lost([group], normalization)) is not None:
             return Check(name, "fail", f"{problem}. Please report it")
     segments = sum(len(trajectory.segments) for trajectory in group.trajectories)
     return Check(
@@ -60,7 +61,7 @@ def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     )
 
 
-def lost(groups: Sequence[Group], average: Literal["token", "sequence"]) -> str | None:
+def lost(groups: Sequence[Group], normalization: Normalization) -> str | None:
     """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward."""
     credited = [trajectory for group in groups for trajectory in group.trajectories if trajectory.advantages]
     for group in groups:
@@ -70,7 +71,7 @@ def lost(groups: Sequence[Group], average: Literal["token", "sequence"]) -> str 
     for trajectory in trained:
         if (problem := _wrong_targets(trajectory)) is not None:
             return problem
-    return _wrong_weights(trained, average) if trained else None
+    return _wrong_weights(trained, normalization) if trained else None
 
 
 def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
@@ -109,24 +110,41 @@ def _wrong_targets(trajectory: Trajectory) -> str | None:
     )
 
 
-def _wrong_weights(trained: Sequence[Trajectory], average: Literal["token", "sequence"]) -> str | None:
-    """The problem if a trajectory counts more or less than once in the loss, whatever its number of segments; else None."""
+def _wrong_weights(trained: Sequence[Trajectory], normalization: Normalization) -> str | None:
+    """The problem if a trajectory has another weight in the loss than the normalizer says; else None."""
     # each trajectory gets its own advantage, which identifies its tokens in the batch
     marked = [replace(one, advantages=[number + 1.0] * len(one.turns)) for number, one in enumerate(trained)]
-    batch = pack(marked, average=average, keep_zero=True)
+    batch = pack(marked, normalization=normalization, keep_zero=True)
     shares = [0.0] * len(marked)
     for micro in batch.micro_batches:
         for gain, weight in zip(micro.targets.advantage_N.tolist(), micro.targets.weight_N.tolist(), strict=True):
             shares[round(gain) - 1] += weight
-    masses = [1.0 if average == "sequence" else _mass(one) for one in trained]
-    expected = [mass / sum(masses) for mass in masses]
+    expected = _expected_weights(trained, normalization)
     if all(abs(share - other) < 1e-4 for share, other in zip(shares, expected, strict=True)):
         return None
-    return f"the trajectories have the weights {shares} in the loss (loss_average={average}) and must have {expected}"
+    return (
+        f"the trajectories have the weights {shares} in the loss (loss.normalizer={normalization.normalizer}) and must have "
+        f"{expected}"
+    )
+
+
+def _expected_weights(trained: Sequence[Trajectory], normalization: Normalization) -> list[float]:
+    """The sum of the weights of a trajectory's tokens in the loss, for each trajectory."""
+    if normalization.normalizer == "constant":
+        return [_mass(one) / (len(trained) * (normalization.constant_length or math.nan)) for one in trained]
+    if normalization.normalizer == "sequence":
+        masses = [float(sum(_segment_mass(one, segment) > 0 for segment in one.segments)) for one in trained]
+    else:
+        masses = [1.0 if normalization.normalizer == "trajectory" else _mass(one) for one in trained]
+    return [mass / sum(masses) for mass in masses]
 
 
 def _mass(one: Trajectory) -> float:
-    return sum(one.turns[turn].weight for segment in one.segments for turn in segment.turn if turn >= 0)
+    return sum(_segment_mass(one, segment) for segment in one.segments)
+
+
+def _segment_mass(one: Trajectory, segment: Segment) -> float:
+    return sum(one.turns[turn].weight for turn in segment.turn if turn >= 0)
 
 
 def _targets(batch: Batch) -> list[tuple[int, float]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from turnwise import build
+from turnwise.config.loss import LOSSES
 from turnwise.config.schema import Config, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -30,7 +31,7 @@ def _rates(config: Config) -> list[float]:
 
 
 def _optimization(config: Config) -> list[Any]:
-    return [build.loss_config(config), build.optimizer_config(config.train)]
+    return [build.loss_config(config), build.normalization(config.loss), build.optimizer_config(config.train)]
 
 
 def _advantages(config: Config) -> list[Any]:
@@ -125,10 +126,8 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     "credit.scale": _advantages,
     "loss_mask": _weights,
     **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
-    **{
-        f"train.{name}": _optimization
-        for name in ("weight_decay", "betas", "max_grad_norm", "clip_low", "clip_high", "kl_coef", "entropy_coef")
-    },
+    **{f"train.{name}": _optimization for name in ("weight_decay", "betas", "max_grad_norm")},
+    **{f"loss.{name}": _optimization for cls in LOSSES for name in cls.model_fields if name != "name"},
     "seed": _streams,
 }
 """Options whose value reaches plain data, and the function that computes that data from a recipe."""

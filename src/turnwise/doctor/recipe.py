@@ -76,7 +76,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     scored = [one for one in trajectories if not one.failed and one.reward is not None]
     if not scored:
         return Check(name, "fail", f"all {len(trajectories)} conversations failed: {'; '.join(failures(groups)[:2])}")
-    for problem in (_wrong_sum(scored, config), lost(groups, config.train.loss_average)):
+    for problem in (_wrong_sum(scored, config), lost(groups, build.normalization(config.loss))):
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
     text = (

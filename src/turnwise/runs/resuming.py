@@ -97,7 +97,7 @@ class OpenedRun:
     @property
     def reference(self) -> str | None:
         """Path of the reference model, if a resumed run needs it for its loss. A new run copies its own model."""
-        if self.saved is None or self.kind != "train" or self.config.train.kl_coef == 0:
+        if self.saved is None or self.kind != "train" or self.config.loss.kl_coef == 0:
             return None
         if self.config.model.lora.rank is not None:
             return None  # the reference is the model without the adapter
@@ -121,7 +121,7 @@ class OpenedRun:
         reference = learner.reference_fingerprint()
         if reference is not None and reference != self.origin["model"]:
             raise RunError(
-                f"train.kl_coef={config.train.kl_coef:g} needs the model before training, and the weights in model.path="
+                f"loss.kl_coef={config.loss.kl_coef:g} needs the model before training, and the weights in model.path="
                 f"{config.model.path} changed since the run in {self.directory.path} started: restore them"
             )
 

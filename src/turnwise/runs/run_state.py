@@ -22,6 +22,7 @@ from turnwise.terminal.activity import Activity
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.learner import Learner
+from turnwise.training.options import Normalization
 from turnwise.types import Row, Trajectory
 
 __all__ = ["RunState", "checkpoint_due"]
@@ -55,6 +56,8 @@ class RunState:
     """The number of steps of the whole run."""
     weigh_turns: TurnWeighting
     """Sets the weight of each turn in the loss (`loss_mask`)."""
+    normalization: Normalization
+    """How the loss of a batch is averaged."""
     notes: list[str] = field(init=False)
     """Notes that are printed when the run starts."""
     order: RowOrder = field(init=False)
@@ -113,7 +116,7 @@ class RunState:
         options, required = self.options, self.learner.requirements
         return pack(
             trajectories,
-            average=options.loss_average,
+            normalization=self.normalization,
             micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
             parallel=required.parallel,
             share_prompts=required.share_prompts,

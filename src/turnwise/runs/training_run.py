@@ -110,6 +110,7 @@ def assemble(config: Config) -> TrainingRun:
         options=config.train,
         steps=config.train.steps,
         weigh_turns=weigh_turns,
+        normalization=build.normalization(config.loss),
         context=context,
         environments=environments,
         scorer=scorer,

@@ -7,7 +7,8 @@ the positions that they have in the sequence, so the result is that of separate 
 
 The tokens to train on are a flat list of targets: which token, predicted from which column, with which advantage and which
 weight. A sampled token that several sequences share is one *prediction* and several targets, each with its own advantage and
-weight. The weights add up to one over the batch, so the division into micro-batches changes memory use and never the result.
+weight. The weights are those of the whole batch (normalizer.py), so the division into micro-batches changes memory use and never
+the result.
 
 Axis suffixes in this folder: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden dimension,
 H heads, V vocabulary; in tree.py others, which are listed there.
@@ -16,21 +17,22 @@ H heads, V vocabulary; in tree.py others, which are listed there.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 
 from turnwise.training.branch import Branch, branches_of, logprob_kind
-from turnwise.training.loss import Targets
+from turnwise.training.normalizer import token_shares, weight_sums
+from turnwise.training.options import Normalization
+from turnwise.training.targets import Targets
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Failure, LogprobKind, Media, Trajectory
 
 __all__ = ["Batch", "MicroBatch", "pack", "share_saved", "stale_without_logprobs"]
 
+_OVER_TOKENS = Normalization("token")
 _CUT_TOKENS = 64
 """A further micro-batch costs as much as this number of tokens, besides the tokens that are in it."""
 
@@ -102,7 +104,7 @@ def share_saved(batches: Sequence[Batch]) -> float:
 def pack(
     trajectories: Sequence[Trajectory],
     *,
-    average: Literal["token", "sequence"] = "token",
+    normalization: Normalization = _OVER_TOKENS,
     micro_batch_tokens: int = 8192,
     parallel: int = 1,
     share_prompts: bool = True,
@@ -111,8 +113,8 @@ def pack(
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
-    `average="token"`: each sampled token of the batch counts by the weight of its turn. `"sequence"`: all trajectories count
-    the same, however many segments they have, and tokens by weight within a trajectory.
+    `normalization` sets how the loss is averaged (`normalizer.token_shares`): over tokens, which count by the weight of their
+    turn, over segments or over trajectories, which then all count the same, or divided by a constant for each trajectory.
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
     is zero; `keep_zero` keeps them in, for losses with further terms. Sequences of a group with equal tokens and equal
@@ -128,18 +130,18 @@ def pack(
     without them, the other tokens would count more the fewer tokens have an advantage. Tokens of weight 0 are no targets. They
     are context, and are not computed behind the last target.
 
-    Raises ValueError if an advantage per token has another length than its turn has sampled tokens.
+    Raises ValueError if an advantage per token has another length than its turn has sampled tokens, or if the normalizer would
+    divide by 0.
     """
-    weighted = [(trajectory, *_weight_sum(trajectory)) for trajectory in trajectories if trajectory.advantages]
-    counted = [(trajectory, weight_sum) for trajectory, weight_sum, _ in weighted if weight_sum > 0]
-    total = sum(weight_sum for _, weight_sum in counted)
+    weighted = [(trajectory, *weight_sums(trajectory)) for trajectory in trajectories if trajectory.advantages]
+    counted = [(trajectory, sums) for trajectory, sums, _ in weighted if any(sums)]
+    shares = token_shares([sums for _, sums in counted], normalization)
     sequence_numbers = itertools.count()
     branches: list[tuple[str, Branch]] = []
-    for trajectory, weight_sum in counted:
+    for (trajectory, _), shares_of_segments in zip(counted, shares, strict=True):
         if not keep_zero and not any(turn.weight and trajectory.has_advantage(turn.index) for turn in trajectory.turns):
             continue
-        share = 1.0 / total if average == "token" else 1.0 / (len(counted) * weight_sum)
-        for branch in branches_of(trajectory, kinds, share, sequence_numbers):
+        for branch in branches_of(trajectory, kinds, shares_of_segments, sequence_numbers):
             branches.append((trajectory.group, branch))
     merged = _merge_equal(branches)
     shared = [branch for branch in merged if share_prompts and not branch.media]
@@ -156,14 +158,6 @@ def pack(
         computed_tokens=sum(len(branch.token_ids) for branch in separate)
         + sum(micro.token_ids_BL.numel() for micro in micro_batches if micro.tree is not None),
     )
-
-
-def _weight_sum(trajectory: Trajectory) -> tuple[float, int]:
-    """The sum of the weights of a trajectory's sampled tokens, and the number of tokens with a weight above 0."""
-    # counted in the segments: the turn's completion still has the tokens that an environment removed (`Reply.resume`)
-    counts = Counter(turn for segment in trajectory.segments for turn in segment.turn)
-    turns = [turn for turn in trajectory.turns if turn.weight > 0]
-    return sum(turn.weight * counts[turn.index] for turn in turns), sum(counts[turn.index] for turn in turns)
 
 
 def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobKind], version: int) -> Failure | None:

@@ -56,15 +56,15 @@ class Branch:
 
 
 def branches_of(
-    trajectory: Trajectory, kinds: Collection[LogprobKind], share: float, sequence_numbers: Iterator[int]
+    trajectory: Trajectory, kinds: Collection[LogprobKind], shares: Sequence[float], sequence_numbers: Iterator[int]
 ) -> Iterator[Branch]:
-    """The segments of a trajectory that have targets. `share` is the share of a token of weight 1 in the batch's average.
+    """The segments of a trajectory that have targets. `shares`: `Branch.share` for each segment.
 
     Raises ValueError if an advantage per token has another length than its turn has sampled tokens.
     """
     turn_weights = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     known_turns = np.array([logprob_kind(trajectory, turn) in kinds for turn in trajectory.turns], dtype=bool)
-    for segment, advantages in zip(trajectory.segments, _token_advantages(trajectory), strict=True):
+    for segment, share, advantages in zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True):
         turn = np.array(segment.turn, dtype=np.int64)
         weights = np.where(turn >= 0, turn_weights[turn], 0.0)
         targets = np.flatnonzero(weights)

@@ -24,10 +24,11 @@ from turnwise.training.background import StopFlag, run_cancellable, run_to_compl
 from turnwise.training.batch import Batch, MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.learner import BatchRequirements, UpdateStats
-from turnwise.training.loss import Loss, make_loss, nll
+from turnwise.training.loss import Loss, make_loss
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
-from turnwise.training.options import LossConfig, OptimizerConfig
+from turnwise.training.options import OptimizerConfig, PpoClip
+from turnwise.training.policy_losses import nll
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
@@ -86,7 +87,7 @@ class LocalLearner:
                 f"shared prefixes (recurrent layers and attention with soft caps or sinks do not); use auto or never"
             )
         self._model = model
-        self._loss = loss or make_loss(LossConfig())
+        self._loss = loss or make_loss(PpoClip())
         self._threads = TorchThreads(threads)
         self._forward = Forward(model, sampling)
         self._reference_model = None

@@ -6,23 +6,88 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LossConfig", "OptimizerConfig", "Schedule", "lr_at"]
+__all__ = [
+    "Cispo",
+    "Gspo",
+    "LossConfig",
+    "Nll",
+    "Normalization",
+    "Normalizer",
+    "OptimizerConfig",
+    "PpoClip",
+    "Reinforce",
+    "Sapo",
+    "Schedule",
+    "lr_at",
+]
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 
+Normalizer = Literal["token", "sequence", "trajectory", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """How the loss of a batch is averaged over its tokens (`normalizer.token_shares`)."""
+
+    normalizer: Normalizer = "token"
+    constant_length: int | None = None
+    """Tokens; for `constant`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """Which loss is minimised (`loss.make_loss` builds it)."""
+    """Options of all losses; a class below for each loss (`loss.make_loss` builds it, policy_losses.py has the formulas)."""
 
-    name: Literal["ppo_clip", "nll"] = "ppo_clip"
-    """`ppo_clip`: the clipped surrogate of the advantages. `nll`: the negative log-likelihood; advantages are not used."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     kl_coef: float = 0.0
     """Coefficient of the KL divergence from the reference model. Above 0, the learner holds a reference model."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpoClip(LossConfig):
+    """The clipped surrogate of PPO."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gspo(LossConfig):
+    """The clipped surrogate with one ratio for each sequence or turn."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    level: Literal["sequence", "turn"] = "sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cispo(LossConfig):
+    """REINFORCE with clipped importance weights."""
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sapo(LossConfig):
+    """A soft gate on the probability ratio."""
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforce(LossConfig):
+    """The log-probability times the advantage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nll(LossConfig):
+    """The negative log-likelihood, for fine-tuning; advantages are not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,4 +95,4 @@ def test_names_of_digits_and_stop_words_in_brackets_stay_texts(tmp_path: Path) -
     assert found["train"]["group_size"] == 8
     words = from_swift_arguments(shlex.split(FULL + "--stop_words [END] 12 --beta null --seed 007")).recipe
     assert words["sampling"]["stop"] == ["[END]", "12"]
-    assert (words["train"]["kl_coef"], words["seed"]) == (0.04, 7)
+    assert (words["loss"]["kl_coef"], words["seed"]) == (0.04, 7)

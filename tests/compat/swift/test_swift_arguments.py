@@ -117,11 +117,8 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
             "warmup_steps": 2,
             "weight_decay": 0.1,
             "betas": [0.9, 0.95],
-            "kl_coef": 0.001,
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "loss_average": "sequence",
         },
+        "loss": {"kl_coef": 0.001, "clip_low": 0.2, "clip_high": 0.28, "normalizer": "trajectory"},
         "seed": 42,
         "checkpoint": {"every": 10},
         "output": "out",
@@ -174,9 +171,9 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
     found = converted("--model M --dataset d --max_steps 10")
     config = Config.model_validate(found.recipe)
     assert (config.sampling.temperature, config.limits.tokens_per_turn) == (0.9, 512)
-    assert (config.train.kl_coef, config.train.lr, config.train.group_size) == (0.04, 1e-5, 8)
+    assert (config.loss.kl_coef, config.train.lr, config.train.group_size) == (0.04, 1e-5, 8)
     assert (config.train.lr_schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
-    assert (config.train.loss_average, config.train.batch_size, config.seed) == ("sequence", 2, 42)
+    assert (config.loss.normalizer, config.train.batch_size, config.seed) == ("trajectory", 2, 42)
     assert config.data.columns == {"prompt": "messages"}
     (lora,) = found.unsupported
     assert (lora.key, lora.value, lora.changes_training) == ("tuner_type", "lora", True)
@@ -186,7 +183,7 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
 @pytest.mark.parametrize(
     ("words", "option", "value"),
     [
-        ("--loss_type dapo", "train.loss_average", "token"),
+        ("--loss_type dapo", "loss.normalizer", "token"),
         ("--scale_rewards none", "credit.scale", "none"),
         ("--scale_rewards false", "credit.scale", "none"),
         ("--completion_length_limit_scope total --max_completion_length 64", "limits.tokens", 64),
@@ -207,7 +204,7 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
         ("--warmup_steps 3", "train.warmup_steps", 3),
         ('--reward_funcs \'["accuracy", "format"]\'', "reward.batch.1.name", "format"),
         ("--vllm_max_model_len=2048", "limits.context", 2048),
-        ("--num_iterations 2 --epsilon 0.1", "train.clip_high", 0.1),
+        ("--num_iterations 2 --epsilon 0.1", "loss.clip_high", 0.1),
     ],
 )
 def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> None:
@@ -291,7 +288,7 @@ def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_pat
     assert one == other == from_swift_arguments(tree)
     assert one.recipe["train"]["lr"] == 1e-6
     over = from_swift_arguments(["swift", "rlhf", str(tmp_path / "args.yaml"), "--beta", "0.5"])
-    assert over.recipe["train"]["kl_coef"] == 0.5
+    assert over.recipe["loss"]["kl_coef"] == 0.5
     (twice,) = [one for one in over.unsupported if one.key == "beta"]
     assert (twice.value, twice.reason) == (0.0, "the commands give different values for it; 0.5 was used")
 

@@ -111,7 +111,7 @@ def test_an_ordinary_run_is_the_same_run(grpo: list[str], rows: str) -> None:
     )
     assert (train.lr, train.warmup_steps, train.lr_schedule) == (2e-6, 3, "cosine")
     assert (train.weight_decay, train.betas, train.max_grad_norm) == (0.01, (0.9, 0.999), 1.0)
-    assert (train.kl_coef, train.entropy_coef, train.loss_average) == (0.01, 0.001, "sequence")
+    assert (config.loss.kl_coef, config.loss.entropy_coef, config.loss.normalizer) == (0.01, 0.001, "trajectory")
     assert (config.credit.name, config.credit.scale) == ("grpo", "none")
     assert (config.sampling.temperature, config.sampling.top_k, config.sampling.top_p) == (0.7, 0, 0.9)
     assert (config.limits.turns, config.limits.context, config.limits.tokens_per_turn) == (1, 400, 300)
@@ -139,12 +139,12 @@ def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
             [*grpo, "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.clip_ratio_high=0.28"]
         )
     )
-    assert (config.train.minibatches, config.train.clip_low, config.train.clip_high) == (2, 0.2, 0.28)
+    assert (config.train.minibatches, config.loss.clip_low, config.loss.clip_high) == (2, 0.2, 0.28)
     found = from_verl_arguments([*grpo, "actor_rollout_ref.actor.clip_ratio=0.3"])
     assert [str(left) for left in found.unsupported] == [
         "actor_rollout_ref.actor.clip_ratio=0.3: has no effect with one optimizer step per batch: the ratio is 1"
     ]
-    assert "clip_low" not in found.recipe["train"]
+    assert "clip_low" not in found.recipe.get("loss", {})
 
 
 def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
@@ -238,7 +238,7 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
         (["algorithm.use_kl_in_reward=True"], "the KL divergence can be part of the loss, not of the reward"),
         (
             ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],
-            "train.loss_average supports these values of verl: token-mean, seq-mean-token-mean",
+            "loss.normalizer supports these values of verl: token-mean, seq-mean-token-mean",
         ),
         (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
         (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the chat template is rendered without extra arguments"),

@@ -57,9 +57,9 @@ def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
         return
     low, high = builder.values.get("epsilon"), builder.values.get("epsilon_high")
     if low is not None:
-        builder.set("train.clip_low", low, "epsilon")
+        builder.set("loss.clip_low", low, "epsilon")
     if high is not None or low is not None:
-        builder.set("train.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
+        builder.set("loss.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
 
 
 def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:

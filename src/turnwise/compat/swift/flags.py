@@ -73,7 +73,7 @@ OPTIONS: Mapping[str, str] = {
     "vllm_max_model_len": "limits.context",
     "num_generations": "train.group_size",
     "num_iterations": "train.ppo_epochs",
-    "beta": "train.kl_coef",
+    "beta": "loss.kl_coef",
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
@@ -88,7 +88,7 @@ OPTIONS: Mapping[str, str] = {
 
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torch_dtype": ("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
-    "loss_type": ("train.loss_average", {"grpo": "sequence", "bnpo": "token", "dapo": "token"}),
+    "loss_type": ("loss.normalizer", {"grpo": "trajectory", "bnpo": "token", "dapo": "token"}),
     "scale_rewards": (
         "credit.scale",
         {"group": "std", "true": "std", "none": "none", "false": "none"},
@@ -107,8 +107,8 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "advantage_estimator": (("grpo",), "credit.name must be grpo"),
     "importance_sampling_level": (("token",), "the ratio is computed per token here"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
-    "delta": ((None,), "the ratio has no upper bound other than train.clip_high"),
-    "kl_in_reward": ((False,), "the KL divergence is part of the loss here (train.kl_coef)"),
+    "delta": ((None,), "the ratio has no upper bound other than loss.clip_high"),
+    "kl_in_reward": ((False,), "the KL divergence is part of the loss here (loss.kl_coef)"),
     "sync_ref_model": ((False,), "the reference model stays the model before training"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
     "off_policy_sequence_mask_delta": ((None,), "off-policy sequences are not masked"),

@@ -70,7 +70,7 @@ PLAIN: dict[str, str] = {
     f"{ACTOR}.optim.betas": "train.betas",
     f"{ACTOR}.grad_clip": "train.max_grad_norm",
     f"{ACTOR}.ppo_epochs": "train.ppo_epochs",
-    f"{ACTOR}.entropy_coeff": "train.entropy_coef",
+    f"{ACTOR}.entropy_coeff": "loss.entropy_coef",
     f"{TURNS}.tokenization_sanity_check_mode": "tokenization_sanity_check",
     f"{TURNS}.use_inference_chat_template": "use_inference_chat_template",
 }

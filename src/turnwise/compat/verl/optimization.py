@@ -33,7 +33,7 @@ def optimization(builder: VerlRecipeBuilder) -> None:
     builder.set("credit.scale", "std" if builder.value(key) else "none", key)
     builder.set("sampling.top_k", builder.count(f"{ROLLOUT}.top_k") or 0, f"{ROLLOUT}.top_k")
     builder.choice(
-        f"{ACTOR}.loss_agg_mode", "train.loss_average", {"token-mean": "token", "seq-mean-token-mean": "sequence"}
+        f"{ACTOR}.loss_agg_mode", "loss.normalizer", {"token-mean": "token", "seq-mean-token-mean": "trajectory"}
     )
     dtypes = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     if builder.is_set(key := f"{ACTOR}.fsdp_config.model_dtype"):
@@ -74,14 +74,14 @@ def _filter_groups(builder: VerlRecipeBuilder) -> None:
 def _divergence(builder: VerlRecipeBuilder) -> None:
     switch, weight, kind = (f"{ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
     if builder.value(switch) is not True:
-        builder.convert("train.kl_coef=0", switch)
+        builder.convert("loss.kl_coef=0", switch)
         for key in (weight, kind):
             builder.reject(key, "belongs to use_kl_loss, which is off")
         return
-    builder.set("train.kl_coef", builder.value(weight), switch, weight)
+    builder.set("loss.kl_coef", builder.value(weight), switch, weight)
     if builder.value(kind) not in ("low_var_kl", "k3"):
         builder.reject(kind, "the estimator is k3, which verl calls low_var_kl", changes_training=True)
-    builder.convert("train.kl_coef", kind)
+    builder.convert("loss.kl_coef", kind)
 
 
 def _schedule(builder: VerlRecipeBuilder) -> None:
@@ -109,7 +109,7 @@ def _minibatches(builder: VerlRecipeBuilder) -> None:
         for clip in clips:
             builder.reject(clip, "has no effect with one optimizer step per batch: the ratio is 1")
         return
-    for clip, option in zip(clips[1:3], ("train.clip_low", "train.clip_high"), strict=True):
+    for clip, option in zip(clips[1:3], ("loss.clip_low", "loss.clip_high"), strict=True):
         builder.set(
             option,
             builder.value(clip if builder.is_set(clip) else clips[0]),
@@ -117,7 +117,7 @@ def _minibatches(builder: VerlRecipeBuilder) -> None:
         )
     for clip in clips[:3]:
         if clip not in builder.converted:  # null, or replaced by the other two keys
-            builder.convert("train.clip_low, train.clip_high, from the other clip_ratio keys", clip)
+            builder.convert("loss.clip_low, loss.clip_high, from the other clip_ratio keys", clip)
     builder.reject(clips[3], "the loss has no second bound for negative advantages", changes_training=True)
 
 

@@ -1,0 +1,148 @@
+"""Losses for policies: pure functions from log-probabilities and targets to one number for each target token.
+
+In all formulas, `r = exp(logprob - behaviour_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
+gradient. `loss.make_loss` chooses a function by name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from turnwise.training.kl import kl_k3
+from turnwise.training.targets import LossTerms, Targets
+
+__all__ = ["cispo", "gspo", "nll", "ppo_clip", "reinforce", "sapo"]
+
+
+def ppo_clip(
+    logprob_N: torch.Tensor,
+    targets: Targets,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = math.inf,
+) -> LossTerms:
+    """Clipped surrogate: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; for A < 0 at most `-dual_clip A`.
+
+    Papers: PPO, arXiv 1707.06347; unequal bounds from DAPO, arXiv 2503.14476; `dual_clip` from arXiv 1912.09729.
+    """
+    ratio_N = _ratio(logprob_N, targets)
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
+    outside_N = _outside(ratio_N, clip_low, clip_high)
+    if dual_clip < math.inf:
+        negative_N = targets.advantage_N < 0
+        loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * targets.advantage_N), loss_N)
+        outside_N = outside_N | (negative_N & (ratio_N > dual_clip))
+    return _terms(logprob_N, targets, loss_N=loss_N, clipped=outside_N.sum())
+
+
+def gspo(
+    logprob_N: torch.Tensor,
+    targets: Targets,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    level: Literal["sequence", "turn"] = "sequence",
+) -> LossTerms:
+    """Clipped surrogate with one ratio `s` for all tokens of a sequence, the geometric mean of their ratios.
+
+    `-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)` with `s_t = sg(s) exp(logprob) / sg(exp(logprob))`. This is the form
+    GSPO-token, in which tokens may have different advantages. If they are equal, its gradient is that of GSPO. `level="turn"`
+    has a ratio for the tokens of each turn instead.
+
+    Paper: GSPO, arXiv 2507.18071.
+    """
+    with torch.no_grad():
+        log_ratio_N = logprob_N - targets.behaviour_logprob_N
+        mean_N = mean_of_groups(log_ratio_N, _groups(targets, level))
+    ratio_N = (mean_N + logprob_N - logprob_N.detach()).exp()
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
+    return _terms(logprob_N, targets, loss_N=loss_N, clipped=_outside(ratio_N, clip_low, clip_high).sum())
+
+
+def cispo(logprob_N: torch.Tensor, targets: Targets, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
+    """REINFORCE with clipped importance weights: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`.
+
+    Paper: MiniMax-M1, arXiv 2506.13585.
+    """
+    with torch.no_grad():
+        ratio_N = _ratio(logprob_N, targets)
+        weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_N = -weight_N * targets.advantage_N * logprob_N
+    return _terms(logprob_N, targets, loss_N=loss_N, clipped=_outside(ratio_N, clip_low, clip_high).sum())
+
+
+def sapo(
+    logprob_N: torch.Tensor, targets: Targets, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossTerms:
+    """Soft gate: `-4 / tau * sigmoid(tau (r - 1)) A`, where `tau` is `tau_positive` for A > 0, else `tau_negative`.
+
+    Paper: SAPO, arXiv 2511.20347. No token counts as clipped.
+    """
+    ratio_N = _ratio(logprob_N, targets)
+    tau_N = torch.where(targets.advantage_N > 0, tau_positive, tau_negative)
+    loss_N = -4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * targets.advantage_N
+    return _terms(logprob_N, targets, loss_N=loss_N, clipped=logprob_N.new_zeros(()))
+
+
+def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+    """`-A logprob`: the policy gradient of tokens that the present policy sampled.
+
+    Paper: Williams 1992, "Simple statistical gradient-following algorithms". GPG (arXiv 2504.02546) uses it with a group
+    baseline.
+    """
+    loss_N = -targets.advantage_N * logprob_N
+    return _terms(logprob_N, targets, loss_N=loss_N, clipped=logprob_N.new_zeros(()))
+
+
+def nll(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+    """Negative log-likelihood of tokens that were written by others: `-logprob`, the cross-entropy with the token itself."""
+    nothing = logprob_N.new_zeros(())
+    return LossTerms(loss_N=-logprob_N, kl_N=torch.zeros_like(targets.weight_N), clipped=nothing, max_deviation=nothing)
+
+
+def mean_of_groups(value_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
+    """The mean of each group, for each of its tokens. `group_N` numbers the groups from 0."""
+    groups = int(group_N.max()) + 1
+    sum_G = value_N.new_zeros(groups).index_add_(0, group_N, value_N)
+    count_G = value_N.new_zeros(groups).index_add_(0, group_N, torch.ones_like(value_N))
+    return (sum_G / count_G)[group_N]
+
+
+def _groups(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tensor:
+    """A number for each sequence, or for each turn in a sequence, counted from 0."""
+    number_N = targets.sequence_N
+    if level == "turn":
+        number_N = number_N * (targets.turn_N.max() + 1) + targets.turn_N
+    return torch.unique(number_N, return_inverse=True)[1]
+
+
+def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return (logprob_N - targets.behaviour_logprob_N).exp()
+
+
+def _clipped_surrogate(
+    ratio_N: torch.Tensor, advantage_N: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+
+
+def _outside(ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    return (ratio_N < 1.0 - clip_low) | (ratio_N > 1.0 + clip_high)
+
+
+def _terms(logprob_N: torch.Tensor, targets: Targets, *, loss_N: torch.Tensor, clipped: torch.Tensor) -> LossTerms:
+    """The loss with the metrics that all policy losses have."""
+    with torch.no_grad():
+        # a NaN would be lost when Python's `max` compares micro-batches, so it counts as infinite
+        deviation_N = (_ratio(logprob_N, targets) - 1.0).abs().nan_to_num(nan=torch.inf)
+        return LossTerms(
+            loss_N=loss_N,
+            kl_N=kl_k3(logprob_N.detach(), targets.behaviour_logprob_N),
+            clipped=clipped,
+            max_deviation=torch.where(targets.known_N, deviation_N, 0.0).amax(),
+        )

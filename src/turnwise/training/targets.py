@@ -1,0 +1,61 @@
+"""The input and the output of a loss: columns with one entry for each of the N target tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+__all__ = ["LossTerms", "Objective", "Targets"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The target tokens of a micro-batch: all columns have one entry for each of N tokens.
+
+    All target tokens of a sequence are in the same micro-batch, in their order, so a loss may combine them.
+
+    Example: two completions `a b` and `c` of one turn each, `c` from an older version of the weights::
+
+        token_N = a b c    sequence_N = 0 0 1    turn_N = 0 0 0    version_N = 7 7 6
+    """
+
+    token_N: torch.Tensor
+    """The sampled token."""
+    sequence_N: torch.Tensor
+    """Number of the sequence (segment) that the token is in; unique in the batch, over all its micro-batches."""
+    turn_N: torch.Tensor
+    """Index of the turn that sampled the token, in its trajectory."""
+    version_N: torch.Tensor
+    """Version of the weights that sampled the token."""
+    behaviour_logprob_N: torch.Tensor
+    """Log-probability of the token under the policy that sampled it, as the engine reported it; 0 where `known_N` is false."""
+    known_N: torch.Tensor
+    """Whether the engine reported `behaviour_logprob_N` of the distribution sampled from. Where it did not, the learner
+    computes it before the first optimizer step."""
+    advantage_N: torch.Tensor
+    weight_N: torch.Tensor
+    """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""
+
+    def to(self, device: torch.device) -> Targets:
+        """The same on another device."""
+        return Targets(**{column.name: getattr(self, column.name).to(device) for column in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """What a loss returns. Only `loss_N` has a gradient; the others are metrics."""
+
+    loss_N: torch.Tensor
+    """To be minimised, averaged by `Targets.weight_N`."""
+    kl_N: torch.Tensor
+    """Estimate of the KL divergence that is reported: from the reference model, or from the policy that sampled."""
+    clipped: torch.Tensor
+    """How many tokens have a probability ratio outside the bounds of the loss. Shape []."""
+    max_deviation: torch.Tensor
+    """Largest `|ratio - 1|` of the tokens with a reported log-probability. Shape []."""
+
+
+Objective = Callable[[torch.Tensor, Targets], LossTerms]
+"""`(logprob_N, targets) -> terms`: a loss without the terms for reference model and entropy."""
