@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 66,
-    "way: lines": 10290,
-    "way: lines that run": 3200,
-    "way without the embedded engine: files": 55,
-    "way without the embedded engine: lines": 8530,
-    "way without the embedded engine: lines that run": 2385,
+    "way: files": 71,
+    "way: lines": 10600,
+    "way: lines that run": 3230,
+    "way without the embedded engine: files": 60,
+    "way without the embedded engine: lines": 8840,
+    "way without the embedded engine: lines that run": 2415,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

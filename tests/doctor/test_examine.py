@@ -339,7 +339,7 @@ def test_messages_that_the_template_refuses_are_reported_with_their_row(
             "tool calls",
             "in a format that cannot be read back",
         ),
-        (CHATML, "loss.clip_high=0.3", "options", "have no effect with one optimizer step a batch"),
+        (CHATML, "loss.clip_high=0.3", "options", "has no effect with one optimizer step a batch"),
         (CHATML, "sft.lr=0.1", "options", "environment="),
         (CHATML, "environment=nowhere.py:x", "rewards", "environment: there is no file"),
         (CHATML, f"environment={PLACES}:always_raises", "rewards", "no luck today"),

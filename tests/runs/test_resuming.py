@@ -143,7 +143,7 @@ def test_every_option_says_whether_it_may_change_when_a_run_is_resumed() -> None
 def test_the_values_that_are_compared_are_those_of_every_option(recipe: Path) -> None:
     config = load(recipe, [f"reward.turns=['{PLACES}:turn_length']"])[0]
     values = option_values(config)
-    assert set(values) == set(RULES) - {"engine.script"}
+    assert set(values) == set(RULES) - {"engine.script", "loss.level", "loss.tau_positive", "loss.tau_negative"}
     assert values["train.betas"] == [0.9, 0.999]
     assert values["reward.turns[].use"] == [f"{PLACES}:turn_length"]
     assert (values["environment.use"], values["environment.arguments"]) == (f"{PLACES}:low_bytes", {})
