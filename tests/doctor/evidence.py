@@ -101,6 +101,10 @@ TESTED: Mapping[str, str] = {
             "too_long",
         )
     },
+    **{
+        f"sft.optimizer.{name}": "training/test_optimizer.py::test_the_optimizer_of_fine_tuning_is_that_of_the_recipe"
+        for name in ("name", "master_weights", "offload")
+    },
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
     **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},

@@ -107,6 +107,9 @@ def test_the_tests_that_are_named_as_evidence_exist(test: str) -> None:
 
 
 CHANGED = {
+    "train.optimizer.name": "train.optimizer.name=adafactor",
+    "train.optimizer.master_weights": "train.optimizer.master_weights=kahan",
+    "train.optimizer.offload": "train.optimizer.offload=cpu",
     "model.gradient_checkpointing": "model.gradient_checkpointing=true",
     "model.lora.rank": "model.lora.rank=4",
     "model.lora.alpha": "model.lora.alpha=8",

@@ -55,7 +55,14 @@ def normalization(section: LossSection | SftSection) -> Normalization:
 
 def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
     """The optimizer of training or fine-tuning."""
-    return OptimizerConfig(betas=options.betas, weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm)
+    return OptimizerConfig(
+        name=options.optimizer.name,
+        master_weights=options.optimizer.master_weights,
+        offload=options.optimizer.offload,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )
 
 
 def learner(config: Config, path: str | Path, *, reference: str | Path | None = None) -> LocalLearner:

@@ -38,6 +38,8 @@ CALLED: dict[str, tuple[str, ...]] = {
     "loss.tau_positive": ("tau_pos", "sapo_temperature_pos"),
     "loss.tau_negative": ("tau_neg", "sapo_temperature_neg"),
     "train.max_grad_norm": ("grad_clip", "gradient_clipping", "clip_grad_norm"),
+    "train.optimizer.name": ("optim", "optimizer_type"),
+    "train.optimizer.offload": ("optimizer_offload", "offload_optimizer", "cpu_offload"),
     "train.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
     "loss.normalizer": ("loss_type", "loss_agg_mode", "loss_average"),
     "loss.constant_length": ("loss_scale_factor",),
@@ -106,7 +108,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
-    "the optimizer is AdamW: leave it out": ("optim", "optimizer"),
     "turnwise has no critic: credit.name sets how advantages are computed from rewards": (
         "critic", "gamma", "lam", "gae_lambda", "vf_coef",
     ),

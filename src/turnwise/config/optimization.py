@@ -8,20 +8,36 @@ from pydantic import Field
 
 from turnwise.config.section import NotNegative, Positive, Section
 
-__all__ = ["OptimizationSection", "SftSection", "TrainSection"]
+__all__ = ["OptimizationSection", "OptimizerSection", "SftSection", "TrainSection"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+class OptimizerSection(Section):
+    """Which optimizer changes the weights, and what it keeps in memory (docs/memory.md)."""
+
+    name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
+    """The optimizer. `adamw`: AdamW, with 8 bytes of state for each trained parameter. `adamw_8bit`: AdamW with 2 bytes; it needs
+    bitsandbytes (`pip install 'turnwise[8bit]'`). `adafactor`: Adafactor, with almost no state; its step is the learning rate
+    times the size of the weights, so it needs a larger learning rate."""
+    master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
+    """How bfloat16 parameters keep steps that are smaller than their precision. `float32`: by a float32 copy (4 bytes for each
+    parameter). `kahan`: by the rounding error as a second bfloat16 number (2 bytes). `stochastic_rounding`: by rounding up or
+    down at random (no memory). `none`: not at all; small steps are lost."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where the optimizer keeps its state and the master weights. `none`: on the device of the model. `cpu`: in the CPU's memory,
+    for a model on a GPU; the optimizer step is then computed on the CPU, and is slower."""
+
+
 class OptimizationSection(Section):
-    """Options of the optimizer (AdamW) and of its batches."""
+    """Options of the optimizer and of its batches."""
 
     steps: Positive | None = None
     """The number of steps."""
     batch_size: Positive = 16
     """The number of rows of each step."""
     lr: NotNegative = 1e-6
-    """The learning rate of AdamW, reached after the warm-up."""
+    """The learning rate, reached after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
     in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
@@ -29,9 +45,10 @@ class OptimizationSection(Section):
     """The number of warm-up steps at the start; in these steps the learning rate rises linearly to its full value. 0: no
     warm-up."""
     weight_decay: NotNegative = 0.0
-    """The weight decay of AdamW: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: none."""
+    """The weight decay: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: none."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     """The decay rates of AdamW's two moving averages, of the gradient and of its square."""
+    optimizer: OptimizerSection = OptimizerSection()
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """The largest norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
     micro_batch_tokens: Positive | None = None
@@ -77,7 +94,7 @@ class SftSection(OptimizationSection):
     batch_size: Positive = 16
     """The number of conversations of each optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """The learning rate of AdamW, reached after the warm-up."""
+    """The learning rate, reached after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
     in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""

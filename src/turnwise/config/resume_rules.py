@@ -72,6 +72,8 @@ RULES: Mapping[str, Rule] = {
     **_all("named", "credit.", "name scale"),
     "loss_mask": "named",
     "train.steps": "free",
+    **{f"{part}.optimizer.{name}": "fixed" for part in ("train", "sft") for name in ("name", "master_weights")},
+    **{f"{part}.optimizer.offload": "free" for part in ("train", "sft")},
     **_all(
         "named",
         "train.",

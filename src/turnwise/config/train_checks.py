@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.config.loss import LossSection
+from turnwise.config.optimization import OptimizerSection
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
 from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
@@ -213,11 +214,33 @@ def _other_command_problems(config: Config) -> list[Problem]:
 
 
 def run_problems(config: Config) -> list[Problem]:
-    """Contradicting options of how a run starts, and options of an adapter without adapter."""
+    """Contradicting options of how a run starts, options of an adapter without adapter, and of the optimizer without effect."""
+    optimization = next(
+        (part for part in (config.train, config.sft) if part.optimizer != OptimizerSection()), config.train
+    )
+    optimizer, lora = optimization.optimizer, config.model.lora
     of_adapter = next((name for name in changed_options(config.model.lora) if name != "rank"), None)
     return [
         (
-            config.model.lora.rank is None and of_adapter is not None,
+            optimizer.name == "adafactor" and "betas" in changed_options(optimization),
+            "betas has no effect with optimizer.name=adafactor, which has no moving average of the gradient: remove it",
+        ),
+        (
+            optimizer.master_weights != "float32" and (config.model.dtype == "float32" or lora.rank is not None),
+            f"optimizer.master_weights={optimizer.master_weights} has no effect, because all trained weights are float32 "
+            f"(model.dtype=float32, or an adapter): remove it",
+        ),
+        (
+            optimizer.offload == "cpu" and (config.model.device == "cpu" or config.deterministic),
+            "optimizer.offload=cpu has no effect, because the model is on the CPU: remove it",
+        ),
+        (
+            optimizer.offload == "cpu" and optimizer.master_weights != "float32",
+            f"optimizer.offload=cpu keeps float32 master weights in the CPU's memory, and the recipe has "
+            f"optimizer.master_weights={optimizer.master_weights}: remove one of them",
+        ),
+        (
+            lora.rank is None and of_adapter is not None,
             f"model.lora.{of_adapter} has no effect without an adapter: set model.lora.rank, or remove it",
         ),
         (

@@ -125,6 +125,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     "reward.timeout": _reward_functions,
     "credit.scale": _advantages,
     "loss_mask": _weights,
+    **{f"train.optimizer.{name}": _optimization for name in ("name", "master_weights", "offload")},
     **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
     **{f"train.{name}": _optimization for name in ("weight_decay", "betas", "max_grad_norm")},
     **{f"loss.{name}": _optimization for cls in LOSSES for name in cls.model_fields if name != "name"},

@@ -1,4 +1,8 @@
-"""AdamW on float32 master weights. Knows parameters and their gradients, and nothing of models, batches or losses."""
+"""The optimizer: changes parameters from their gradients. Knows nothing of models, batches or losses.
+
+The arithmetic is float32. Parameters of lower precision would lose small steps by rounding, so by default each has a float32 copy
+(master weights). `OptimizerConfig.master_weights` has ways that need less memory.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 
 import torch
 
+from turnwise.errors import ConfigError
 from turnwise.training.options import OptimizerConfig
 
 __all__ = ["Optimizer"]
@@ -17,17 +22,23 @@ _log = logging.getLogger(__name__)
 
 
 class Optimizer:
-    """Changes `parameters` by AdamW, from the gradients that are accumulated in their `grad`.
+    """Changes `parameters` from the gradients that are accumulated in their `grad`.
 
-    Parameters of lower precision have float32 copies (master weights), because small steps would be lost in them.
+    Raises ConfigError if the optimizer's package is not installed, or if an option has no effect on these parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> None:
+        _refuse_without_effect(parameters, config)
         self.parameters = list(parameters)
-        self.masters = _masters(self.parameters)
+        self.masters = _masters(self.parameters, config)
+        """The float32 tensors that the steps change: the parameters themselves, or copies. Without permanent copies, a tensor is
+        empty except while its parameter is changed."""
         self._config = config
-        # the learning rate is set before each step
-        self._adamw = torch.optim.AdamW(self.masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
+        self._steps = 0
+        self._optimizer = _torch_optimizer(self.masters, config)
+        self._errors = (
+            [torch.zeros_like(parameter) for parameter in self.parameters] if config.master_weights == "kahan" else []
+        )
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -45,45 +56,150 @@ class Optimizer:
                 parameter.grad.add_(gradient)
 
     def step(self, lr: float) -> float:
-        """Clip the gradients, take one step, and copy the master weights to the parameters.
+        """Clip the gradients and take one step.
 
         Returns the norm before clipping. If it is not finite, the step is skipped and the weights stay as they are.
         """
-        for group in self._adamw.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = lr
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            # AdamW skips parameters whose gradient is None, so pass zeros: momentum must move them all the same
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            master.grad = gradient if master is parameter else gradient.float()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self._config.max_grad_norm))
-        if math.isfinite(norm):
-            self._adamw.step()
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                # optimizers skip parameters whose gradient is None, so pass zeros: momentum must move them all the same
+                parameter.grad = torch.zeros_like(parameter)
+        if all(master is parameter for master, parameter in zip(self.masters, self.parameters, strict=True)):
+            norm = torch.nn.utils.clip_grad_norm_(self.masters, self._config.max_grad_norm)
         else:
-            _log.warning("the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", norm)
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
-        return norm
+            norm = _norm(self.parameters)
+        if not math.isfinite(float(norm)):
+            _log.warning(
+                "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", float(norm)
+            )
+            return float(norm)
+        self._steps += 1
+        if self.masters[0] is self.parameters[0]:
+            self._optimizer.step()
+        else:
+            scale = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            for index in range(len(self.parameters)):
+                self._step_copy(index, scale)
+        return float(norm)
+
+    @torch.no_grad()
+    def _step_copy(self, index: int, scale: torch.Tensor) -> None:
+        """Change one parameter through its float32 copy. One at a time, so that float32 gradients are never all in memory."""
+        parameter, master, kind = self.parameters[index], self.masters[index], self._config.master_weights
+        if kind != "float32":
+            master.data = parameter.float()
+        if kind == "kahan":
+            master.data += self._errors[index].float()
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.device, torch.float32, copy=True)
+        parameter.grad = None
+        master.grad = gradient.mul_(scale.to(master.device))
+        _step_only(self._optimizer, master)
+        master.grad = None
+        if kind == "stochastic_rounding":
+            parameter.copy_(_rounded_at_random(master, seed=self._steps * len(self.parameters) + index))
+        else:
+            parameter.copy_(master)
+        if kind == "kahan":
+            self._errors[index].copy_(master - parameter.float())
+        if kind != "float32":
+            master.data = master.data.new_empty(0)
 
     def state(self) -> dict[str, Any]:
-        """The state of AdamW, and the master weights where they are not the parameters themselves."""
-        copies = [master.detach() for master in self.masters] if self.masters[0] is not self.parameters[0] else []
-        return {"optimizer": self._adamw.state_dict(), "masters": copies}
+        """The state of the optimizer, and of the master weights where they are not the parameters themselves."""
+        kept = self._config.master_weights == "float32" and self.masters[0] is not self.parameters[0]
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "masters": [master.detach() for master in self.masters] if kept else [],
+            "errors": self._errors,
+            "steps": self._steps,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, with this optimizer's own configuration."""
-        self._adamw.load_state_dict(state["optimizer"])
-        for group in self._adamw.param_groups:  # loading has replaced them by those of the state
-            group["betas"], group["weight_decay"] = self._config.betas, self._config.weight_decay
+        own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        self._optimizer.load_state_dict(state["optimizer"])
+        for group, options in zip(self._groups(), own, strict=True):  # loading has replaced them by those of the state
+            group.update(options)
+        self._steps = state.get("steps", 0)
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"] or self.masters, strict=True):
                 if master is not saved:
                     master.copy_(saved)
+            for error, saved in zip(self._errors, state.get("errors", ()), strict=True):
+                error.copy_(saved)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
 
 
-def _masters(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """float32 copies of parameters of lower precision. float32 parameters are their own master weights."""
+def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> None:
+    """Raise ConfigError if an option of the optimizer has no effect on these parameters."""
+    if config.master_weights != "float32" and all(parameter.dtype == torch.float32 for parameter in parameters):
+        raise ConfigError(
+            f"optimizer.master_weights={config.master_weights} has no effect, because all trained weights are float32: remove "
+            f"it, or set model.dtype=bfloat16 and train all weights"
+        )
+    if config.offload == "cpu" and parameters[0].device.type == "cpu":
+        raise ConfigError("optimizer.offload=cpu has no effect, because the model is on the CPU: remove it")
+    if config.offload == "cpu" and config.master_weights != "float32":
+        raise ConfigError(
+            f"optimizer.offload=cpu keeps float32 master weights in the CPU's memory, and the recipe has "
+            f"master_weights={config.master_weights}: remove one of them"
+        )
+
+
+def _masters(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> list[torch.Tensor]:
+    """The float32 tensors that the optimizer changes. float32 parameters are their own master weights."""
+    if config.offload == "cpu":
+        return [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in parameters]
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return list(parameters)
-    return [parameter.detach().float().clone() for parameter in parameters]
+    if config.master_weights == "float32":
+        return [parameter.detach().float().clone() for parameter in parameters]
+    return [torch.empty(0, dtype=torch.float32, device=parameter.device) for parameter in parameters]
+
+
+def _torch_optimizer(masters: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of the configuration's name. The learning rate is set before each step."""
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(masters, lr=0.0, weight_decay=config.weight_decay)
+    if config.name == "adamw_8bit":
+        try:
+            from bitsandbytes.optim import AdamW8bit
+        except ImportError:
+            raise ConfigError("optimizer.name=adamw_8bit needs bitsandbytes: pip install 'turnwise[8bit]'") from None
+        return AdamW8bit(masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
+    on_gpu = masters[0].device.type == "cuda"
+    return torch.optim.AdamW(
+        masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True if on_gpu else None
+    )
+
+
+def _step_only(optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
+    """A step that changes one of the optimizer's tensors only."""
+    group = optimizer.param_groups[0]
+    optimizer.param_groups = [{**group, "params": [master]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = [group]
+
+
+def _norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """The norm of all gradients together, computed in float32."""
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad.float()) for grad in gradients]))
+
+
+def _rounded_at_random(values: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """float32 values rounded to bfloat16, up or down at random, so that the expected value is the value.
+
+    Stochastic rounding (Gupta et al., 2015, arXiv 1502.02551): the lower 16 bits decide by their size.
+    """
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    bits = values.view(torch.int32).add(noise).bitwise_and_(-1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)

@@ -92,8 +92,16 @@ class Nll(LossConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and gradient clipping. The learning rate is an argument of each update."""
+    """The optimizer and gradient clipping. The learning rate is an argument of each update."""
 
+    name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
+    """`adamw`: AdamW. `adamw_8bit`: AdamW with moving averages of 8 bits, by bitsandbytes. `adafactor`: Adafactor (Shazeer and
+    Stern, 2018, arXiv 1804.04235), which keeps a row and a column for each weight matrix, and has no `betas`."""
+    master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
+    """How parameters of lower precision keep small steps. `float32`: by a float32 copy. `kahan`: by a second bfloat16 number with
+    the rounding error. `stochastic_rounding`: by rounding up or down at random. `none`: not at all."""
+    offload: Literal["none", "cpu"] = "none"
+    """`cpu`: the optimizer's state and the master weights of a model on a GPU are in the CPU's memory."""
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
