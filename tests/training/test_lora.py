@@ -42,7 +42,8 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.02, "kl_coef": 0.1},
+        "train": {"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.02},
+        "loss": {"kl_coef": 0.1},
         "deterministic": True,
         "output": str(tmp_path / "run"),
     }

@@ -81,7 +81,9 @@ def test_bfloat16_weights_follow_the_formula_in_spite_of_small_steps(kind: Any, 
     """To half a unit in the last place of bfloat16 with a copy; by random rounding, to about one on average."""
     config = OptimizerConfig(weight_decay=0.1, max_grad_norm=5.0, master_weights=kind)
     optimizer = Optimizer(parameters(torch.bfloat16), config)
-    lr = 1e-3 if kind == "stochastic_rounding" else 1e-4  # rounding at random is noise, which must be small beside the steps
+    lr = (
+        1e-3 if kind == "stochastic_rounding" else 1e-4
+    )  # rounding at random is noise, which must be small beside the steps
     own, exact = stepped(optimizer, range(20), lr), adamw(20, lr, config)
     start = [parameter.detach() for parameter in parameters(torch.bfloat16)]
     for weight, reference, before in zip(own, exact, start, strict=True):
