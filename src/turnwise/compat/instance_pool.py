@@ -15,9 +15,12 @@ from typing import Any, Final
 from turnwise.errors import Failed
 from turnwise.types import Failure
 from turnwise.user_code.deadlines import conversation_name, in_lockstep, waiting_for_others
+from turnwise.user_code.scoring_scope import scored_together
 
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 
+_BATCH = "all conversations"
+_TOGETHER = "conversations that are scored together need one each: make as many as {} has"
 EXHAUSTED: Final = object()
 """Marks an instance that could not be created."""
 
@@ -39,9 +42,13 @@ class InstancePool:
 
         Waits if no more instances can be made. Raises Failed if no instance can become free before this conversation ends.
         """
-        group = conversation_name().rpartition("/")[0]
+        # conversations of one group are scored together, and all conversations if there is a function of the batch
+        in_batch = scored_together.get() == "batch"
+        group = _BATCH if in_batch else conversation_name().rpartition("/")[0]
         if not self._exhausted or (self._free and not self._waiting):
             return self._lend(group)
+        if in_lockstep() and in_batch:
+            raise self._too_few(_TOGETHER.format("the step"))
         if in_lockstep():
             raise self._too_few(
                 "with deterministic: true none waits for another; set `max_concurrent` to that number at most"
@@ -79,12 +86,13 @@ class InstancePool:
             if not future.done():
                 future.set_result(self._lend(group))
         groups = {group for group, _ in self._waiting}
-        # a group is scored after all its conversations have ended; so waiting and ended conversations can block each other
+        # a group, or the batch, is scored after all its conversations have ended; so waiting and ended conversations can block
+        # each other
         if all(lease.ended and lease.group in groups for lease in self._leases):
             for _, future in self._waiting:
                 if not future.done():
-                    reason = "conversations that are scored together need one each: make as many as the group has"
-                    future.set_exception(self._too_few(reason))
+                    scored = "the step" if _BATCH in groups else "the group"
+                    future.set_exception(self._too_few(_TOGETHER.format(scored)))
             self._waiting.clear()
 
     def _too_few(self, reason: str) -> Failed:

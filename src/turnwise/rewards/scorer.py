@@ -21,6 +21,7 @@ from turnwise.rewards.results import finite_number, list_item, one_per_trajector
 from turnwise.types import Failure, Group, Row, Trajectory
 from turnwise.user_code.calls import call, call_blocking
 from turnwise.user_code.deadlines import conversation, deadline
+from turnwise.user_code.scoring_scope import scored_together
 from turnwise.user_code.time_limit import Interrupted, time_limit
 
 __all__ = ["Scorer"]
@@ -75,10 +76,11 @@ class Scorer:
 
         It calls the functions that can be called at that time: those of the trajectory at once, those of a group when its last
         conversation has ended, and those of the batch when all conversations of `groups` have ended. It returns the
-        trajectories that are completely scored by then; their environments are closed.
+        trajectories that are completely scored by then; their environments are closed. Call this function in the task that
+        starts the conversations.
         """
-        batch = _Batch(self, groups)
-        return batch.finished
+        scored_together.set("batch" if self.batch else "group")
+        return _Batch(self, groups).finished
 
 
 class _Batch:

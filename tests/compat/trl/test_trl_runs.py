@@ -135,6 +135,21 @@ def test_a_group_with_more_conversations_than_instances_is_told_so(
     assert any(one["error"] is None for one in trajectories)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_function_of_the_batch_needs_an_instance_for_each_conversation_of_the_step(
+    model: Path, tmp_path: Path, deterministic: bool
+) -> None:
+    save(tmp_path, {"name": "a"}, {"name": "b"})
+    reward = {"batch": [use(f"{tmp_path / 'game.py'}:by_game")]}
+    options = games(tmp_path, rollout={"samples_per_row": 1}, reward=reward)
+    trajectories = turnwise("rollout", options, model, tmp_path)
+    assert [set(one["rewards"]) for one in trajectories] == [{"turns", "by_game"}] * 2
+    options = {**options, "rollout": {"samples_per_row": 2}, "deterministic": deterministic}
+    broke = [one["error"]["message"] for one in turnwise("rollout", options, model, tmp_path) if one["error"]]
+    assert len(broke) == 2
+    assert all("make as many as the step has" in one for one in broke)
+
+
 SHIPPED = {
     "accuracy_reward": use("trl.rewards:accuracy_reward"),
     "reasoning_accuracy_reward": use("trl.rewards:reasoning_accuracy_reward"),
