@@ -25,13 +25,16 @@ from questions import questions
 from student import Habits, Trace, converse
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from turnwise.training.policy import OptimizerConfig, Policy, UpdateStats
 
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
+from turnwise.training.learner import UpdateStats
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.loss import make_loss
+from turnwise.training.options import Nll, OptimizerConfig
 from turnwise.types import Row, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -124,15 +127,16 @@ def teach(
 ) -> None:
     """Fine-tuning on fresh conversations of one lesson, none about a question in `heldout`."""
     conversations = _conversations(lesson, rng, heldout)
-    options = OptimizerConfig(lr=lesson.peak, loss="likelihood", betas=(0.9, 0.98))
-    policy = Policy(model, sampling=Sampling(), options=options)
+    learner = LocalLearner(
+        model, sampling=Sampling(), loss=make_loss(Nll()), optimizer=OptimizerConfig(betas=(0.9, 0.98))
+    )
     started = time.perf_counter()
     for step in range(lesson.steps):
         traces = islice(conversations, BATCH)
         rows = [_row(number, trace, mistakes=lesson.mistakes) for number, trace in enumerate(traces)]
         progress = step / lesson.steps
-        rate = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
-        update = asyncio.run(_step(policy, renderer, rows, rate))
+        lr = lesson.peak * min(1.0, (step + 1) / lesson.warmup) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        update = asyncio.run(_step(learner, renderer, rows, lr))
         if step % 50 == 0 or step == lesson.steps - 1:
             print(f"{lesson.name} {step:4d}  loss {update.loss:.3f}  {time.perf_counter() - started:.0f} s", flush=True)
 
@@ -142,11 +146,11 @@ def _row(number: int, trace: Trace, *, mistakes: bool) -> Row:
     return Row(id=str(number), messages=trace.messages, fields={"tools": TOOLS, "weights": weights})
 
 
-async def _step(policy: Policy, renderer: Renderer, rows: Sequence[Row], rate: float) -> UpdateStats:
+async def _step(learner: LocalLearner, renderer: Renderer, rows: Sequence[Row], lr: float) -> UpdateStats:
     trajectories = await replay(rows, renderer)
-    learnt = [one for one in trajectories if weigh(one)]
-    assert len(learnt) == len(rows), problems(trajectories, context=None)
-    return await policy.update([pack(learnt, share_prompts=policy.shares_prompts)], lr=rate)
+    trained = [trajectory for trajectory in trajectories if weigh(trajectory)]
+    assert len(trained) == len(rows), problems(trajectories, context=None)
+    return await learner.update([pack(trained, share_prompts=learner.requirements.share_prompts)], lr=lr)
 
 
 def _conversations(lesson: Lesson, rng: random.Random, heldout: Container[str]) -> Iterator[Trace]:

@@ -1,6 +1,7 @@
 """The demo's model, template and questions: they are small, they load, and they keep what the demo needs of them."""
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import operator
@@ -188,3 +189,23 @@ def test_the_data_does_not_overlap():
     assert (len(train), len(heldout)) == (2048, 256)
     assert len({row["prompt"][0]["content"] for row in train + heldout}) == 2048 + 256
     assert set(train[0]) == {"prompt", "answer", "expression"}
+
+
+@pytest.mark.slow
+def test_the_model_can_be_made_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(DEMO))
+    spec = importlib.util.spec_from_file_location("demo_make_model", DEMO / "make_model.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(
+        module, "LESSONS", [dataclasses.replace(lesson, steps=2, warmup=1) for lesson in module.LESSONS]
+    )
+    monkeypatch.setattr(module, "TRAIN", 16)
+    monkeypatch.setattr(module, "HELDOUT", 4)
+    monkeypatch.setattr(sys, "argv", ["make_model.py", "--out", str(tmp_path), "--threads", "1"])
+    module.main()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert len(tokenizer) == model.config.vocab_size  # from 16 conversations, the vocabulary is smaller than VOCABULARY
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("train.jsonl", "heldout.jsonl")] == [16, 4]
