@@ -12,9 +12,11 @@ import datasets
 import pytest
 
 from support.vision import picture
+from turnwise.data.conversations import read_conversations
 from turnwise.data.images import digest, load_image
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
+from turnwise.record.media_store import MediaStore
 from turnwise.types import Row
 
 
@@ -162,3 +164,24 @@ def test_parts_in_parquet_have_only_their_own_keys(tmp_path: Path) -> None:
         {"type": "image", "image": str(tmp_path / "0.png")},
         {"type": "text", "text": "What?"},
     ]
+
+
+def test_images_of_a_record_are_found_beside_it(tmp_path: Path) -> None:
+    """trajectories.jsonl of a run is data for `turnwise sft`: its messages refer to images by their hash."""
+    store = MediaStore(tmp_path / "media")
+    drawing = picture(16, 16, seed=5)
+    content = store.plain([{"type": "image", "image": drawing}, {"type": "text", "text": "What?"}])
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A square."}]
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (row,) = read_conversations(str(tmp_path / "trajectories.jsonl"))
+    path = row.messages[0]["content"][0]["image"]
+    assert path == str(tmp_path / "media" / f"{digest(drawing)}.png")
+    assert digest(load_image(path, where="the image")) == digest(drawing)
+
+
+def test_an_image_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
+    missing = "sha256:" + "0" * 64
+    with pytest.raises(DataError, match=f"there is no image file .*/media/{'0' * 64}.png"):
+        read(tmp_path, {"prompt": [{"role": "user", "content": [{"type": "image", "image": missing}]}]})
+    with pytest.raises(DataError, match="there is no image file"):  # not a hash: an ordinary path
+        read(tmp_path, {"prompt": "<image>", "images": ["sha256:../../secret"]})

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +20,22 @@ from urllib.parse import unquote, urlparse
 
 from turnwise.errors import DataError
 
-__all__ = ["MOST_PIXELS", "digest", "is_image", "load_image", "media_kind", "media_value", "probe_image"]
+__all__ = [
+    "MOST_PIXELS",
+    "digest",
+    "is_image",
+    "load_image",
+    "media_kind",
+    "media_value",
+    "probe_image",
+    "recorded_path",
+]
 
 MOST_PIXELS = 64_000_000
 """Maximum number of pixels of an image. A larger image is probably a mistake, or a file made to exhaust the memory."""
 
+_RECORDED = re.compile(r"sha256:[0-9a-f]{64}")
+"""How the record of a run refers to an image."""
 _KEYS = {
     "image": ("image", "image_url", "url", "path", "base64", "bytes"),
     "video": ("video", "video_url", "url", "path", "frames"),
@@ -94,6 +106,16 @@ def digest(image: Any) -> str:
     return sha256.hexdigest()
 
 
+def recorded_path(value: str | Path, folder: Path | None) -> str | Path:
+    """The file of an image that the record of a run refers to as `sha256:<hash>`; any other value is returned as it is.
+
+    `folder` is the folder of trajectories.jsonl. The file is `media/<hash>.png` beside it.
+    """
+    if folder is None or not isinstance(value, str) or _RECORDED.fullmatch(value) is None:
+        return value
+    return folder / "media" / f"{value.removeprefix('sha256:')}.png"
+
+
 def base64_bytes(text: Any) -> bytes:
     """The decoded bytes; empty if the text is not base64. No image has empty bytes, so opening them raises an error."""
     try:
@@ -148,7 +170,7 @@ def _source(value: Any, where: str, folder: Path | None) -> Path | bytes:
             f"{where} is {_short(value)}: images are not downloaded during a run. Download the image first, and give its path"
         )
     if isinstance(value, str | Path):
-        text = str(value)
+        text = str(recorded_path(value, folder))
         path = Path(unquote(urlparse(text).path)) if text.startswith("file://") else Path(os.path.expanduser(text))
         path = path if path.is_absolute() or folder is None else folder / path
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.data.images import media_kind, media_value, probe_image
+from turnwise.data.images import media_kind, media_value, probe_image, recorded_path
 from turnwise.errors import DataError
 from turnwise.types import Message
 
@@ -139,5 +139,5 @@ def _absolute(value: Any, folder: Path | None) -> Any:
         return value
     if not isinstance(value, str | Path) or str(value).startswith(("data:", "file://")):
         return value
-    path = Path(os.path.expanduser(value))
+    path = Path(os.path.expanduser(recorded_path(value, folder)))
     return str(path if path.is_absolute() or folder is None else (folder / path).absolute())

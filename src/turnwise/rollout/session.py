@@ -93,6 +93,9 @@ class Session:
         """Length of the conversation's first prompt, which `limits.response_tokens` does not count."""
         self._sampling_change = SamplingChange()
         """The environment's last change. It applies to all turns until the next change."""
+        self._calls = 0
+        """Tool calls of the conversation so far, for their ids. The calls of a turn that is resumed do not count: the turn that
+        continues it has them."""
         self._masked: dict[int, set[int]] = {}
         """Sampled tokens that are not trained on, by turn and position. Applied in `finish`: until then the segment's columns
         say which tokens the model sampled."""
@@ -259,6 +262,7 @@ class Session:
             completion=completion,
         )
         trajectory.turns.append(turn)
+        self._calls += len(turn.calls)
         if partial.continues:  # the new message begins with the text of the one that it replaces
             trajectory.messages.pop()
             history.pop_turn()
@@ -271,11 +275,12 @@ class Session:
 
     def _parse_turn(self, token_ids: Sequence[int], before: str, thought_opening: str) -> ParsedTurn:
         """Parse a turn that consists of the text `before` and of sampled tokens."""
-        trajectory = self.trajectory
-        # a resumed turn is parsed again with the turn that continues it, so its calls do not count
-        calls = sum([len(turn.calls) for turn in trajectory.turns if turn.kept_tokens is None])
         return self._context.renderer.turn_parser.parse(
-            token_ids, tools=trajectory.tools, first_call=calls, thought_opening=thought_opening, text_before=before
+            token_ids,
+            tools=self.trajectory.tools,
+            first_call=self._calls,
+            thought_opening=thought_opening,
+            text_before=before,
         )
 
     def _reopen_turn(self, turn: Turn, resume: Resume) -> None:
@@ -283,6 +288,7 @@ class Session:
         assert turn.completion is not None
         history, renderer, token_ids = self._history, self._context.renderer, turn.completion.token_ids
         keep = len(turn.text) if resume.keep is None else resume.keep
+        self._calls -= len(turn.calls)
         turn.kept_tokens, kept = renderer.token_prefix(token_ids, turn.text[:keep])
         history.segment.truncate(len(history.segment) - len(token_ids) + turn.kept_tokens)
         parsed = history.pop_turn()
