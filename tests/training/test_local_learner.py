@@ -147,9 +147,9 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
     finally:
         torch.set_num_threads(threads)
     one_by_one = LocalLearner(tiny_model(), sampling=Sampling(), threads=1)
-    assert beside._workers is not None
-    assert beside._workers._max_workers == 3
-    assert one_by_one._workers is None
+    assert beside._gradients._workers is not None
+    assert beside._gradients._workers._max_workers == 3
+    assert one_by_one._gradients._workers is None
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
     found = beside._accumulate(batch, lambda: None, StopFlag())
@@ -161,7 +161,7 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
         torch.testing.assert_close(own.grad, theirs.grad, atol=1e-6, rtol=1e-4)
     assert found.max_deviation == pytest.approx(expected.max_deviation)
     assert (found.clipped, found.tokens) == (expected.clipped, expected.tokens)
-    assert list(beside._workers.map(lambda _: torch.get_num_threads(), range(6))) == [1] * 6
+    assert list(beside._gradients._workers.map(lambda _: torch.get_num_threads(), range(6))) == [1] * 6
 
 
 # a run that is stopped

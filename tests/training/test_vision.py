@@ -15,11 +15,12 @@ from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
 from turnwise.models.loading import ModelOptions, load_model
-from turnwise.training.batch import MicroBatch, pack
+from turnwise.training.batch import pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import PpoClip
+from turnwise.training.packing import MicroBatch
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 

@@ -1,23 +1,21 @@
 """Log-probabilities of a packed batch under a transformers model: the only forward pass of the learner.
 
-Axis suffixes are those of batch.py: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden
+Axis suffixes are those of packing.py: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden
 dimension, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from turnwise.errors import TurnwiseError
 from turnwise.models.attention import narrow_window, set_text_attention
-from turnwise.models.vision import VisionAdapter
-from turnwise.training.batch import MicroBatch
+from turnwise.training.model_inputs import ModelInputs
+from turnwise.training.packing import MicroBatch
 from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logprobs_of_logits
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
@@ -35,12 +33,12 @@ class Forward:
     def __init__(self, model: Any, sampling: Sampling, *, chunk_bytes: int = LOGITS_BYTES) -> None:
         self._model = model
         self._sampling = sampling
+        self._inputs = ModelInputs(model)
         self._body, head = _body_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._head = (
             None if head is None else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)
         )
-        self._vision = VisionAdapter.of(model)
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -48,9 +46,9 @@ class Forward:
         """Whether the logits of all targets are never in memory at once."""
         return self._head is not None
 
-    def logprobs(self, micro: MicroBatch, *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        with self._inputs(micro) as inputs:
+        with self._inputs.of(micro) as inputs:
             if self._body is not None and self._head is not None:
                 hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
                 logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)
@@ -59,43 +57,7 @@ class Forward:
                 logprob_U, entropy_U = logprobs_of_logits(logits_UV, micro.token_U, self._sampling, entropy=entropy)
         return logprob_U[micro.prediction_N], None if entropy_U is None else entropy_U[micro.prediction_N]
 
-    @contextmanager
-    def _inputs(self, micro: MicroBatch) -> Iterator[dict[str, Any]]:
-        """The arguments of the model's forward, which must be called inside the context."""
-        # padded rows need neither positions nor a mask: padding is on the right, and causal attention does not look there
-        inputs: dict[str, Any] = {"input_ids": micro.token_ids_BL, "use_cache": False}
-        if micro.media_B:
-            with self._media_inputs(micro) as given:
-                yield {**inputs, **given}
-        elif micro.tree is None:
-            yield inputs
-        else:
-            with tree_attention(micro.tree):
-                yield {**inputs, "position_ids": micro.position_BL}
-
-    @contextmanager
-    def _media_inputs(self, micro: MicroBatch) -> Iterator[dict[str, Any]]:
-        """The arguments for rows with images or videos, which need positions of their own."""
-        if self._vision is None:
-            raise TurnwiseError(
-                f"the conversations contain images, and {type(self._model).__name__} takes none. Train a vision model, such "
-                f"as Qwen2.5-VL"
-            )
-        rows_BL = micro.token_ids_BL.cpu().numpy()
-        kinds_BL = np.stack(
-            [self._vision.token_types(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
-        )
-        inputs: dict[str, Any] = {}
-        if self._vision.uses_mrope:
-            # padding gets positions as text does; no target attends to it
-            axes = [self._vision.position_ids(ids, media) for ids, media in zip(rows_BL, micro.media_B, strict=True)]
-            inputs["position_ids"] = torch.from_numpy(np.stack(axes, axis=1)).to(micro.token_ids_BL.device)
-        kinds = torch.from_numpy(kinds_BL).to(micro.token_ids_BL.device)
-        media = [item for row in micro.media_B for item in row]
-        with self._vision.forward_inputs(micro.token_ids_BL, kinds, media) as given:
-            yield {**inputs, **given}
-
-    def _logits(self, micro: MicroBatch, inputs: dict[str, Any]) -> torch.Tensor:
+    def _logits(self, micro: MicroBatch[Any], inputs: dict[str, Any]) -> torch.Tensor:
         """Logits [U, V] of the distinct predictions, from the model's own forward."""
         if not self._takes_logits_to_keep:
             return self._model(**inputs).logits[micro.row_U, micro.column_U]

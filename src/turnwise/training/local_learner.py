@@ -5,10 +5,8 @@ Knows how packed batches become optimizer steps. Knows nothing of conversations,
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,20 @@ from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
-from turnwise.training.batch import Batch, MicroBatch
+from turnwise.training.batch import Batch
 from turnwise.training.forward import Forward, try_tree_attention
+from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements, UpdateStats
 from turnwise.training.loss import Loss, make_loss
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip
+from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_losses import nll
+from turnwise.training.targets import Targets
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
-
-_SMALL = 20_000_000
-"""Models with fewer parameters compute several micro-batches in parallel on a CPU."""
-_CPU_TOKENS, _ACCELERATOR_TOKENS = 2048, 16384
-"""Tokens of a forward pass where the recipe gives no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +96,13 @@ class LocalLearner:
             self._reference = Forward(self._reference_model, sampling)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
-        parallel = _parallel(parameters) if threads == 0 else 1
-        # with one torch thread each
-        self._workers = (
-            ThreadPoolExecutor(parallel, "learn", initializer=torch.set_num_threads, initargs=(1,))
-            if parallel > 1
-            else None
-        )
+        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
-            micro_batch_tokens=_CPU_TOKENS if model.device.type == "cpu" else _ACCELERATOR_TOKENS,
-            parallel=parallel,
+            micro_batch_tokens=default_micro_batch_tokens(model.device),
+            parallel=self._gradients.parallel,
         )
 
     @classmethod
@@ -196,7 +186,7 @@ class LocalLearner:
             batch, micro_batches=[self._with_own_logprobs(micro) for micro in stop.until_set(batch.micro_batches)]
         )
 
-    def _with_own_logprobs(self, micro: MicroBatch) -> MicroBatch:
+    def _with_own_logprobs(self, micro: MicroBatch[Targets]) -> MicroBatch[Targets]:
         targets = micro.targets
         if bool(targets.known_N.all()):
             return micro
@@ -208,29 +198,11 @@ class LocalLearner:
 
     def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], stop: StopFlag) -> _Sums:
         """Add up the gradients of a batch in the parameters' `grad`, and its loss and metrics."""
-        self._optimizer.zero_grad()
-        total = _Sums()
-        # when the generator is closed early, it computes no further micro-batch
-        with contextlib.closing(self._results(batch.micro_batches)) as results:
-            for sums, gradients in stop.until_set(results):
-                if gradients is not None:
-                    self._optimizer.add_gradients(gradients)
-                total += sums
-                on_micro_batch()
-        return total
+        sums = self._gradients.of_batch(batch.micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
+        return sum(sums, _Sums())
 
-    def _results(self, micro_batches: Sequence[MicroBatch]) -> Generator[tuple[_Sums, _Gradients | None]]:
-        """The result of each micro-batch, in order. Small models compute several at a time."""
-        if self._workers is not None and len(micro_batches) > 1:
-            yield from self._workers.map(lambda micro: self._backward(micro, separate=True), micro_batches)
-            return
-        for micro in micro_batches:
-            with self._threads.during("learn", micro.token_ids_BL.numel()):
-                result = self._backward(micro.to(self._model.device), separate=False)
-            yield result
-
-    def _backward(self, micro: MicroBatch, *, separate: bool) -> tuple[_Sums, _Gradients | None]:
-        """Loss and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
+    def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], _Sums]]:
+        """The loss of a micro-batch, and a function that computes its metrics."""
         targets = micro.targets
         logprob_N, entropy_N = self._forward.logprobs(micro, entropy=self._loss.needs_entropy)
         reference_logprob_N = None
@@ -239,20 +211,13 @@ class LocalLearner:
                 reference_logprob_N, _ = self._reference.logprobs(micro)
         terms = self._loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
         loss = (terms.loss_N * targets.weight_N).sum()
-        gradients = None
-        if separate:  # two threads must not add to the same `grad` at once
-            gradients = torch.autograd.grad(loss, self._optimizer.parameters, allow_unused=True)
-        else:
-            loss.backward()
-        with torch.no_grad():
-            sums = _Sums(
-                loss=float(loss),
-                kl=float((terms.kl_N * targets.weight_N).sum()),
-                tokens=len(terms.loss_N),
-                clipped=float(terms.clipped),
-                max_deviation=float(terms.max_deviation),
-            )
-        return sums, gradients
+        return loss, lambda: _Sums(
+            loss=float(loss),
+            kl=float((terms.kl_N * targets.weight_N).sum()),
+            tokens=len(terms.loss_N),
+            clipped=float(terms.clipped),
+            max_deviation=float(terms.max_deviation),
+        )
 
     async def evaluate_loss(self, batch: Batch) -> float:
         """See `Learner.evaluate_loss`. Computed in a thread."""
@@ -290,10 +255,6 @@ class LocalLearner:
         return None if self._reference_model is None else of_model(self._reference_model)
 
 
-_Gradients = Sequence[torch.Tensor | None]
-"""One for each parameter; None where the loss does not depend on it."""
-
-
 def _statistics(sums: Sequence[_Sums], norms: Sequence[float]) -> UpdateStats:
     """Statistics of several optimizer steps: one entry in `sums` and `norms` for each."""
     if not sums:
@@ -313,13 +274,3 @@ def _statistics(sums: Sequence[_Sums], norms: Sequence[float]) -> UpdateStats:
 def _copy_before_training(model: Any) -> Any:
     """The reference model. A model with an adapter is its own: the same weights without the adapter."""
     return without_adapter(model) if has_adapter(model) else copy.deepcopy(model)
-
-
-def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
-    """How many micro-batches are computed at the same time: one for each core, where this is the fastest use of the cores.
-
-    It is faster for small models on a CPU: their operations end before a second torch thread has started. Each worker needs
-    its own copy of the gradients, so large models and models on other devices compute one micro-batch at a time.
-    """
-    cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
-    return 1 if size > _SMALL or parameters[0].device.type != "cpu" else min(cores, 8)

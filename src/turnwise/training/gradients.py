@@ -1,0 +1,111 @@
+"""Gradients of micro-batches, added up over a batch. Small models compute several micro-batches at a time.
+
+Knows an optimizer's parameters, and nothing of models or losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from turnwise.models.torch_threads import TorchThreads
+from turnwise.training.background import StopFlag
+from turnwise.training.optimizer import Optimizer
+from turnwise.training.packing import Columns, MicroBatch
+
+__all__ = ["Gradients"]
+
+_SMALL = 20_000_000
+"""Models with fewer parameters compute several micro-batches in parallel on a CPU."""
+
+S = TypeVar("S")
+
+
+class Gradients:
+    """Computes the gradients of micro-batches, and adds them up in the `grad` of the optimizer's parameters.
+
+    `parallel` allows several micro-batches at a time, where that is faster.
+    """
+
+    def __init__(self, optimizer: Optimizer, threads: TorchThreads, *, parallel: bool) -> None:
+        self._optimizer = optimizer
+        self._threads = threads
+        self.parallel = _parallel(optimizer.parameters) if parallel else 1
+        """How many micro-batches are computed at the same time."""
+        # with one torch thread each
+        self._workers = (
+            ThreadPoolExecutor(self.parallel, "learn", initializer=torch.set_num_threads, initargs=(1,))
+            if self.parallel > 1
+            else None
+        )
+
+    def of_batch(
+        self,
+        micro_batches: Sequence[MicroBatch[Columns]],
+        loss: Callable[[MicroBatch[Columns]], tuple[torch.Tensor, Callable[[], S]]],
+        *,
+        on_micro_batch: Callable[[], None],
+        stop: StopFlag,
+    ) -> list[S]:
+        """Replace the gradients by those of a batch. Returns the metrics of each micro-batch.
+
+        `loss` returns the loss of a micro-batch, and a function that computes metrics, which is called after the backward pass.
+        """
+        self._optimizer.zero_grad()
+        metrics: list[S] = []
+        # when the generator is closed early, it computes no further micro-batch
+        with contextlib.closing(self._results(micro_batches, loss)) as results:
+            for metrics_of_one, gradients in stop.until_set(results):
+                if gradients is not None:
+                    self._optimizer.add_gradients(gradients)
+                metrics.append(metrics_of_one)
+                on_micro_batch()
+        return metrics
+
+    def _results(
+        self, micro_batches: Sequence[MicroBatch[Any]], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]]
+    ) -> Generator[tuple[S, _OfParameters | None]]:
+        """The result of each micro-batch, in order. The gradients are returned if several are computed at a time."""
+        if self._workers is not None and len(micro_batches) > 1:
+            yield from self._workers.map(lambda micro: self._backward(micro, loss, separate=True), micro_batches)
+            return
+        device = self._optimizer.parameters[0].device
+        for micro in micro_batches:
+            with self._threads.during("learn", micro.token_ids_BL.numel()):
+                result = self._backward(micro.to(device), loss, separate=False)
+            yield result
+
+    def _backward(
+        self,
+        micro: MicroBatch[Any],
+        loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]],
+        *,
+        separate: bool,
+    ) -> tuple[S, _OfParameters | None]:
+        """Metrics and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
+        total, metrics = loss(micro)
+        gradients = None
+        if separate:  # two threads must not add to the same `grad` at once
+            gradients = torch.autograd.grad(total, self._optimizer.parameters, allow_unused=True)
+        else:
+            total.backward()
+        with torch.no_grad():
+            return metrics(), gradients
+
+
+_OfParameters = Sequence[torch.Tensor | None]
+"""A gradient for each parameter; None where the loss does not depend on it."""
+
+
+def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """How many micro-batches are computed at the same time: one for each core, where this is the fastest use of the cores.
+
+    It is faster for small models on a CPU: their operations end before a second torch thread has started. Each worker needs
+    its own copy of the gradients, so large models and models on other devices compute one micro-batch at a time.
+    """
+    cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
+    return 1 if size > _SMALL or parameters[0].device.type != "cpu" else min(cores, 8)
