@@ -1,10 +1,15 @@
-"""turnwise beside TRL on one task: `python benchmarks/against_trl.py`, two minutes when everything is there.
+"""turnwise beside TRL: `python benchmarks/against_trl.py`, two minutes if the environment of TRL exists.
 
-Both train the same tiny model on the same questions with the same settings (`against_trl/`): 16 prompts x 8 conversations a
-step, up to three rounds of a calculator, GRPO. They take turns, a step each, with the same number of threads, so that what
-else the machine does meets both; the seconds of a step are wall time, with everything from the end of the step before. What
-the first run needs is made under `benchmarks/.peers/`: TRL's own environment (1.5 GB) and the warm-started model, about five
-minutes.
+Both sides train the same tiny model on the same questions with the same settings (`against_trl/`): 16 prompts x 8 conversations
+a step, up to three rounds of a calculator, GRPO. The sides take turns, one step each, with the same number of threads, so that
+other load on the machine affects both. The seconds of a step are wall time, from the end of the step before.
+
+`--size 135m` compares speed and peak memory with a random model of SmolLM2-135M's shape, 4 prompts x 8 conversations, and
+`--dtype bfloat16` with matrix products in bfloat16 (minutes for each step). `--learn` compares what is learned: 60 steps and
+three seeds of each side, with a picture of the rewards.
+
+The first run makes the following under `benchmarks/.peers/`, in about five minutes: an environment of TRL's own (1.5 GB) and the
+models.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -30,17 +36,42 @@ PARTS, PEERS = HERE / "against_trl", HERE / ".peers"
 PACKAGES = (["torch==2.13.0", "numpy"], ["torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "datasets", "jinja2"])
 TEMPLATE = "trl/chat_templates/qwen3_instruct_2507.jinja"
 LAST = 3
+"""Steps at the end over which the reward is averaged; with `--learn`, `LEARNED`."""
+LEARNED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What both sides read from their command line, as JSON."""
+
+    folder: str
+    size: str
+    dtype: str
+    steps: int
+    seed: int
+    threads: int
+    rows: int
+    samples: int
+    """Conversations of each row."""
+    tokens: int
+    """Limit of sampled tokens in a conversation."""
+    trl_micro_batch: int
+    """Conversations of a forward pass of TRL; 0: all of a step."""
 
 
 class Side:
-    """One system: a process that takes a step when it is told to, and says what came of it."""
+    """One system: a process that takes a step when it reads a line, and writes the figures of the step."""
 
     def __init__(self, name: str, command: Sequence[str | Path], threads: int) -> None:
         self.name = name
         self.seconds: list[float] = []
         self.rewards: list[float] = []
         self.tokens: list[float] = []
-        """Sampled, of a conversation."""
+        """Sampled tokens of a conversation, on average."""
+        self.cpu: list[float] = []
+        """CPU seconds of each step."""
+        self.peak = 0.0
+        """The process's largest memory so far, in GiB."""
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             command,
@@ -51,14 +82,16 @@ class Side:
             stderr=self._errors,
             text=True,
         )
-        self._hear()
+        self._read()
 
     def step(self) -> None:
         self._go()
-        heard = self._hear()
-        self.seconds.append(heard["seconds"])
-        self.rewards.append(heard["reward"])
-        self.tokens.append(heard["tokens"])
+        figures = self._read()
+        self.seconds.append(figures["seconds"])
+        self.rewards.append(figures["reward"])
+        self.tokens.append(figures["tokens"])
+        self.cpu.append(figures["cpu"])
+        self.peak = figures["peak"]
 
     def end(self) -> None:
         self._go()
@@ -66,12 +99,12 @@ class Side:
 
     @property
     def median(self) -> float:
-        """Seconds of a step, the first one left out: it warms things up."""
+        """Seconds of a step, without the first step, which includes preparations."""
         return statistics.median(self.seconds[1:])
 
     @property
     def steps_per_minute(self) -> float:
-        """Over all steps but the first, the light ones and the heavy ones: one long conversation makes a step heavy."""
+        """Over all steps but the first: short and long steps, because one long conversation makes a step long."""
         return 60 / statistics.fmean(self.seconds[1:])
 
     @property
@@ -84,8 +117,8 @@ class Side:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> dict[str, float]:
-        """What the side says next: `{"step": 0}` when it is ready, then an object a step. It says other things, too."""
+    def _read(self) -> dict[str, float]:
+        """The next object that the side writes: `{"step": 0}` at the start, then one for each step. Other lines are skipped."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"step"'):
@@ -120,38 +153,158 @@ def model(threads: int) -> Path:
     return place
 
 
+def large_model(threads: int) -> Path:
+    """The model of `--size 135m` and its prompts, made if there are none of this version of the program that makes them."""
+    tiny = model(threads)
+    makers = (PARTS / "make_large.py", PARTS / "task.py")
+    place = PEERS / f"135m-{hashlib.sha256(b''.join(file.read_bytes() for file in makers)).hexdigest()[:8]}"
+    if not (place / "train.jsonl").exists():
+        print(f"making the model in {place}", flush=True)
+        command = [sys.executable, PARTS / "make_large.py", tiny, place]
+        subprocess.run(command, check=True, env=_environment(threads))
+    return place
+
+
 def _environment(threads: int) -> dict[str, str]:
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {**os.environ, **quiet, "OMP_NUM_THREADS": str(threads)}
 
 
+def run(settings: Settings) -> tuple[Side, Side]:
+    """Both sides, one step each in turn: TRL and turnwise."""
+    argument = json.dumps(asdict(settings))
+    trl = Side("TRL 1.16", [peer(), PARTS / "trl_side.py", argument], settings.threads)
+    ours = Side("turnwise", [sys.executable, PARTS / "turnwise_side.py", argument], settings.threads)
+    for number in range(settings.steps):
+        trl.step()
+        ours.step()
+        print(
+            f"step {number + 1}: TRL {trl.seconds[-1]:.2f} s, turnwise {ours.seconds[-1]:.2f} s; peak memory "
+            f"{trl.peak:.2f} GiB, {ours.peak:.2f} GiB",
+            flush=True,
+        )
+    trl.end()
+    ours.end()
+    return trl, ours
+
+
 def show(console: Console, sides: Sequence[Side]) -> None:
-    table = Table("", "s/step, median", "steps/min", "tokens", f"reward, last {LAST}", "reward, step by step")
+    table = Table(
+        "",
+        "s/step, median",
+        "steps/min",
+        "CPU s/step",
+        "tokens",
+        "peak GiB",
+        f"reward, last {LAST}",
+        "reward, step by step",
+    )
     for side in sides:
         rewards = " ".join(f"{reward:.2f}".removeprefix("0") for reward in side.rewards)
         tokens = f"{statistics.fmean(side.tokens):.0f}"
-        speed = (f"{side.median:.2f}", f"{side.steps_per_minute:.1f}")
-        table.add_row(side.name, *speed, tokens, f"{side.last:.2f}", rewards)
+        cpu = statistics.fmean(side.cpu[1:])
+        speed = (f"{side.median:.2f}", f"{side.steps_per_minute:.1f}", f"{cpu:.2f}")
+        table.add_row(side.name, *speed, tokens, f"{side.peak:.2f}", f"{side.last:.2f}", rewards)
     console.print(table)
-    console.print("speeds leave the first step out; tokens: sampled in a conversation", style="dim")
+    console.print("speeds do not include the first step; tokens: sampled in a conversation", style="dim")
+
+
+def show_learning(console: Console, runs: Sequence[tuple[Side, Side]], picture: Path) -> float:
+    """Table and picture of the rewards. Returns the difference of the mean last rewards: turnwise less TRL."""
+    table = Table("", f"first {LEARNED}", "middle", f"last {LEARNED}", "of each seed", "all steps")
+    lasts: list[float] = []
+    for sides in zip(*runs, strict=True):
+        curves = [side.rewards for side in sides]
+        size = min(LEARNED, len(curves[0]))
+        middle = (len(curves[0]) - size) // 2
+        windows = [
+            [statistics.fmean(curve[start : start + size]) for curve in curves]
+            for start in (0, middle, len(curves[0]) - size)
+        ]
+        cells = [f"{statistics.fmean(means):.3f} ± {_spread(means):.3f}" for means in windows]
+        everything = [statistics.fmean(curve) for curve in curves]
+        seeds = " ".join(f"{mean:.2f}" for mean in windows[-1])
+        table.add_row(sides[0].name, *cells, seeds, f"{statistics.fmean(everything):.3f} ± {_spread(everything):.3f}")
+        lasts.append(statistics.fmean(windows[-1]))
+    console.print(table)
+    console.print(f"rewards; ±: standard deviation over {len(runs)} seeds", style="dim")
+    draw(runs, picture)
+    console.print(f"curves: {picture}")
+    return lasts[1] - lasts[0]
+
+
+def draw(runs: Sequence[tuple[Side, Side]], picture: Path) -> None:
+    """Curves of the mean reward of the seeds, and bands from the lowest to the highest; each point is a mean over five steps."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for sides in zip(*runs, strict=True):
+        curves = [
+            [statistics.fmean(side.rewards[max(0, end - 5) : end]) for end in range(1, len(side.rewards) + 1)]
+            for side in sides
+        ]
+        by_step = list(zip(*curves, strict=True))
+        steps = range(1, len(by_step) + 1)
+        (line,) = axes.plot(steps, [statistics.fmean(values) for values in by_step], label=sides[0].name)
+        lowest, highest = [min(values) for values in by_step], [max(values) for values in by_step]
+        axes.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2)
+    axes.set(xlabel="training step", ylabel="reward (mean over five steps)", title=f"GRPO, {len(runs)} seeds")
+    axes.legend()
+    figure.savefig(picture, dpi=120, bbox_inches="tight")
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="turnwise beside TRL.")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=2, help="torch threads of either side")
+    parser.add_argument("--size", choices=("tiny", "135m"), default="tiny", help="the model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
+    parser.add_argument("--learn", action="store_true", help="compare rewards over many steps and several seeds")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds of --learn")
+    parser.add_argument("--steps", type=int, help="12; 60 with --learn, 3 with --size 135m")
+    parser.add_argument("--rows", type=int, help="prompts of a step: 16; 4 with --size 135m")
+    parser.add_argument(
+        "--tokens", type=int, help="limit of sampled tokens in a conversation: 160; 256 with --size 135m"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of each side")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, help="conversations of a forward pass of TRL; 8 with --size 135m, else all"
+    )
     options = parser.parse_args()
-    python, steps, threads = peer(), str(options.steps), options.threads
-    folder = model(threads)
-    trl = Side("TRL 1.16", [python, PARTS / "trl_side.py", folder, steps], threads)
-    ours = Side("turnwise", [sys.executable, PARTS / "turnwise_side.py", folder, steps], threads)
-    for number in range(options.steps):
-        trl.step()
-        ours.step()
-        print(f"step {number + 1}: TRL {trl.seconds[-1]:.2f} s, turnwise {ours.seconds[-1]:.2f} s", flush=True)
-    trl.end()
-    ours.end()
-    show(Console(width=160), [trl, ours])
+    if options.steps is not None and options.steps < 2:
+        parser.error(f"--steps is {options.steps}; at least 2 are needed, because the first step is not counted")
+    large = options.size == "135m"
+    peer()
+    settings = Settings(
+        folder=str(large_model(options.threads) if large else model(options.threads)),
+        size=options.size,
+        dtype=options.dtype,
+        steps=options.steps or (60 if options.learn else 3 if large else 12),
+        seed=0,
+        threads=options.threads,
+        rows=options.rows or (4 if large else 16),
+        samples=8,
+        tokens=options.tokens or (256 if large else 160),
+        trl_micro_batch=options.trl_micro_batch or (8 if large else 0),
+    )
+    console = Console(width=160)
+    if options.learn:
+        runs = [run(replace(settings, seed=seed)) for seed in range(options.seeds)]
+        difference = show_learning(console, runs, PEERS / "against_trl_learn.png")
+        print(f"against_trl_learn_difference {difference:.3f}")
+        return
+    trl, ours = run(settings)
+    show(console, [trl, ours])
+    if large:
+        print(f"peak memory: {ours.peak / trl.peak:.2f} times TRL's")
+    print(
+        f"CPU time of a step: TRL needs {statistics.fmean(trl.cpu[1:]) / statistics.fmean(ours.cpu[1:]):.2f} times as much"
+    )
     print(f"against_trl_speedup {ours.steps_per_minute / trl.steps_per_minute:.2f}")
 
 

@@ -1,6 +1,6 @@
-"""TRL's side, run in the peer's own environment: `python trl_side.py DIR STEPS`.
+"""TRL's side, run in the peer's own environment: `python trl_side.py SETTINGS`, where SETTINGS is a JSON object.
 
-Says one JSON object a step on stdout and takes the next one after a line on stdin.
+Writes one JSON object for each step to stdout, and begins a step when it reads a line from stdin.
 
 GRPOTrainer with a tool, as its documentation has it, generating with transformers: what TRL does where there is no GPU.
 """
@@ -8,6 +8,7 @@ GRPOTrainer with a tool, as its documentation has it, generating with transforme
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
+from digits import digits
 from task import calculator, right
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -26,11 +28,15 @@ def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any)
     ]
 
 
+def digits_reward(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    return [digits(messages[-1].get("content") or "") for messages in completions]
+
+
 class Clock(TrainerCallback):
-    """Takes a step when it is told to, and tells its wall time."""
+    """Begins a step when it reads a line, and writes the step's wall time, reward and peak memory."""
 
     def __init__(self) -> None:
-        self.started = 0.0
+        self.started = self.cpu = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.tell({"step": 0})
@@ -39,34 +45,41 @@ class Clock(TrainerCallback):
         if "reward" in logs:
             seconds = time.perf_counter() - self.started
             figures = {"seconds": seconds, "reward": logs["reward"], "tokens": logs["completions/mean_length"]}
-            self.tell({"step": state.global_step, **figures})
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            cpu = time.process_time() - self.cpu
+            self.tell({"step": state.global_step, "peak": peak, "cpu": cpu, **figures})
 
     def tell(self, figures: dict[str, float]) -> None:
         print(json.dumps(figures), flush=True)
         sys.stdin.readline()
-        self.started = time.perf_counter()
+        self.started, self.cpu = time.perf_counter(), time.process_time()
 
 
 def main() -> None:
-    folder, steps = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(2)
+    settings = json.loads(sys.argv[1])
+    folder, large = settings["folder"], settings["size"] == "135m"
+    torch.set_num_threads(settings["threads"])
+    conversations = settings["rows"] * settings["samples"]
+    micro_batch = settings["trl_micro_batch"] or conversations
     with tempfile.TemporaryDirectory() as scratch:
         options = GRPOConfig(
             output_dir=scratch,
-            per_device_train_batch_size=128,
-            num_generations=8,
-            max_steps=steps,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=conversations // micro_batch,
+            num_generations=settings["samples"],
+            max_steps=settings["steps"],
+            seed=settings["seed"],
             shuffle_dataset=False,
-            max_completion_length=160,
-            max_tool_calling_iterations=3,
+            max_completion_length=settings["tokens"],
+            max_tool_calling_iterations=None if large else 3,
             temperature=1.0,
-            learning_rate=3e-4,
+            learning_rate=1e-6 if large else 3e-4,
             lr_scheduler_type="constant",
             weight_decay=0.0,
             beta=0.0,
             loss_type="grpo",
             use_cpu=True,
-            bf16=False,
+            bf16=settings["dtype"] == "bfloat16",
             gradient_checkpointing=False,
             save_strategy="no",
             logging_steps=1,
@@ -76,8 +89,8 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(f"{folder}/model"),
-            reward_funcs=reward,
-            tools=[calculator],
+            reward_funcs=digits_reward if large else reward,
+            tools=None if large else [calculator],
             train_dataset=load_dataset("json", data_files=f"{folder}/train.jsonl", split="train", cache_dir=scratch),
             args=options,
             callbacks=[Clock()],

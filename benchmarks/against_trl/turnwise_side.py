@@ -1,6 +1,6 @@
-"""turnwise's side: `python turnwise_side.py DIR STEPS`, from the repository's root; like trl_side.py.
+"""turnwise's side: `python turnwise_side.py SETTINGS`, from the repository's root; like trl_side.py.
 
-`turnwise train` with recipe.yaml, and a clock in the place of the picture on the terminal.
+`turnwise train` with recipe.yaml, where a clock takes the place of the progress on the terminal.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -25,19 +26,33 @@ from turnwise.types import Group
 
 
 class Clock:
-    """Takes a step when it is told to, and tells its wall time, whatever the run does between two steps."""
+    """Begins a step when it reads a line, and writes the wall time since then, whatever the run does between two steps."""
 
-    started = 0.0
+    started = cpu = 0.0
+
+    def __init__(self, *, conversations: int, large: bool) -> None:
+        self.conversations = conversations
+        self.large = large
 
     def begin(self, config: Config, *, done: int, notes: Sequence[str]) -> None:
         self.tell({"step": 0})
 
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
         seconds = time.perf_counter() - self.started
-        # a loop that samples from something else than the model would be a fast one, too
-        if problems or metrics["template_mismatch"] or metrics["ratio/max_deviation"] > 0.01:
+        # a loop that samples from another distribution than the model's would be fast, too. The texts of a model with random
+        # weights are not encoded as its tokens again
+        mismatch = not self.large and (problems or metrics["template_mismatch"])
+        if mismatch or metrics["ratio/max_deviation"] > (0.1 if self.large else 0.01):
             sys.exit(f"step {metrics['step']} went wrong: {problems} {dict(metrics)}")
-        figures = {"reward": metrics["reward/mean"], "tokens": metrics["tokens/sampled"] / 128}
+        figures = {
+            "reward": metrics["reward/mean"],
+            "tokens": metrics["tokens/sampled"] / self.conversations,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "cpu": time.process_time() - self.cpu,
+            "rollout": metrics["seconds/rollout"],
+            "train": metrics["seconds/train"],
+            "deviation": metrics["ratio/max_deviation"],
+        }
         self.tell({"step": metrics["step"], "seconds": seconds, **figures})
 
     def evaluated(self, summary: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -49,17 +64,41 @@ class Clock:
     def tell(self, figures: dict[str, Any]) -> None:
         print(json.dumps(figures), flush=True)
         sys.stdin.readline()
-        self.started = time.perf_counter()
+        self.started, self.cpu = time.perf_counter(), time.process_time()
+
+
+PRECISION = {"float32": (), "bfloat16": ("model.dtype=bfloat16",)}
+LARGE = (
+    "tools=[]",
+    "reward.trajectory=[benchmarks/against_trl/digits.py:reward]",
+    "limits.turns=1",
+    "train.lr=1.0e-6",
+)
+"""What `--size 135m` changes in recipe.yaml."""
 
 
 def main() -> None:
-    folder, steps = sys.argv[1:]
-    os.environ["ARITHMETIC"] = folder
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    settings = json.loads(sys.argv[1])
+    os.environ["ARITHMETIC"] = settings["folder"]
+    large = settings["size"] == "135m"
+    torch.set_num_threads(settings["threads"])
+    steps, tokens = settings["steps"], settings["tokens"]
     with tempfile.TemporaryDirectory() as scratch:
-        overrides = [f"output={scratch}/run", f"train.steps={steps}", f"checkpoint.every={steps}"]
+        overrides = [
+            f"output={scratch}/run",
+            f"seed={settings['seed']}",
+            f"train.steps={steps}",
+            f"checkpoint.every={steps}",
+            f"train.batch_size={settings['rows']}",
+            f"train.group_size={settings['samples']}",
+            f"limits.tokens_per_turn={tokens}",
+            f"limits.tokens={tokens}",
+            *PRECISION[settings["dtype"]],
+            *(LARGE if large else ()),
+        ]
         config, _ = load(Path(__file__).with_name("recipe.yaml"), overrides)
-        asyncio.run(train(assemble(config), Clock()))
+        clock = Clock(conversations=settings["rows"] * settings["samples"], large=large)
+        asyncio.run(train(assemble(config), clock))
 
 
 if __name__ == "__main__":
