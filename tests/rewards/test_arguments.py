@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
-from turnwise.rewards.arguments import CallPlan, plan_call
+from turnwise.rewards.arguments import CallPlan, parameters_of, plan_call
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.types import EnvironmentHandle, Group, Opening, Reply, Trajectory, Turn
@@ -394,3 +395,53 @@ def test_an_async_function_of_the_batch_that_hangs_fails_its_conversations() -> 
     group = a_group()
     assert run(Scorer(batch=[of_batch(hangs)], timeout=0.05), group) == [[None, None]]
     assert error(group.trajectories[0]) == "the reward function 'f' took longer than reward.timeout=0.05"
+
+
+def test_training_evaluation_and_rollouts_call_a_batch_function_once_for_all_conversations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def centred(completions, number, trajectories):\n"
+        "    with open('calls.txt', 'a') as calls:\n"
+        "        calls.write(f'{sorted(number)}\\n')\n"
+        "    lengths = [t.sampled_tokens for t in trajectories]\n"
+        "    return [length - sum(lengths) / len(lengths) for length in lengths]\n"
+    )
+    rows = [{"prompt": [{"role": "user", "content": f"{n} + 1?"}], "number": n} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = {
+        "model": {"path": str(Path(__file__).parents[2] / "demo" / "model")},
+        "data": {"train": "rows.jsonl", "eval": "rows.jsonl", "shuffle": False},
+        "reward": {"batch": ["mine.py:centred"]},
+        "train": {"steps": 1, "batch_size": 2, "group_size": 2},
+        "limits": {"tokens_per_turn": 16},
+        "rollout": {"samples_per_row": 2},
+        "output": "run",
+    }
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps({name: part for name, part in recipe.items() if name != "rollout"})
+    )
+    assert main(["train", "recipe.yaml"]) == 0
+    assert (tmp_path / "calls.txt").read_text().splitlines() == ["[0, 1, 2]", "[0, 0, 1, 1]", "[0, 1, 2]"]
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert metrics["rewards/centred/mean"] == pytest.approx(0.0, abs=1e-9)
+    assert metrics["failed"] == 0.0
+    unused = ("train", "output")
+    (tmp_path / "recipe.yaml").write_text(
+        json.dumps({name: part for name, part in recipe.items() if name not in unused})
+    )
+    assert main(["rollout", "recipe.yaml", "--out", "out"]) == 0
+    assert (tmp_path / "calls.txt").read_text().splitlines()[3:] == ["[0, 0, 1, 1, 2, 2]"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "trajectories.jsonl").read_text().splitlines()]
+    assert sum(record["rewards"]["centred"] for record in records) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_page_lists_the_parameters_that_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    table = page.partition("| parameter in `reward.trajectory`")[2].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in table.splitlines()[2:]]
+    names = [[set(re.findall(r"`(\w+)`", cell)) for cell in row] for row in cells]
+    assert set().union(*(single for single, _ in names)) == set(parameters_of("turns"))
+    assert set().union(*(several for _, several in names)) == set(parameters_of("group"))

@@ -69,6 +69,16 @@ def test_a_recipe_in_which_nothing_gives_a_reward_is_refused(environment: str) -
         refuse_without_reward(made(environment=environment))
 
 
+def test_reward_functions_of_weight_zero_are_no_source_of_rewards() -> None:
+    functions = {"batch": [{"use": "my.py:f", "weight": 0}], "trajectory": [{"use": "my.py:g", "weight": 0}]}
+    with pytest.raises(
+        ConfigError, match=r"all reward functions \(my\.py:g, my\.py:f\) have weight=0, and environment="
+    ):
+        refuse_without_reward(made(reward=functions))
+    functions["batch"][0]["weight"] = 1
+    refuse_without_reward(made(reward=functions))
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -90,15 +90,15 @@ class DictTurnReward:
 
     def _turn_values(self, trajectory: Trajectory) -> list[Any]:
         """One number for each turn of the model. Raises ValueError."""
-        given = as_dictionary(trajectory)
-        returned = self._function(given)
+        dictionary = as_dictionary(trajectory)
+        returned = self._function(dictionary)
         try:
             values = list(returned)
         except TypeError:
             values = []
         if len(values) == len(trajectory.turns):
             return values
-        entries = given["turns"]
+        entries = dictionary["turns"]
         turns = {id(turn.message) for turn in trajectory.turns}
         of_model = [id(message) in turns for message in trajectory.messages[: len(entries)]]
         if len(values) != len(entries) or sum(of_model) != len(trajectory.turns):
@@ -126,7 +126,7 @@ def _text(message: Message) -> str:
 
 def _function(function: str | Callable[..., Any], form: str) -> Callable[..., Any]:
     key = f"reward.{form}: arguments.function"
-    found = resolve(function, key=key) if isinstance(function, str) else function
-    if not callable(found):
-        raise ConfigError(f"{key}: {function} is a {type(found).__name__}; it must be a function of a dictionary")
-    return found
+    resolved = resolve(function, key=key) if isinstance(function, str) else function
+    if not callable(resolved):
+        raise ConfigError(f"{key}: {function} is a {type(resolved).__name__}; it must be a function of a dictionary")
+    return resolved

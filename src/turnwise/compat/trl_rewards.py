@@ -19,17 +19,18 @@ conversations of a step, as in TRL; in `reward.group`, once for all conversation
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message, Trajectory
 from turnwise.user_code.object_references import resolve
-from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.reward_number import number_or_none, reward_number
 
 __all__ = ["TrlReward"]
 
+_Rewards = list[float | TypeError | None]
+"""One item for each trajectory. None: the function does not apply. An error fails its trajectory."""
 _KEY = "reward.batch.arguments.function"
 _GIVEN = {"prompts", "completions", "completion_ids", "environments"}
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -48,18 +49,18 @@ class TrlReward:
 
         Raises ConfigError if the reward function cannot be called as TRL calls it, or needs the state of TRL's trainer.
         """
-        found = resolve(function, key=_KEY) if isinstance(function, str) else function
+        reward = resolve(function, key=_KEY) if isinstance(function, str) else function
         if arguments is not None:
-            found = _made(found, arguments)
-        self.__name__ = getattr(found, "__name__", type(found).__name__)
-        if not callable(found):
+            reward = _constructed(reward, arguments)
+        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        if not callable(reward):
             raise ConfigError(
-                f"{_KEY}: {function} is a {type(found).__name__}; it must be a function of prompts, completions and columns"
+                f"{_KEY}: {function} is a {type(reward).__name__}; it must be a function of prompts, completions and columns"
             )
-        parameters = inspect.signature(found).parameters.values()
-        self._everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        parameters = inspect.signature(reward).parameters.values()
+        self._all_columns = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         self._names = {parameter.name for parameter in parameters}
-        if not self._everything and not self._names & _GIVEN:
+        if not self._all_columns and not self._names & _GIVEN:
             raise ConfigError(
                 f"{_KEY}: {self.__name__}({', '.join(parameter.name for parameter in parameters)}) takes none of "
                 f"{', '.join(sorted(_GIVEN))}, so it is not a reward function of TRL. If it returns a reward function, give its "
@@ -73,28 +74,27 @@ class TrlReward:
                 f"{_KEY}: {self.__name__} has the parameter trainer_state, the state of TRL's trainer, which "
                 f"turnwise does not have: remove the parameter"
             )
-        self._function = found
+        self._function = reward
 
-    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None] | Awaitable[list[float | None]]:
-        given = self._given(trajectories)
+    def __call__(self, trajectories: Sequence[Trajectory]) -> _Rewards | Awaitable[_Rewards]:
+        arguments = self._arguments(trajectories)
         values = self._function(
-            **{name: value for name, value in given.items() if self._everything or name in self._names}
+            **{name: value for name, value in arguments.items() if self._all_columns or name in self._names}
         )
         return self._awaited(values) if inspect.isawaitable(values) else self._numbers(values)
 
-    async def _awaited(self, values: Awaitable[Any]) -> list[float | None]:
+    async def _awaited(self, values: Awaitable[Any]) -> _Rewards:
         return self._numbers(await values)
 
-    def _numbers(self, values: Any) -> list[float | None]:
+    def _numbers(self, values: Any) -> _Rewards:
         who = f"the reward function {self.__name__}"
         if isinstance(values, str | bytes) or not isinstance(values, Iterable):
             raise TypeError(
                 f"{who} gave {values!r:.80}; it must return a list with a number, or None, for each conversation"
             )
-        numbers = [None if value is None else reward_number(value, who) for value in values]
-        return [None if number is None or math.isnan(number) else number for number in numbers]
+        return [number_or_none(value, who) for value in values]
 
-    def _given(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    def _arguments(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         def log_extra(column: str, values: Iterable[Any]) -> None:
             for trajectory, value in zip(trajectories, values, strict=True):
                 _last_info(trajectory)[column] = value
@@ -107,10 +107,10 @@ class TrlReward:
         names = dict.fromkeys(
             name for trajectory in trajectories for name in trajectory.row.fields if name not in _NOT_COLUMNS
         )
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             name: [trajectory.row.fields.get(name) for trajectory in trajectories] for name in names
         }
-        given |= {
+        arguments |= {
             "prompts": list(prompts),
             "completions": list(completions),
             "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
@@ -119,21 +119,21 @@ class TrlReward:
         }
         handles = [trajectory.environment for trajectory in trajectories]
         if all(handle is not None for handle in handles):
-            given["environments"] = [handle.instance for handle in handles if handle is not None]
+            arguments["environments"] = [handle.instance for handle in handles if handle is not None]
         elif self._needs_environments:
             raise TypeError(
                 f"{self.__name__} needs `environments`, and the recipe's environment provides none; use "
                 f"turnwise.compat.trl:TrlEnvironments"
             )
-        return given
+        return arguments
 
 
-def _made(found: Any, arguments: Mapping[str, Any]) -> Any:
-    """The reward function that `found` returns for the arguments. Raises ConfigError if it raises an exception."""
-    name = getattr(found, "__name__", type(found).__name__)
+def _constructed(factory: Any, arguments: Mapping[str, Any]) -> Any:
+    """The reward function that `factory` returns for the arguments. Raises ConfigError if it raises an exception."""
+    name = getattr(factory, "__name__", type(factory).__name__)
     try:
         with boundary("reward"):
-            return found(**arguments)
+            return factory(**arguments)
     except Failed as failed:
         raise ConfigError(f"{_KEY}: {name} with the arguments {dict(arguments)}: {failed.failure.message}") from failed
 

@@ -256,15 +256,15 @@ def refuse_without_reward(config: Config) -> None:
     Raises ConfigError.
     """
     reward = config.reward
-    if (
-        reward.trajectory
-        or reward.turns
-        or reward.group
-        or reward.batch
-        or config.tools
-        or config.mcp.servers is not None
-    ):
+    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
+    if any(function.weight for function in functions) or config.tools or config.mcp.servers is not None:
         return  # a tool may score a call
+    if functions and config.environment.use in WITHOUT_REWARD:
+        names = ", ".join(function.use for function in functions)
+        raise ConfigError(
+            f"nothing gives a reward: all reward functions ({names}) have weight=0, and environment={config.environment.use} "
+            f"gives no rewards. Set the weight of one of them, or use an environment that gives rewards"
+        )
     if config.environment.use in WITHOUT_REWARD:
         raise ConfigError(
             f"nothing gives a reward: environment={config.environment.use} gives no rewards, and the recipe has no reward "

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Group, Trajectory, Turn
 
-__all__ = ["LISTS", "POSITIONAL_PLANS", "VALUES", "CallPlan", "Form", "Scored", "plan_call"]
+__all__ = ["LISTS", "POSITIONAL_PLANS", "VALUES", "CallPlan", "Form", "Scored", "parameters_of", "plan_call"]
 
 Form = Literal["trajectory", "turns", "group", "batch"]
 """What a reward function is called for; the name of its list in the section `reward` of a recipe."""
@@ -164,9 +164,9 @@ class CallPlan:
         """
         positional = [self._list(key, scored) for key in self.positional]
         named = {name: self._list(key, scored) for name, key in self.by_name}
-        if self.optional_environment is not None and all(one.trajectory.environment is not None for one in scored):
+        if self.optional_environment is not None and all(item.trajectory.environment is not None for item in scored):
             named[self.optional_environment] = self._list("environments", scored)
-        fields = [one.trajectory.row.fields for one in scored]
+        fields = [item.trajectory.row.fields for item in scored]
         present = dict.fromkeys(name for row in fields for name in row)
         optional = [name for name in (present if self.all_columns else self.optional_columns) if name in present]
         for name in dict.fromkeys((*self.columns, *optional)):
@@ -178,7 +178,7 @@ class CallPlan:
         if key in _SHARED:
             return VALUES[key](scored[0])
         value = VALUES[_LIST_OF[key]]
-        return [value(one) for one in scored]
+        return [value(item) for item in scored]
 
     def refuse_unknown(self, columns: Collection[str], *, name: str) -> None:
         """Refuse parameters that are no column of the data. `name` begins the message.
@@ -256,7 +256,7 @@ def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str
         columns=tuple(columns),
         optional_columns=tuple(optional),
         optional_environment=environment,
-        all_columns=any(one.kind is Parameter.VAR_KEYWORD for one in signature.parameters.values()),
+        all_columns=any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()),
         may_return_none=_allows_none(signature.return_annotation),
     )
 

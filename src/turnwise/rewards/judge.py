@@ -178,7 +178,11 @@ class _ModelGrader:
         """A score on the scale as a number between 0 and 1."""
         return (score - self.low) / (self.high - self.low)
 
-    def score_problem(self, name: str, score: Any) -> str | None:
+    def _first_problem(self, names: Sequence[str], scores: Mapping[str, Any]) -> str | None:
+        problems = (self._score_problem(name, scores[name]) for name in names)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _score_problem(self, name: str, score: Any) -> str | None:
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
             return f"the score of {name!r} is {score!r:.80}, and must be a number"
         if not self.low <= score <= self.high:
@@ -192,7 +196,9 @@ class _ModelGrader:
         return text[:half] + _CUT.format(len(text) - 2 * half) + text[len(text) - half :]
 
     def rubric_text(self) -> str:
-        lines = [f"- {one.name} (weight {one.weight:g}): {one.description}" for one in self.rubric]
+        lines = [
+            f"- {criterion.name} (weight {criterion.weight:g}): {criterion.description}" for criterion in self.rubric
+        ]
         return "The criteria:\n" + "\n".join(lines)
 
 
@@ -211,19 +217,19 @@ class Judge(_ModelGrader):
             f"Answer with one JSON object of this form, and nothing else:\n{json.dumps(form)}"
         )
         answer = await self.ask(task, self.conversation(trajectory), self._problem)
-        scores = {one.name: self.share(answer["scores"][one.name]) for one in self.rubric}
+        scores = {criterion.name: self.share(answer["scores"][criterion.name]) for criterion in self.rubric}
         trajectory.metrics.update({f"judge.{name}": score for name, score in scores.items()})
         if trajectory.turns:
             trajectory.turns[-1].info["judge"] = {"scores": scores, "reason": str(answer.get("reason", ""))}
-        weights = sum(one.weight for one in self.rubric)
-        return sum(one.weight * scores[one.name] for one in self.rubric) / weights
+        weights = sum(criterion.weight for criterion in self.rubric)
+        return sum(criterion.weight * scores[criterion.name] for criterion in self.rubric) / weights
 
     def _problem(self, answer: Mapping[str, Any]) -> str | None:
         scores = answer["scores"]
-        names = [one.name for one in self.rubric]
+        names = [criterion.name for criterion in self.rubric]
         if not isinstance(scores, dict) or set(scores) != set(names):
             return f"scores must be an object with the keys {', '.join(names)}"
-        return next((found for name in names if (found := self.score_problem(name, scores[name])) is not None), None)
+        return self._first_problem(names, scores)
 
 
 class ComparingJudge(_ModelGrader):
@@ -252,7 +258,7 @@ class ComparingJudge(_ModelGrader):
             scores = answer["scores"]
             if not isinstance(scores, dict) or set(scores) != set(names):
                 return f"scores must be an object with the keys {', '.join(names)}"
-            return next((found for one in names if (found := self.score_problem(one, scores[one])) is not None), None)
+            return self._first_problem(names, scores)
 
         answer = await self.ask(task, data, problem)
         rewards: list[float | None] = [None] * len(trajectories)
@@ -263,12 +269,12 @@ class ComparingJudge(_ModelGrader):
 
 def _rubric(name: str, rubric: Sequence[Mapping[str, Any] | Criterion]) -> tuple[Criterion, ...]:
     criteria: list[Criterion] = []
-    for number, given in enumerate(rubric):
+    for number, item in enumerate(rubric):
         try:
-            criterion = given if isinstance(given, Criterion) else Criterion(**given)
+            criterion = item if isinstance(item, Criterion) else Criterion(**item)
         except TypeError as error:
             raise ConfigError(
-                f"{name}: rubric.{number} is {given!r:.200}; write {{name: ..., description: ..., weight: 1}}: {error}"
+                f"{name}: rubric.{number} is {item!r:.200}; write {{name: ..., description: ..., weight: 1}}: {error}"
             ) from None
         if not isinstance(criterion.weight, int | float) or not 0 < criterion.weight < math.inf:
             raise ConfigError(f"{name}: rubric.{number}: weight={criterion.weight!r} must be a number above 0")
@@ -299,7 +305,7 @@ def _text(message: Message) -> str:
 def _last_object(text: str) -> dict[str, Any] | None:
     """The last JSON object with the key `scores` in a text, which may have other text around it."""
     text = text[-_LONGEST_ANSWER:]
-    decoder, found, start = json.JSONDecoder(), None, text.find("{")
+    decoder, last, start = json.JSONDecoder(), None, text.find("{")
     while start >= 0:
         end = start + 1
         try:
@@ -307,8 +313,8 @@ def _last_object(text: str) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             value = None
         if isinstance(value, dict) and "scores" in value:
-            found = value
+            last = value
         else:
             end = start + 1  # an object around the one that is looked for
         start = text.find("{", end)
-    return found
+    return last

@@ -115,11 +115,11 @@ class _Batch:
         del self._unfinished[id(group)]
         if self._unfinished:
             return ()
-        everything = [trajectory for group in self._groups for trajectory in group.trajectories]
+        trajectories = [member for group in self._groups for member in group.trajectories]
         for reward in scorer.batch:
-            if pending_scores := self._not_failed(everything):
+            if pending_scores := self._not_failed(trajectories):
                 await _score_together(scorer, reward, pending_scores, of="the batch", isolate=True)
-        return self._write(everything)
+        return self._write(trajectories)
 
     async def _score_group(self, group: Group) -> None:
         scorer = self._scorer
@@ -132,7 +132,7 @@ class _Batch:
             )
 
     def _not_failed(self, trajectories: Sequence[Trajectory]) -> list[_PendingScore]:
-        return [self._pending[id(one)] for one in trajectories if id(one) in self._pending and not one.failed]
+        return [self._pending[id(t)] for t in trajectories if id(t) in self._pending and not t.failed]
 
     def _write(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
         for trajectory in trajectories:
@@ -221,23 +221,23 @@ async def _score_together(
     try:
         values = await _several(scorer, reward, pending, of)
     except Failed as failed:
-        broken = [one for one in pending if isolate and await _raises_alone(scorer, reward, one, of)]
-        others = [one for one in pending if not one.trajectory.failed]
+        broken = [score for score in pending if isolate and await _raises_alone(scorer, reward, score, of)]
+        others = [score for score in pending if not score.trajectory.failed]
         if broken and others:
             return await _score_together(scorer, reward, others, of=of, isolate=False)
-        for one in pending:
-            one.trajectory.fail(failed.failure)
+        for score in pending:
+            score.trajectory.fail(failed.failure)
         return
     except TimeoutError:
-        for one in pending:
-            one.trajectory.fail(_too_slow(reward.source, scorer))
+        for score in pending:
+            score.trajectory.fail(_too_slow(reward.source, scorer))
         return
-    for one, value in zip(pending, values, strict=True):
+    for score, value in zip(pending, values, strict=True):
         try:
             if (number := list_item(reward.source, value)) is not None:
-                one.add(reward.name, reward.weight * number)
+                score.add(reward.name, reward.weight * number)
         except Failed as failed:
-            one.trajectory.fail(failed.failure)
+            score.trajectory.fail(failed.failure)
 
 
 async def _raises_alone(scorer: Scorer, reward: GroupReward | BatchReward, pending: _PendingScore, of: str) -> bool:
@@ -260,7 +260,7 @@ async def _several(
     with conversation(reward.source):
         async with deadline(scorer.timeout):
             with boundary("reward", where=reward.source):
-                positional, named = reward.plan.list_arguments([one.scored for one in pending])
+                positional, named = reward.plan.list_arguments([score.scored for score in pending])
             returned = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
     return one_per_trajectory(reward.source, returned, len(pending), of)
 

@@ -6,11 +6,12 @@ could parse it: a function that returns "1.0" has a defect, and the answer of a 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-__all__ = ["reward_number"]
+__all__ = ["number_or_none", "reward_number"]
 
 
 def reward_number(value: Any, source: str) -> float:
@@ -29,3 +30,14 @@ def reward_number(value: Any, source: str) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         kind = type(value).__name__
         raise TypeError(f"{source} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None
+
+
+def number_or_none(value: Any, who: str) -> float | TypeError | None:
+    """An item of a list of rewards of another system. None and NaN give None; a value that is not a number gives the error."""
+    if value is None:
+        return None
+    try:
+        number = reward_number(value, who)
+    except TypeError as error:
+        return error
+    return None if math.isnan(number) else number

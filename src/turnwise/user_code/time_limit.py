@@ -25,20 +25,24 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     if seconds is None or not _available():
         yield
         return
-    reached = False
+    inside, reached = True, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal reached
         reached = True
-        raise Interrupted
+        if inside:
+            raise Interrupted
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        try:
+            inside = False
+        finally:  # also if the alarm goes off in the line above
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
     if reached:
         raise Interrupted
 

@@ -545,3 +545,12 @@ def test_a_script_without_the_one_command_says_so(text: str, told: str, tmp_path
         from_verl_arguments([str(tmp_path / "run.sh")])
     with pytest.raises(ConfigError, match="cannot be read"):
         from_verl_arguments([str(tmp_path / "none.sh")])
+
+
+def test_a_function_of_the_reward_manager_batch_becomes_a_function_of_the_batch(grpo: list[str]) -> None:
+    for manager in ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name"):
+        found = from_verl_arguments([*grpo, "custom_reward_function.path=f.py", f"{manager}=batch"])
+        use = {"use": "turnwise.compat.verl:CustomBatchScore", "arguments": {"path": "f.py", "name": "compute_score"}}
+        assert found.recipe["reward"] == {"batch": [use]}
+        assert manager not in matters(found)
+    assert "reward_manager.name" in matters(from_verl_arguments([*grpo, "reward_manager.name=dapo"]))

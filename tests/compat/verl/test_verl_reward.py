@@ -12,7 +12,7 @@ import pytest
 from compat.verl.verl_files import a_tool, an_interaction, set_up, user_module
 from support.conversations import a_row, call, hold
 from turnwise.build import scorer
-from turnwise.compat.verl import CustomScore, data_source_score
+from turnwise.compat.verl import CustomBatchScore, CustomScore, data_source_score
 from turnwise.compat.verl.reward import num_turns
 from turnwise.compat.verl.reward_score import compute_score, extract_solution
 from turnwise.config.schema import Config
@@ -225,3 +225,48 @@ def test_a_reward_function_that_cannot_be_used_is_refused_at_the_start(
     with pytest.raises(ConfigError) as refused:
         scorer(Config.model_validate(tree))
     assert told in str(refused.value)
+
+
+BATCHED = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    assert data_sources == ["openai/gsm8k"] * len(data_sources)
+    lengths = [len(one) for one in solution_strs]
+    results = [{"score": length - sum(lengths) / len(lengths) + bonus, "length": length} for length in lengths]
+    return [None if text == "none" else {} if text == "empty" else one for text, one in zip(solution_strs, results)]
+
+def short(data_sources, solution_strs, ground_truths, extra_infos):
+    return [1.0]
+"""
+
+
+def test_a_function_of_the_reward_manager_batch_is_called_once_for_all_rows(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BATCHED)
+
+    def score(*texts: str, **arguments: Any) -> list[Trajectory]:
+        use = {
+            "use": "turnwise.compat.verl:CustomBatchScore",
+            "arguments": {"path": f"{tmp_path}/mine.py", **arguments},
+        }
+        tree = {"model": {"path": "m"}, "data": {"train": "d.parquet"}, "reward": {"batch": [use]}}
+        trajectories = [held(text) if text != "untold" else held(text, reward_model=None) for text in texts]
+        groups = [Group(id=str(n), row=one.row, trajectories=[one]) for n, one in enumerate(trajectories)]
+        asyncio.run(scorer(Config.model_validate(tree)).score(groups))
+        return trajectories
+
+    scored = score("a", "bbbbb", arguments={"bonus": 0.5})
+    assert [one.reward for one in scored] == [-1.5, 2.5]
+    assert [one.metrics for one in scored] == [{"length": 1.0}, {"length": 5.0}]
+    good, none, empty, untold = score("aaaa", "none", "empty", "untold")
+    assert good.reward == pytest.approx(4 - 13 / 3)
+    messages = [one.error.message if one.error else "" for one in (none, empty, untold)]
+    assert "'compute_score' gave None; a reward must be a number" in messages[0]
+    assert "compute_score returned a mapping without `score`: []" in messages[1]
+    assert "has no reward_model.ground_truth" in messages[2]
+    wrong = score("a", "b", name="short")[0].error
+    assert wrong is not None
+    assert "short returned [1.0] for 2 trajectories; it must return a list with a number" in wrong.message
+    (tmp_path / "other.py").write_text("def compute_score(solution_str): return 1.0\n")
+    with pytest.raises(
+        ConfigError, match="takes no argument 'data_sources'; it is called with data_sources, solution_strs"
+    ):
+        CustomBatchScore(f"{tmp_path}/other.py")

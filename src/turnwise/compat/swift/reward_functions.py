@@ -51,7 +51,7 @@ class Reward:
         self._args = RewardArgs(args)
         self._function = _reward_function(use, external_plugins, arguments, self._args)
 
-    async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+    async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | TypeError | None]:
         if not trajectories:
             return []
         return await call_reward(self._function, trajectories, self._use, args=self._args)

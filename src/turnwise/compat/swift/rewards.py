@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.compat.swift.messages import FULL_ANSWER, MEDIA, OUTPUT_ENDS, flatten_media
 from turnwise.compat.swift.reward_args import trainer_state
 from turnwise.types import Message, Trajectory
-from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.reward_number import number_or_none
 from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["ORM", "AsyncORM", "arguments_of", "call_reward", "call_reward_once", "histories", "infos_of", "orms"]
@@ -43,13 +42,16 @@ async def call_reward_once(function: Any, trajectory: Trajectory, name: str) -> 
     Raises ValueError if the function does not return exactly one number.
     """
     (value,) = await call_reward(function, [trajectory], name)
+    if isinstance(value, TypeError):
+        raise value
     return 0.0 if value is None else value
 
 
 async def call_reward(
     function: Any, trajectories: Sequence[Trajectory], name: str, *, args: Any = None
-) -> list[float | None]:
-    """The rewards of several trajectories, from one call of the function. None stands for None and NaN.
+) -> list[float | TypeError | None]:
+    """The rewards of several trajectories, from one call of the function. None stands for None and NaN; an item that is not a
+    number is an error, which fails its trajectory.
 
     Raises ValueError if the function does not return one number for each trajectory.
     """
@@ -68,8 +70,7 @@ async def call_reward(
         raise ValueError(
             f"the reward function {name} returned {values!r:.80} for {many}; it must return a list with one number for each"
         )
-    numbers = [None if value is None else reward_number(value, f"the reward function {name}") for value in values]
-    return [None if number is None or math.isnan(number) else number for number in numbers]
+    return [number_or_none(value, f"the reward function {name}") for value in values]
 
 
 def arguments_of(*trajectories: Trajectory) -> tuple[list[str], dict[str, Any]]:

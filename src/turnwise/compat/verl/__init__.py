@@ -7,13 +7,14 @@ verl's configuration. Within `with verl_names():`, code that imports from verl c
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
 from turnwise.compat.verl.conversation import Conversations
 from turnwise.compat.verl.names import verl_names
-from turnwise.compat.verl.reward import CustomScore, data_source_score
+from turnwise.compat.verl.reward import CustomBatchScore, CustomScore, data_source_score
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 __all__ = [
     "BaseInteraction",
     "BaseTool",
     "Conversations",
+    "CustomBatchScore",
     "CustomScore",
     "OpenAIFunctionToolSchema",
     "ToolResponse",

@@ -15,7 +15,17 @@ from turnwise.chat.media_parts import has_media
 from turnwise.chat.tool_calls import FORMATS
 from turnwise.compat.conversion import ConversionReport, UnsupportedKey
 from turnwise.compat.verl import optimization
-from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN, ROLLOUT, TURNS, idle, machinery
+from turnwise.compat.verl.keys import (
+    DEFAULTS,
+    FIXED,
+    HANDLED,
+    PLAIN,
+    REWARD_MANAGERS,
+    ROLLOUT,
+    TURNS,
+    idle,
+    machinery,
+)
 from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 from turnwise.compat.verl.reward_score import GRADED
 from turnwise.compat.verl.script import read_script
@@ -326,8 +336,10 @@ class _Conversion:
             arguments = {"path": self._builder.value(path), "name": self._builder.value(name) or "compute_score"}
             if self._builder.is_set(given):
                 arguments["arguments"] = self._builder.value(given)
+            batch = any(self._builder.value(key) == "batch" for key in REWARD_MANAGERS)
+            form, kind = ("batch", "CustomBatchScore") if batch else ("trajectory", "CustomScore")
             self._builder.set(
-                "reward.trajectory", [{"use": f"{_PLACE}:CustomScore", "arguments": arguments}], path, name, given
+                f"reward.{form}", [{"use": f"{_PLACE}:{kind}", "arguments": arguments}], path, name, given
             )
             return
         for key in (name, given):

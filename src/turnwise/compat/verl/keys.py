@@ -5,7 +5,10 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["DEFAULTS", "FIXED", "HANDLED", "IDLE", "PLAIN", "idle", "machinery"]
+__all__ = ["DEFAULTS", "FIXED", "HANDLED", "IDLE", "PLAIN", "REWARD_MANAGERS", "idle", "machinery"]
+
+REWARD_MANAGERS = ("reward_model.reward_manager", "reward_manager.name", "reward.reward_manager.name")
+"""The keys of the reward manager in several versions of verl."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TURNS = f"{ROLLOUT}.multi_turn"
@@ -157,10 +160,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{TURNS}.completion_callback": ((None,), "write it as an environment (README)"),
     f"{TURNS}.num_repeat_rollouts": ((None,), _NO),
     "reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
-    "reward_model.reward_manager": (("naive",), "one score for a conversation: custom_reward_function"),
+    "reward_model.reward_manager": (("naive", "batch"), "one score for a conversation: custom_reward_function"),
     "reward_model.sandbox_fusion.url": ((None,), "call the service in a reward function: custom_reward_function"),
-    "reward_manager.name": (("naive",), "one score for a conversation: custom_reward_function"),
-    "reward.reward_manager.name": (("naive",), "one score for a conversation: reward.custom_reward_function"),
+    "reward_manager.name": (("naive", "batch"), "one score for a conversation: custom_reward_function"),
+    "reward.reward_manager.name": (("naive", "batch"), "one score for a conversation: reward.custom_reward_function"),
     "reward.reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
     "reward_manager.source": (("register",), "one score for a conversation: custom_reward_function"),
     "trainer.val_only": ((False,), "use `turnwise rollout`"),
@@ -189,9 +192,9 @@ IDLE: dict[str, str] = {
     "trainer.max_critic_ckpt_to_keep": "adv_estimator=grpo has no critic, also not in verl",
     "reward_model.*": "has no effect without reward_model.enable",
     "reward.reward_model.*": "has no effect without reward_model.enable",
-    "reward.reward_manager.*": "has no effect with the naive reward manager",
+    "reward.reward_manager.*": "has no effect with the reward managers naive and batch",
     "reward.sandbox_fusion.*": "it is for verl's graders of programs",
-    "reward_manager.*": "has no effect with the naive reward manager",
+    "reward_manager.*": "has no effect with the reward managers naive and batch",
 }
 """Keys that have no effect as long as the keys of `FIXED` have their given values, and why."""
 

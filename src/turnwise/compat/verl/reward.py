@@ -7,7 +7,7 @@ They receive the texts of the model's turns, joined by line breaks, so a tool th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,9 +20,10 @@ from turnwise.types import Stop, Trajectory
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.reward_number import reward_number
 
-__all__ = ["CustomScore", "data_source_score", "num_turns"]
+__all__ = ["CustomBatchScore", "CustomScore", "data_source_score", "num_turns"]
 
-_HANDED = ("data_source", "solution_str", "ground_truth", "extra_info")
+_SINGULAR = ("data_source", "solution_str", "ground_truth", "extra_info")
+_PLURAL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def data_source_score(trajectory: Trajectory) -> float:
@@ -47,49 +48,116 @@ class CustomScore:
     """
 
     def __init__(self, path: str, name: str = "compute_score", arguments: Mapping[str, Any] | None = None) -> None:
-        with verl_names():
-            self._function = resolve(f"{path}:{name}", key="custom_reward_function")
-        if not callable(self._function):
-            raise ConfigError(f"custom_reward_function: {path}:{name} cannot be called")
-        for given in (*_HANDED, *(arguments or {})):
-            if not takes(self._function, given, anything=True):
-                raise ConfigError(
-                    f"custom_reward_function: {path}:{name} takes no argument {given!r}; it is called with "
-                    f"{', '.join((*_HANDED, *(arguments or {})))}, by name"
-                )
+        self._function = _score_function(path, name, (*_SINGULAR, *(arguments or {})))
         self._arguments = dict(arguments or {})
         self.__name__ = name
 
     async def __call__(self, trajectory: Trajectory) -> float:
-        row = trajectory.row
-        score = await call(
-            self._function,
-            keywords={
-                "data_source": row.fields.get("data_source"),
-                "solution_str": "\n".join(trajectory.assistant_texts),
-                "ground_truth": _truth(trajectory),
-                "extra_info": {**(row.fields.get("extra_info") or {}), **_rollout_info(trajectory)},
-                **self._arguments,
-            },
-            name=self.__name__,
-            kind="reward",
-        )
-        if isinstance(score, Mapping):
-            if "score" not in score:
-                raise ValueError(f"{self.__name__} returned a mapping without `score`: {sorted(score)}")
-            self._keep(trajectory, {name: value for name, value in score.items() if name != "score"})
-            score = score["score"]
-        return reward_number(score, f"the reward function {self.__name__!r}")
+        keywords = {**_inputs(trajectory), **self._arguments}
+        score = await call(self._function, keywords=keywords, name=self.__name__, kind="reward")
+        return _score(trajectory, score, self.__name__)
 
-    def _keep(self, trajectory: Trajectory, more: Mapping[str, Any]) -> None:
-        """Add numbers to the trajectory's metrics, and other values to the last turn's info."""
-        numbers = {
-            str(name): float(value) for name, value in more.items() if isinstance(value, Real) and math.isfinite(value)
-        }
-        trajectory.metrics.update(numbers)
-        rest = {str(name): value for name, value in more.items() if str(name) not in numbers}
-        if rest and trajectory.turns:
-            trajectory.turns[-1].info[self.__name__] = plain(rest)
+
+class CustomBatchScore:
+    """`compute_score(data_sources, solution_strs, ground_truths, extra_infos, **arguments)` of verl's reward manager `batch`.
+
+    For `reward.batch`: the function is called once for all trajectories of a step, with lists, and returns a list of numbers
+    or of mappings with `score`. An item that is neither, and a row without ground truth, fails its trajectory.
+
+    The constructor raises ConfigError if the file cannot be imported, or the function does not take these arguments.
+    """
+
+    def __init__(self, path: str, name: str = "compute_score", arguments: Mapping[str, Any] | None = None) -> None:
+        self._function = _score_function(path, name, (*_PLURAL, *(arguments or {})))
+        self._arguments = dict(arguments or {})
+        self.__name__ = name
+
+    async def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | Exception]:
+        inputs: list[dict[str, Any] | ValueError] = []
+        for trajectory in trajectories:
+            try:
+                inputs.append(_inputs(trajectory))
+            except ValueError as error:
+                inputs.append(error)
+        complete = [item for item in inputs if isinstance(item, dict)]
+        scores: list[Any] = []
+        if complete:
+            lists = {plural: [item[name] for item in complete] for name, plural in zip(_SINGULAR, _PLURAL, strict=True)}
+            keywords = {**lists, **self._arguments}
+            returned = await call(self._function, keywords=keywords, name=self.__name__, kind="reward")
+            scores = _listed(returned, len(complete), self.__name__)
+        received = iter(scores)
+        return [
+            self._item(trajectory, next(received)) if isinstance(item, dict) else item
+            for trajectory, item in zip(trajectories, inputs, strict=True)
+        ]
+
+    def _item(self, trajectory: Trajectory, score: Any) -> float | Exception:
+        try:
+            return _score(trajectory, score, self.__name__)
+        except (ValueError, TypeError) as error:
+            return error
+
+
+def _score_function(path: str, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """The function `name` of a user's file. Raises ConfigError if it does not take these parameters by name."""
+    with verl_names():
+        function = resolve(f"{path}:{name}", key="custom_reward_function")
+    if not callable(function):
+        raise ConfigError(f"custom_reward_function: {path}:{name} cannot be called")
+    for parameter in parameters:
+        if not takes(function, parameter, anything=True):
+            raise ConfigError(
+                f"custom_reward_function: {path}:{name} takes no argument {parameter!r}; it is called with "
+                f"{', '.join(parameters)}, by name"
+            )
+    return function
+
+
+def _inputs(trajectory: Trajectory) -> dict[str, Any]:
+    """The arguments of `compute_score` for one trajectory. Raises ValueError if the row has no ground truth."""
+    row = trajectory.row
+    return {
+        "data_source": row.fields.get("data_source"),
+        "solution_str": "\n".join(trajectory.assistant_texts),
+        "ground_truth": _truth(trajectory),
+        "extra_info": {**(row.fields.get("extra_info") or {}), **_rollout_info(trajectory)},
+    }
+
+
+def _listed(returned: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(returned, str | bytes | Mapping) and isinstance(returned, Iterable):
+        scores = list(returned)
+        if len(scores) == count:
+            return scores
+    raise ValueError(
+        f"{name} returned {returned!r:.80} for {count} trajectories; it must return a list with a number, or a mapping with "
+        f"`score`, for each"
+    )
+
+
+def _score(trajectory: Trajectory, score: Any, name: str) -> float:
+    """The number of a result of `compute_score`. Other numbers of a mapping become metrics of the trajectory.
+
+    Raises ValueError or TypeError.
+    """
+    if isinstance(score, Mapping):
+        if "score" not in score:
+            raise ValueError(f"{name} returned a mapping without `score`: {sorted(score)}")
+        _record(trajectory, {key: value for key, value in score.items() if key != "score"}, name)
+        score = score["score"]
+    return reward_number(score, f"the reward function {name!r}")
+
+
+def _record(trajectory: Trajectory, values: Mapping[str, Any], name: str) -> None:
+    """Add numbers to the trajectory's metrics, and other values to the last turn's info, under `name`."""
+    numbers = {
+        str(key): float(value) for key, value in values.items() if isinstance(value, Real) and math.isfinite(value)
+    }
+    trajectory.metrics.update(numbers)
+    rest = {str(key): value for key, value in values.items() if str(key) not in numbers}
+    if rest and trajectory.turns:
+        trajectory.turns[-1].info[name] = plain(rest)
 
 
 def num_turns(trajectory: Trajectory) -> int:
