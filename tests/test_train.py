@@ -19,7 +19,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from support import byte_tokenizer
-from support.tiny import save_model, save_rows
+from support.recipes import save_recipe
+from support.tiny import save_model
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -36,17 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "environment": f"{PLACES}:low_bytes",
-        "limits": {"turns": 3, "tokens_per_turn": 8},
-        "train": {"steps": 3, "batch_size": 3, "group_size": 4, "lr": 0.01},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        model,
+        limits={"turns": 3, "tokens_per_turn": 8},
+        train={"steps": 3, "batch_size": 3, "group_size": 4, "lr": 0.01},
+    )
 
 
 def run(recipe: Path, *overrides: str) -> TrainingRun:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from support.tiny import save_model, save_rows
+from support.recipes import save_recipe
+from support.tiny import save_model
 
 USER = '''
 import asyncio
@@ -45,18 +45,14 @@ async def with_child(row):
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "user.py").write_text(USER)
-    options = {
-        "model": {"path": str(save_model(tmp_path / "model"))},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "environment": f"{tmp_path / 'user.py'}:with_child",
-        "limits": {"turns": 1, "tokens_per_turn": 6},
-        "train": {"steps": 400, "batch_size": 2, "group_size": 2, "lr": 0.01},
-        "checkpoint": {"every": 400},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        save_model(tmp_path / "model"),
+        environment=f"{tmp_path / 'user.py'}:with_child",
+        limits={"turns": 1, "tokens_per_turn": 6},
+        train={"steps": 400, "batch_size": 2, "group_size": 2, "lr": 0.01},
+        checkpoint={"every": 400},
+    )
 
 
 def start(recipe: Path, *overrides: str, stdout: Any = None) -> subprocess.Popen[str]:

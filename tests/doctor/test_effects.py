@@ -17,6 +17,7 @@ from rich.console import Console
 from doctor.evidence import REQUIRED, TESTED
 from support import byte_tokenizer
 from support.conversations import RENDERER
+from support.recipes import save_recipe
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
 from turnwise import build
@@ -42,22 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {
+    return save_recipe(
+        tmp_path,
+        model,
+        data={
             "train": str(save_rows(tmp_path / "train.jsonl", 4)),
             "eval": str(save_rows(tmp_path / "eval.jsonl", 3)),
         },
-        "environment": f"{PLACES}:low_bytes",
-        "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
-        "checkpoint": {"every": 100},
-        "output": str(tmp_path / "run"),
-        "deterministic": True,
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
+        checkpoint={"every": 100},
+        deterministic=True,
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
-from support.tiny import save_model, save_rows
+from support.recipes import save_recipe
+from support.tiny import save_model
 from turnwise.config.recipe import load
 from turnwise.terminal.activity import Activity, Heartbeat
 from turnwise.terminal.train_report import TrainReport
@@ -48,17 +48,13 @@ async def slow(row):
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "user.py").write_text(SLOW)
     (tmp_path / "wait").touch()
-    options = {
-        "model": {"path": str(save_model(tmp_path / "model"))},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "environment": f"{tmp_path / 'user.py'}:slow",
-        "limits": {"turns": 1, "tokens_per_turn": 6},
-        "train": {"steps": 1, "batch_size": 2, "group_size": 3, "lr": 0.01},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        save_model(tmp_path / "model"),
+        environment=f"{tmp_path / 'user.py'}:slow",
+        limits={"turns": 1, "tokens_per_turn": 6},
+        train={"steps": 1, "batch_size": 2, "group_size": 3, "lr": 0.01},
+    )
 
 
 def test_a_part_counts_its_own_pieces_only() -> None:

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
 from turnwise.config.recipe import load
@@ -41,18 +42,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": str(save_rows(folder / "train.jsonl"))},
-        "environment": f"{PLACES}:low_bytes",
-        "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 2, "batch_size": 2, "group_size": 3, "lr": 0.01},
-        "checkpoint": {"every": 1},
-        "output": str(folder / "run"),
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        folder,
+        model,
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 2, "batch_size": 2, "group_size": 3, "lr": 0.01},
+        checkpoint={"every": 1},
+    )
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
 
+from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
 from turnwise.config.recipe import load
 from turnwise.data.curriculum import Curriculum, initial_pass_rates, pass_rates_of
@@ -32,17 +32,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl")), "shuffle": False},
-        "environment": f"{PLACES}:equal_in_even_rows",
-        "limits": {"turns": 1, "tokens_per_turn": 96},
-        "train": {"steps": 2, "batch_size": 4, "group_size": 3, "lr": 0.01},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        model,
+        data={"train": str(save_rows(tmp_path / "train.jsonl")), "shuffle": False},
+        environment=f"{PLACES}:equal_in_even_rows",
+        limits={"turns": 1, "tokens_per_turn": 96},
+        train={"steps": 2, "batch_size": 4, "group_size": 3, "lr": 0.01},
+    )
 
 
 def run(recipe: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.recipes import save_recipe
 from support.tiny import save_model
 from turnwise.cli import main
 from turnwise.config.recipe import load
@@ -52,16 +53,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": write(tmp_path / "train.jsonl", [talk(n) for n in range(6)])},
-        "sft": {"steps": 3, "batch_size": 4, "lr": 0.01},
-        "checkpoint": {"every": 100},
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        model,
+        environment="turnwise.environments.environment:SingleTurn",
+        data={"train": write(tmp_path / "train.jsonl", [talk(n) for n in range(6)])},
+        sft={"steps": 3, "batch_size": 4, "lr": 0.01},
+        checkpoint={"every": 100},
+    )
 
 
 class NoCurve(SftReport):
