@@ -291,7 +291,9 @@ def test_a_step_in_which_everything_breaks_ends_the_run_with_the_reason(recipe: 
 
 
 def test_a_context_longer_than_the_models_is_refused(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"limits\.context=5000 is more than the 1024"):
+    with pytest.raises(
+        ConfigError, match=r"limits\.context=5000 is more than the model's longest context, 1024 tokens: lower it"
+    ):
         run(recipe, "limits.context=5000")
 
 

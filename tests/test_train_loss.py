@@ -55,7 +55,7 @@ def held(run: TrainingRun) -> list[Group]:
     """The groups of the first step, scored and with advantages."""
 
     async def hold() -> list[Group]:
-        rollouts = await roll_out(run, 0)
+        rollouts = await roll_out(run, 0, run.data)
         await run.scorer.score(rollouts.groups)
         run.credit(rollouts.groups)
         return list(rollouts.groups)

@@ -148,5 +148,6 @@ def test_the_check_finds_a_prompt_that_serving_would_not_show() -> None:
     )  # the policy keeps thoughts
     found = check.compare(SegmentMessages(segment=segment, messages=messages), as_served=True)
     assert found is not None
-    assert "completion, tokens" in found
-    assert "<think>Hm.</think>" in found
+    assert found.kind == "completion"
+    assert "completion, tokens" in found.message
+    assert "<think>Hm.</think>" in found.message

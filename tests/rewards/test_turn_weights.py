@@ -202,7 +202,10 @@ def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
             "loss_mask: there is no loss mask of this name; the loss masks are all, last_turn, after_last_user, last_",
         ),
         ("loss_mask=last_trun", "did you mean 'last_turn'?; got 'last_trun'"),
-        ("loss_mask={use: last_turn, arguments: {n: 2}}", "loss_mask: the rule last_turn takes no arguments"),
+        (
+            "loss_mask={use: last_turn, arguments: {n: 2}}",
+            "loss_mask: the loss mask last_turn takes no arguments: remove them",
+        ),
         ("loss_mask=mine.py:weigth", "mine.py has no 'weigth'; did you mean 'weight'?"),
         ("loss_mask=mine.py:weight", "cannot be called with the arguments {}: missing a required"),
         (

@@ -133,7 +133,8 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
     environment = {"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.25}}
     (told,) = warned(model, tmp_path, caplog, environment=environment)
     assert told.startswith("step 3: in each of the first 3 steps, all conversations of a row had the same reward")
-    assert f"Every reward of the last step was 0.25: call {PLACES}:indifferent by hand" in told
+    assert "Every reward of the last step was 0.25. Either the task is too hard or too easy" in told
+    assert f"call {PLACES}:indifferent on an answer" in told
 
 
 def test_an_environment_that_gives_nothing_is_named(
@@ -202,7 +203,8 @@ def test_rows_that_are_too_easy_or_too_hard_are_told_as_such() -> None:
 def test_a_run_of_fewer_steps_is_told_at_its_end() -> None:
     watch = LearningWatch(made(train={"steps": 1}, reward={"trajectory": ["my.py:f"]}))
     (told,) = problems(watch, 1, step((1.0, 1.0)))
-    assert "Every reward of the last step was 1: call the reward functions (my.py:f) by hand" in told
+    assert "Every reward of the last step was 1. Either the task is too hard or too easy" in told
+    assert "call the reward functions (my.py:f) on an answer" in told
 
 
 @pytest.mark.parametrize(

@@ -139,10 +139,8 @@ def test_what_has_no_weight_is_no_target_and_a_tail_without_is_not_computed() ->
         TURN_WEIGHTINGS["last_turn"](one)
     (micro,) = pack(trajectories).micro_batches
     assert micro.targets.token_N.tolist() == [14, 15, 2, 22, 23, 2]
-    assert micro.token_ids_BL.shape == (
-        1,
-        14 + 5,
-    )  # what a said before is context, and of b only what it was rewritten to
+    # what a said before is context, and of b only what it was rewritten to, which begins with the same token
+    assert micro.token_ids_BL.shape == (1, 14 + 5 - 1)
 
 
 def test_a_trajectory_without_weight_counts_nowhere_and_one_without_advantage_counts() -> None:

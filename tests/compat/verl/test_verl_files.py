@@ -198,7 +198,7 @@ def test_a_recipe_names_the_files_and_bounds_their_tools(tmp_path: Path, user: M
     assert one.error is None
     first, second = (message["content"] for message in one.messages if message["role"] == "tool")
     assert first == "1"
-    assert second.startswith("Error: at most 1 tool call can be made at once")
+    assert second.startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
     assert names(user)[-2:] == ["release", "finalize"]
 
 
