@@ -22,7 +22,7 @@ from turnwise.types import Failure, Group, Row, Trajectory
 from turnwise.user_code.calls import call, call_blocking
 from turnwise.user_code.deadlines import conversation, deadline
 from turnwise.user_code.scoring_scope import scored_together
-from turnwise.user_code.time_limit import Interrupted, time_limit
+from turnwise.user_code.time_limit import Interrupted, call_within
 
 __all__ = ["Scorer"]
 
@@ -267,10 +267,14 @@ async def _several(
 
 async def _single(scorer: Scorer, reward: TrajectoryReward | TurnReward, scored: Scored) -> float | None:
     """The number of a function of a trajectory or a turn. None: the function does not apply. Raises Failed."""
-    with boundary("reward", where=reward.source):
-        positional, named = reward.plan.arguments(scored)
-    value = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
-    return None if value is None and reward.plan.may_return_none else finite_number(reward.source, value)
+    plan, source = reward.plan, reward.source
+
+    def call_function() -> Any:
+        positional, named = plan.arguments(scored)
+        return reward.function(*positional, **named)
+
+    value = await _call(scorer, source, call_function)
+    return None if value is None and plan.may_return_none else finite_number(source, value)
 
 
 async def _call(scorer: Scorer, source: str, function: Callable[[], Any]) -> Any:
@@ -278,14 +282,9 @@ async def _call(scorer: Scorer, source: str, function: Callable[[], Any]) -> Any
 
     A sync function runs in the event loop's thread, which is the main thread: it may set alarms, and it blocks all other work.
     """
-
-    def limited() -> Any:
-        with time_limit(scorer.timeout):
-            return function()
-
     try:
         with boundary("reward", where=source):
-            value = call_blocking(limited, kind="reward", name=source)
+            value = call_blocking(lambda: call_within(scorer.timeout, function), kind="reward", name=source)
             return await call(lambda: value, kind="reward", name=source) if inspect.isawaitable(value) else value
     except Failed as failed:
         if isinstance(failed.__cause__, Interrupted):

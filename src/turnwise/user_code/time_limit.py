@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
-__all__ = ["Interrupted", "time_limit"]
+__all__ = ["Interrupted", "call_within"]
+
+T = TypeVar("T")
 
 
 class Interrupted(BaseException):
     """The code took longer than its time limit. Not an Exception, so that `except Exception` does not catch it."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise Interrupted in the code inside when `seconds` are over, and again at the end if the code has caught it.
+def call_within(seconds: float | None, function: Callable[[], T]) -> T:
+    """Call a function. Raises Interrupted in the function when `seconds` are over, and again here if the function has caught it.
 
     Uses SIGALRM. There is no limit in another thread than the main thread, on systems without SIGALRM, if another alarm is
-    set already, and after the code inside has set an alarm of its own.
+    set already, and after the function has set an alarm of its own.
     """
-    if seconds is None or not _available():
-        yield
-        return
+    if seconds is None or not _IN_POSIX or threading.current_thread() is not threading.main_thread():
+        return function()
     inside, reached = True, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -33,10 +33,14 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         if inside:
             raise Interrupted
 
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    if remaining:  # an alarm of other code: it stays as it was
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        return function()
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
+        result = function()
     finally:
         try:
             inside = False
@@ -45,8 +49,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGALRM, previous)
     if reached:
         raise Interrupted
+    return result
 
 
-def _available() -> bool:
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return in_main_thread and hasattr(signal, "SIGALRM") and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+_IN_POSIX = hasattr(signal, "SIGALRM")

@@ -254,3 +254,22 @@ def test_in_the_batch_a_reward_is_called_once_with_the_completions_of_all_rows()
     asyncio.run(scorer(Config.model_validate(tree)).score(groups))
     assert [[one.reward for one in each.trajectories] for each in groups] == [[-2.0, -1.0], [3.0]]
     assert calls == [(["a", "bb", "cccccc"], ["1/0", "1/1", "2/0"])]
+
+
+@pytest.mark.parametrize("wrong", [["a"], [1.0, 2.0, 3.0], 1.0, None, np.zeros(3), "ab"])
+def test_a_wrong_result_fails_its_conversations_with_the_rule(wrong: Any) -> None:
+    def odd(completions: list[str], **kwargs: Any) -> Any:
+        return [wrong[0]] * len(completions) if isinstance(wrong, list) and len(wrong) == 1 else wrong
+
+    orms["odd"] = odd
+    one = group("a", "bb")
+    assert scored(one, {"arguments": {"use": "odd"}}) == [None, None]
+    for trajectory in one.trajectories:
+        assert trajectory.error is not None
+        assert trajectory.error.kind == "reward"
+        rule = (
+            "it must return a list with one number for each"
+            if not isinstance(wrong, list) or len(wrong) > 1
+            else "must be a n"
+        )
+        assert rule in trajectory.error.message

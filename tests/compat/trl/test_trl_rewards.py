@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.conversations import Says, a_row, call, hold_all
 from turnwise import build
@@ -148,3 +149,20 @@ def test_a_result_that_is_no_list_fails_with_the_rule(value: Any) -> None:
     asyncio.run(Scorer(batch=[BatchReward("f", TrlReward(lambda completions: value))]).score([group]))
     assert trajectories[0].error is not None
     assert f"gave {value!r}; it must return a list with a number, or None, for each" in trajectories[0].error.message
+
+
+def test_an_item_that_is_no_number_fails_its_conversation_only_and_the_function_is_called_once() -> None:
+    calls: list[int] = []
+
+    def odd(completions: Any) -> list[Any]:
+        calls.append(len(completions))
+        return [1.0, "0.5", torch.tensor([2.0])]
+
+    row = a_row()
+    group = Group(id="1", row=row, trajectories=hold_all(Says("Yes."), size=3, row=row))
+    asyncio.run(Scorer(batch=[BatchReward("f", TrlReward(odd))]).score([group]))
+    assert [one.reward for one in group.trajectories] == [1.0, None, 2.0]
+    assert calls == [3]
+    error = group.trajectories[1].error
+    assert error is not None
+    assert "the reward function odd gave the text '0.5'; a reward must be a number" in error.message
