@@ -1,0 +1,79 @@
+"""What `benchmarks/learning.py` runs: the tasks, and the setups (estimators) of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["TASKS", "Setup", "Task"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A way to train on a task: options that differ from the task's recipe."""
+
+    name: str
+    overrides: tuple[str, ...]
+    steps: int
+    quick_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task, with the numbers that its docstring computes."""
+
+    name: str
+    title: str
+    setups: tuple[Setup, ...]
+    start: float
+    """The expected reward of the start policy."""
+    optimum: float
+    """The largest expected reward of any policy."""
+    level: float
+    """The reward whose first step is reported."""
+    evaluated: bool = False
+    """Whether the curve shows evaluations on held-out rows over sampled tokens, instead of training steps."""
+
+
+def setups(names: tuple[str, ...], steps: int, quick_steps: int) -> tuple[Setup, ...]:
+    """A setup for each estimator, with the default options of the estimator."""
+    return tuple(Setup(name, (f"credit.name={name}",), steps, quick_steps) for name in names)
+
+
+ESTIMATORS = ("grpo", "turn_return", "turn_gae", "gigpo")
+BIASED = ("mt_grpo", "igpo", "kevin")
+ONE_TRY = ("credit.name=grpo", "data.train=${LEARNING}/one_try.jsonl")
+
+TASKS = (
+    Task(
+        "doors",
+        "delayed reward: one of six turns decides",
+        setups(ESTIMATORS, 150, 3),
+        start=0.15,
+        optimum=1.0,
+        level=0.8,
+    ),
+    Task(
+        "digging",
+        "turn rewards, and the model decides when to stop",
+        setups(ESTIMATORS + BIASED, 60, 25),
+        start=0.575,
+        optimum=1.0,
+        level=0.9,
+    ),
+    Task(
+        "guessing",
+        "a second try, evaluated with two tries",
+        (
+            # a conversation with one try has about half as many sampled tokens: more steps, cut at equal tokens
+            Setup("single-turn grpo", ONE_TRY, 200, 6),
+            *(
+                Setup(f"multi-turn {one.name}", one.overrides, one.steps, one.quick_steps)
+                for one in setups(ESTIMATORS, 120, 4)
+            ),
+        ),
+        start=0.252,
+        optimum=0.92,
+        level=0.75,
+        evaluated=True,
+    ),
+)

@@ -1,0 +1,107 @@
+"""The model that all runs start from, and the rows of all tasks: `prepare(folder)`.
+
+A Qwen3 of 40,000 parameters with a byte-level tokenizer. `turnwise sft` fine-tunes it on conversations of a random policy, so
+that it writes valid actions with known probabilities, and the docstrings of the tasks can compute with them. The model is the
+same for all seeds of the benchmark.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from learning_tasks import digging, doors, guessing
+
+__all__ = ["prepare"]
+
+MARKS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+PAD, END = 0, 1
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONVERSATIONS, STEPS = 4096, 240
+ROWS, HELD_OUT = 2048, 128
+
+
+def prepare(folder: Path) -> None:
+    """Write the model to `folder/start` and the rows beside it, unless a former call has done this."""
+    if (folder / "ready").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    make_model(tokenizer).save_pretrained(folder / "random")
+    tokenizer.save_pretrained(folder / "random")
+    rng = random.Random(0)
+    makers = (doors.random_conversation, digging.random_conversation, guessing.random_conversation)
+    conversations = [{"messages": makers[number % 3](rng)} for number in range(CONVERSATIONS)]
+    write(folder / "conversations.jsonl", conversations)
+    write(folder / "doors.jsonl", [doors.new_row(rng) for _ in range(ROWS)])
+    write(folder / "digging.jsonl", [digging.new_row(rng) for _ in range(ROWS)])
+    for name, tries, count in (("one_try", 1, ROWS), ("two_tries", 2, ROWS), ("held_out", 2, HELD_OUT)):
+        write(folder / f"{name}.jsonl", [guessing.new_row(rng, tries) for _ in range(count)])
+    options = {
+        "model.path": folder / "random",
+        "data.train": folder / "conversations.jsonl",
+        "sft.steps": STEPS,
+        "sft.batch_size": 64,
+        "sft.lr": 3e-3,
+        "sft.warmup_steps": 10,
+        "sft.lr_schedule": "cosine",
+        "sft.max_recorded_rows": 0,
+        "output": folder / "start",
+        "replace": "true",
+    }
+    recipe = folder / "sft.yaml"
+    recipe.write_text("{}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "turnwise", "sft", recipe, *(f"{key}={value}" for key, value in options.items())]
+    subprocess.run(command, check=True)
+    (folder / "ready").touch()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and one for each mark of the chat template."""
+    vocabulary = {symbol: index for index, symbol in enumerate([*MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in MARKS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """The model with random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = PAD
+    return model
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
