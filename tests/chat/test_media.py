@@ -113,13 +113,13 @@ def test_a_part_of_another_kind_or_without_a_value_is_refused(vision: MediaProce
         vision.parts(asked({"type": "image"}))
 
 
-def test_an_image_that_cannot_be_read_is_told_by_its_message(vision: MediaProcessor) -> None:
+def test_an_image_that_cannot_be_read_is_reported_by_its_message(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(text_part("a"), image_part("nowhere.png")))
     with pytest.raises(DataError, match=r"image \(part 2\) of a 'user' message: there is no image file"):
         vision.expand("<|image_pad|>", parts)
 
 
-def test_an_image_that_the_processor_refuses_is_told(vision: MediaProcessor) -> None:
+def test_an_image_that_the_processor_refuses_is_reported(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(image_part(picture(8, 8 * 201))))
     with pytest.raises(DataError, match="is refused by the model's processor: absolute aspect ratio"):
         vision.expand("<|image_pad|>", parts)

@@ -180,7 +180,7 @@ def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
     assert [one.name for one in RENDERER.turn_parser.parse(ids, tools=[WEATHER]).calls] == ["f", "g"]
 
 
-def test_thoughts_are_told_from_words_where_the_template_knows_of_them() -> None:
+def test_reasoning_is_separated_from_content_if_the_template_supports_reasoning() -> None:
     thinks = Renderer(byte_tokenizer(THINKS_LAST))
     ids = [*RENDERER.encode("<think>Two and two.</think>Four."), STOP]
     said = thinks.turn_parser.parse(ids)
@@ -350,7 +350,7 @@ def test_a_thought_that_the_template_keeps_is_compared(said: str, strict: bool, 
         )
 
 
-def test_a_template_that_refuses_in_one_pass_what_it_took_turn_by_turn_is_told_and_breaks_nothing() -> None:
+def test_a_template_that_refuses_in_one_pass_what_it_took_turn_by_turn_is_reported_and_breaks_nothing() -> None:
     counts = "{% if messages | length > 4 %}{{ raise_exception('Too many.') }}{% endif %}" + CHATML
     trajectory = hold(Says("a", "b", "c"), lambda: ScriptedUser(["x", "y"]), renderer=Renderer(byte_tokenizer(counts)))
     assert (trajectory.stop, trajectory.error) == ("done", None)

@@ -161,7 +161,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_which_thoughts_a_template_leaves_out_is_told_by_several_turns(rule: str) -> None:
+def test_which_reasoning_a_template_leaves_out_is_found_with_several_turns(rule: str) -> None:
     renderer = Renderer(byte_tokenizer(_LAST.replace("RULE", rule) + "{# </think> #}"))
     assert renderer.profile.kept_reasoning == RULES[rule]
     problem = thinking_problem(renderer, "branch")

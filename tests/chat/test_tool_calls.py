@@ -118,14 +118,14 @@ def test_good_calls(text: str, content: str, calls: list[tuple[str, dict[str, An
         ('{"name": "f", "arguments": ' + "[" * 100_000, "the arguments are nested too deeply"),
     ],
 )
-def test_a_call_that_cannot_be_read_is_told_with_what_is_wrong(inside: str, problem: str) -> None:
+def test_a_call_that_cannot_be_read_is_reported_with_what_is_wrong(inside: str, problem: str) -> None:
     assert problem in the_error(f"<tool_call>\n{inside}\n</tool_call>")
     content, calls = parse(f"Hm. <tool_call>{inside}</tool_call> So.")
     assert content == "Hm.\nSo."
     assert [one.text for one in calls] == [inside]
 
 
-def test_an_unclosed_call_that_was_cut_is_told() -> None:
+def test_an_unclosed_call_that_was_cut_is_reported() -> None:
     assert "Unterminated string" in the_error('<tool_call>\n{"name": "ad')
     assert "Expecting value" in the_error("Hm. <tool_call>")
 

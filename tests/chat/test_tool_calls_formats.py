@@ -115,7 +115,7 @@ def test_a_template_that_writes_no_calls_or_not_all_of_them_has_no_format() -> N
     assert detect(lambda name, arguments: f'<tool_call>{{"name": "{name}"}}</tool_call>') is None
 
 
-def test_a_format_has_a_name_and_a_wrong_name_is_told_with_the_nearest() -> None:
+def test_a_format_has_a_name_and_a_wrong_name_is_reported_with_the_nearest() -> None:
     assert [by_name(format.name) for format in FORMATS] == list(FORMATS)
     with pytest.raises(
         TemplateError, match=r"no tool-call format 'hermes2'; did you mean 'hermes'\?; there are: hermes"
@@ -124,7 +124,7 @@ def test_a_format_has_a_name_and_a_wrong_name_is_told_with_the_nearest() -> None
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
-def test_thoughts_words_and_calls_are_told_apart(family: Any) -> None:
+def test_reasoning_content_and_calls_are_separated(family: Any) -> None:
     opening, closing = family.think
     said = "Let me see.\n" if family.format not in ("harmony", "muse_glimmer") else "Let me see."
     calls = family.write([("f", {"x": "1"})])
@@ -260,7 +260,7 @@ def reads(format: str, text: str) -> list[Any]:
         ("llama3", '{"type": "function", "function": {"name": "f", "parameters": }}', ["Expecting value at '}}'"]),
     ],
 )  # fmt: skip
-def test_what_is_read_and_what_is_told(format: str, text: str, calls: list[Any]) -> None:
+def test_what_is_read_and_what_is_reported(format: str, text: str, calls: list[Any]) -> None:
     assert reads(format, text) == calls
 
 

@@ -22,7 +22,7 @@ every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: for
     ("family", "case"),
     [pytest.param(family, case, id=f"{family.title}: {case.name}") for family in FAMILIES for case in cases(family)],
 )
-def test_no_good_call_is_lost_and_every_bad_one_is_told(family: Family, case: Case) -> None:
+def test_no_good_call_is_lost_and_every_bad_one_is_reported(family: Family, case: Case) -> None:
     calls = family.read(case.text, TOOLS)
     assert outcome(calls) == case.expected
     for call in calls:

@@ -85,7 +85,7 @@ def test_messages_of_a_last_reply_are_recorded_but_no_tokens() -> None:
     assert spoken(trajectory.segments[0])[-1] == (0, "a<|im_end|>")
 
 
-def test_a_first_yield_that_is_no_opening_is_told() -> None:
+def test_a_first_yield_that_is_no_opening_is_reported() -> None:
     @environment
     async def wrong(row: Row) -> AsyncGenerator[Any, Turn]:
         yield user_message("Hi")
@@ -100,7 +100,7 @@ def test_a_first_yield_that_is_no_opening_is_told() -> None:
     assert trajectory.turns == []
 
 
-def test_a_later_yield_that_is_no_reply_is_told() -> None:
+def test_a_later_yield_that_is_no_reply_is_reported() -> None:
     @environment
     async def wrong(row: Row) -> AsyncGenerator[Any, Turn]:
         yield Opening(messages=row.messages)
@@ -115,7 +115,7 @@ def test_a_later_yield_that_is_no_reply_is_told() -> None:
     assert trajectory.assistant_texts == ["a"]
 
 
-def test_a_generator_that_never_yields_is_told() -> None:
+def test_a_generator_that_never_yields_is_reported() -> None:
     @environment
     async def silent(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         for _ in ():

@@ -126,7 +126,7 @@ def test_the_truth_is_found_wherever_the_row_has_it(fields: dict[str, Any]) -> N
     assert ground_truth(a_row("?", **fields)) == "72"
 
 
-def test_a_row_without_a_truth_is_told() -> None:
+def test_a_row_without_a_truth_is_reported() -> None:
     with pytest.raises(DataError, match=r"row '1' has no correct answer. .*The columns of the row are: extra_info"):
         ground_truth(a_row("?", extra_info={"index": 1}))
     trajectory = hold(Says("#### 1"), gsm8k_interaction, row=a_row("?"))

@@ -95,7 +95,7 @@ def gone(pid: int) -> bool:
 # schemas
 
 
-def test_the_schemas_of_a_server_are_told_whole(stdio: list[Tool]) -> None:
+def test_the_full_schemas_of_a_server_are_listed(stdio: list[Tool]) -> None:
     schemas = {tool.name: tool.schema for tool in stdio}
     assert list(schemas) == [
         "add",
@@ -152,7 +152,7 @@ def test_images_arrive_as_images(stdio: list[Tool]) -> None:
     assert answer.outcome.content == "here\n[2 images]"
 
 
-def test_an_error_of_a_tool_is_told_and_not_tried_again(stdio: list[Tool]) -> None:
+def test_an_error_of_a_tool_is_reported_and_not_tried_again(stdio: list[Tool]) -> None:
     answer = ask(stdio, "fail")
     assert (answer.outcome.error, answer.content) == ("raised", "Error: Error executing tool fail: the pump is broken")
     assert ask([replace(tool, retries=3) for tool in stdio], "fail").outcome.attempts == 1
@@ -230,7 +230,7 @@ def test_content_of_other_kinds_is_named() -> None:
 # a server's life
 
 
-def test_a_server_that_dies_is_told_and_started_again() -> None:
+def test_a_server_that_dies_is_reported_and_started_again() -> None:
     with servers(tests=STDIO) as made:
         tools = made.tools()
 
@@ -358,7 +358,7 @@ def test_a_server_that_never_lists_its_tools_is_given_up() -> None:
     assert time.monotonic() - started < 40
 
 
-def test_a_server_that_prints_on_its_stdout_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_prints_on_its_stdout_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with servers(loud=talks(lists=True, noise=50)) as made:
         (look,) = made.tools()
         outcomes = [asyncio.run(look.run(ToolCall(id="1", name="look", arguments={}, text=""))) for _ in range(3)]
@@ -438,7 +438,7 @@ def test_long_lines_within_the_bound_are_whole_and_bytes_that_are_no_utf_8_end_n
         (McpServer(url="http://127.0.0.1:9/sse"), "could not be reached: ConnectError: "),
     ],
 )
-def test_a_server_that_cannot_be_had_is_told_at_the_start(server: McpServer, message: str) -> None:
+def test_a_server_that_cannot_be_had_is_reported_at_the_start(server: McpServer, message: str) -> None:
     with (
         servers(bad=server) as made,
         pytest.raises(ConfigError, match=f"the MCP server 'bad' {message}"),
@@ -459,7 +459,7 @@ def test_two_servers_with_a_tool_of_one_name_are_refused_unless_it_is_left_out()
         assert made.tools([]) == []
 
 
-def test_a_missing_library_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"MCP servers need the official SDK: pip install 'turnwise\[mcp\]'"):
         McpServers({"tests": STDIO})
@@ -590,7 +590,7 @@ def test_a_file_names_servers_of_both_kinds(tmp_path: Path) -> None:
         (None, "mcp.json cannot be read: No such file"),
     ],
 )
-def test_a_file_that_names_none_is_told(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_file_that_names_none_is_reported(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "mcp.json"
     if content is not None:
         path.write_text(content)

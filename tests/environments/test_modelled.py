@@ -167,7 +167,7 @@ def test_an_endpoint_that_fails_one_conversation_leaves_the_others_alone() -> No
     assert sorted(str(one.stop) for one in trajectories) == ["done", "done", "done", "error"]
 
 
-def test_an_endpoint_that_is_not_there_is_told() -> None:
+def test_an_endpoint_that_is_not_there_is_reported() -> None:
     with serving(says()) as server:
         url = server.url
     endpoint = {"url": url, "model": "m", "retries": 0}

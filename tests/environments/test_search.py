@@ -29,7 +29,7 @@ def ask(answer: Any, *queries: str, **options: Any) -> str:
         return asyncio.run(Search(server.url, pause=0, **options).search(list(queries or ["q"])))
 
 
-def test_documents_are_told_as_verl_tells_them() -> None:
+def test_documents_are_formatted_as_in_verl() -> None:
     answer = {"result": [found('"Paris"\nA city.\nIn France.', "Rome\nIn Italy."), found("Bern\nIn Switzerland.")]}
     assert ask(answer, "paris", "bern") == (
         'Doc 1 (Title: "Paris")\nA city.\nIn France.\n\nDoc 2 (Title: Rome)\nIn Italy.\n---\n'
@@ -37,7 +37,7 @@ def test_documents_are_told_as_verl_tells_them() -> None:
     )
 
 
-def test_queries_without_an_answer_are_told_so() -> None:
+def test_queries_without_results_are_reported() -> None:
     assert ask({"result": [[], found("Bern\nIn it.")]}, "a", "b") == (
         "No documents were found.\n---\nDoc 1 (Title: Bern)\nIn it."
     )

@@ -56,7 +56,7 @@ def test_an_exception_is_tried_again_as_often_as_the_budget_says() -> None:
     assert (outcome.error, outcome.attempts, flaky.tried) == ("raised", 1, 1)
 
 
-def test_a_value_error_is_the_tool_talking_and_is_told_at_once() -> None:
+def test_a_value_error_is_the_tool_talking_and_is_reported_at_once() -> None:
     class NotFound(ValueError):
         pass
 
@@ -179,7 +179,7 @@ def test_a_sync_tool_that_wants_out_ends_its_own_call(error: BaseException, told
     assert outcome.content.rstrip(": ") == told
 
 
-def test_a_result_that_cannot_be_told_is_an_error_of_the_tool() -> None:
+def test_a_result_that_cannot_be_reported_is_an_error_of_the_tool() -> None:
     class Sour:
         def __str__(self) -> str:
             raise RuntimeError("I will not be written")

@@ -123,12 +123,12 @@ def test_the_schema_of_a_function_keeps_items_defaults_bounds_enums_and_nested_p
         ),
     ],
 )
-def test_wrong_arguments_are_told_with_their_place(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_reported_with_their_place(arguments: dict[str, Any], told: str) -> None:
     outcome = ask(arguments)
     assert (outcome.error, outcome.content) == ("arguments", told)
 
 
-def test_many_problems_are_told_in_part() -> None:
+def test_many_problems_are_reported_in_part() -> None:
     outcome = ask({"words": ["x"] * 9})
     assert outcome.content.count("is too short") == 5
     assert outcome.content.endswith("; and 4 more")

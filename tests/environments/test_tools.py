@@ -287,13 +287,13 @@ def test_a_good_call_is_answered() -> None:
         ({"argument_0": 1}, "Error: the argument 'a' is missing; add has no argument 'argument_0'"),
     ],
 )
-def test_wrong_arguments_are_told_by_their_names(arguments: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_reported_by_their_names(arguments: dict[str, Any], told: str) -> None:
     outcome = ask(add, arguments)
     assert (outcome.error, outcome.content) == ("arguments", told)
     assert outcome.arguments == arguments
 
 
-def test_wrong_arguments_inside_a_nested_type_are_told_with_their_path() -> None:
+def test_wrong_arguments_inside_a_nested_type_are_reported_with_their_path() -> None:
     def go(place: Place, unit: Literal["km", "mi"] = "km") -> str:
         """Go."""
         return place.city
@@ -304,7 +304,7 @@ def test_wrong_arguments_inside_a_nested_type_are_told_with_their_path() -> None
     assert "unit: Input should be 'km' or 'mi', got 'm'" in outcome.content
 
 
-def test_an_unknown_tool_is_told_with_the_nearest_name() -> None:
+def test_an_unknown_tool_is_reported_with_the_nearest_name() -> None:
     reply = answer([add, Tool.of(sleepy)], a_call("ad", a=1))
     (outcome,) = reply.outcomes
     assert outcome.error == "unknown_tool"
@@ -313,7 +313,7 @@ def test_an_unknown_tool_is_told_with_the_nearest_name() -> None:
     assert not reply.done
 
 
-def test_a_call_that_could_not_be_read_is_told() -> None:
+def test_a_call_that_could_not_be_read_is_reported() -> None:
     bad = ToolCall(id="call_4", name="", arguments={}, text="?", error="this tool call cannot be parsed: no.")
     (outcome,) = answer([add], bad).outcomes
     assert (outcome.id, outcome.error) == ("call_4", "malformed")
@@ -335,7 +335,7 @@ def test_a_call_that_could_not_be_read_is_told() -> None:
         (ConfigError("the key is missing"), "Error: the key is missing"),
     ],
 )
-def test_what_a_tool_raises_is_told(error: BaseException, told: str, in_thread: bool) -> None:
+def test_what_a_tool_raises_is_reported(error: BaseException, told: str, in_thread: bool) -> None:
     def sync() -> None:
         """Raise."""
         raise error
@@ -351,7 +351,7 @@ def test_what_a_tool_raises_is_told(error: BaseException, told: str, in_thread: 
     assert len(outcome.content) < 1100
 
 
-def test_a_sync_tool_that_raises_something_outlandish_is_told_at_once() -> None:
+def test_a_sync_tool_that_raises_something_outlandish_is_reported_at_once() -> None:
     class Outlandish(BaseException):
         pass
 
@@ -371,7 +371,7 @@ def sleepy(seconds: float = 0.2) -> str:
     return "awake"
 
 
-def test_a_tool_that_hangs_is_told_after_its_timeout() -> None:
+def test_a_tool_that_hangs_is_reported_after_its_timeout() -> None:
     over = threading.Event()
 
     def waits() -> None:
@@ -514,7 +514,7 @@ def test_a_turn_with_calls_goes_to_the_tools_and_any_other_to_the_environment() 
     assert [tool["function"]["name"] for tool in trajectory.tools] == ["add"]
 
 
-def test_a_bad_call_is_told_and_the_conversation_goes_on() -> None:
+def test_a_bad_call_is_reported_and_the_conversation_goes_on() -> None:
     engine = Says("<tool_call>add(1)</tool_call>", call("add", '{"a": 1}'), "2")
     trajectory = hold(engine, lambda: Tools([add]))
     assert (trajectory.stop, len(trajectory.turns)) == ("done", 3)
@@ -558,7 +558,7 @@ def test_half_a_character_that_a_tool_gives_back_is_no_end() -> None:
     assert [one.content for one in trajectory.turns[0].outcomes] == ["a?", "Error: ?!"]
 
 
-def test_the_tools_are_told_to_the_model_before_it_speaks() -> None:
+def test_the_model_receives_the_tools_before_its_first_turn() -> None:
     trajectory = hold(Says("Yo"), lambda: Tools([add]))
     _, prompt = spoken(trajectory.segments[0])[0]
     assert prompt.startswith('<|im_start|>system\nTools:{"type": "function", "function": {"name": "add"')

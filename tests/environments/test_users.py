@@ -62,7 +62,7 @@ def test_how_the_answer_is_found_is_an_option() -> None:
     assert check("it is 72", tries=1, method="flexible") == [(1.0, {"answer": "72", "try": 1}, "")]
 
 
-def test_a_row_without_the_answer_is_told_with_the_fix() -> None:
+def test_a_row_without_the_answer_is_reported_with_the_fix() -> None:
     trajectory = hold(Says("#### 72"), checked_answer, row=a_row("?", solution=72))
     assert trajectory.error is not None
     assert trajectory.error.kind == "environment"

@@ -65,17 +65,17 @@ def media_parts(messages: Sequence[Message], placeholders: Placeholders) -> list
     Raises TemplateError if a part is neither text, image nor video, if an image has no value, or if a message of anybody but
     the model holds the text of a placeholder, which would be taken for an image.
     """
-    found: list[MediaPart] = []
+    parts: list[MediaPart] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
         for number, part in enumerate([content] if isinstance(content, str) else content or (), 1):
             if isinstance(part, str):
-                found += _literal_placeholders(part, role, placeholders)
+                parts += _literal_placeholders(part, role, placeholders)
             elif part.get("type") == "text" or (part.get("type") is None and "text" in part):
-                found += _literal_placeholders(str(part.get("text", "")), role, placeholders)
+                parts += _literal_placeholders(str(part.get("text", "")), role, placeholders)
             else:
-                found.append(_media_part(part, number, role))
-    return found
+                parts.append(_media_part(part, number, role))
+    return parts
 
 
 def _media_part(part: Mapping[str, Any], number: int, role: Any) -> MediaPart:

@@ -138,9 +138,9 @@ class PlanFinder:
         # plans behind which the model can speak again are preferred
         for must_continue in () if opening else (True, False):
             for plan, planned in candidates:
-                found = self._with_base(planned, plan, prior, must_continue=must_continue)
-                if found is not None:
-                    return found
+                plan_with_base = self._with_base(planned, plan, prior, must_continue=must_continue)
+                if plan_with_base is not None:
+                    return plan_with_base
         unknown = [role for role in roles if role not in ROLES]
         hint = (
             f"; {unknown[0]!r} is a role that it does not know: use system, user, assistant or tool" if unknown else ""

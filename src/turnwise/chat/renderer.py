@@ -210,10 +210,10 @@ class Renderer:
             return EncodedMessages(
                 token_ids=self._encode(text, last_token), messages=messages, open_thought=thought, text=text
             )
-        text, found = self.vision.expand(text, self.vision.parts(messages))
+        text, unplaced = self.vision.expand(text, self.vision.parts(messages))
         literal, text = self.vision.placeholders.literal_indices(text), self.vision.placeholders.restore(text)
         ids = self._encode(text, last_token)
-        media = self.vision.locate(ids, found, literal=literal)
+        media = self.vision.locate(ids, unplaced, literal=literal)
         return EncodedMessages(token_ids=ids, media=media, messages=messages, open_thought=thought, text=text)
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:

@@ -90,7 +90,9 @@ class SanityCheck:
             return True
         runs = [*self._runs(checked), self._context_run(bridge.text, bridge.token_ids, len(checked.segment))]
         differences = find_differences(runs, text, mode="strict", reader=self._reader)
-        return any(found.kind == "thoughts" or isinstance(found.run, ContextRun) for found in differences)
+        return any(
+            difference.kind == "thoughts" or isinstance(difference.run, ContextRun) for difference in differences
+        )
 
     def _prompt_mismatch(self, checked: SegmentMessages) -> TemplateMismatch | None:
         """Compares the last turn's prompt with the served prompt, and the last turn with the template's text for it."""
@@ -99,9 +101,9 @@ class SanityCheck:
         prompt = self._renderer.render_text(checked.messages[:-1], checked.tools, add_generation_prompt=True)
         ids = self._renderer.encode_uncached(prompt)
         if list(checked.segment.token_ids[: last.start]) != list(ids):
-            found = self._first_difference(runs[:-1], prompt, ids, count_thoughts=True)
-            if found is not None:
-                return found
+            difference = self._first_difference(runs[:-1], prompt, ids, count_thoughts=True)
+            if difference is not None:
+                return difference
         text = self._renderer.render_text(checked.messages, checked.tools, add_generation_prompt=False)
         context = self._context_run(prompt, ids, 0)
         if not text.startswith(context.bare):

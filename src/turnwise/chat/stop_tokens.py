@@ -57,9 +57,11 @@ def find_stop_tokens(
     if stops := tuple(token for token in candidates if token not in inside):
         return StopTokens(stops, inside, unknown)
     if inside:
-        found = "; ".join(f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items())
+        places = "; ".join(
+            f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items()
+        )
         raise TemplateError(
-            f"{template.where} has no stop token, since all that are named stand inside a turn too: {found}. Name the token "
+            f"{template.where} has no stop token, since all that are named stand inside a turn too: {places}. Name the token "
             f"that the model ends its turns with: eos_token_id in generation_config.json"
         )
     raise TemplateError(

@@ -305,7 +305,7 @@ def _find_ids(ids: Sequence[int], part: Sequence[int], at: int) -> int:
 def _adaptations(messages: Sequence[Message], planned: Sequence[Message]) -> set[str]:
     """How messages were changed before the template received them."""
     roles, new_roles = [message["role"] for message in messages], [message["role"] for message in planned]
-    found = {f"{role} as user" for role in dict.fromkeys(roles) if role != "user" and role not in new_roles}
+    adaptations = {f"{role} as user" for role in dict.fromkeys(roles) if role != "user" and role not in new_roles}
     if len(planned) < len(messages):
-        found.add("neighbours as one message")
-    return found
+        adaptations.add("neighbours as one message")
+    return adaptations

@@ -157,7 +157,7 @@ def _find_tool_format(
     special = special_tokens(tokenizer)
     stops = [_decode(tokenizer, token) for token in stop_tokens.token_ids if token in special]
     try:
-        found = find_format(
+        tool_format = find_format(
             write,
             own=[] if own is None else [own],
             ends=[turn.closing.strip(), *stops],
@@ -165,7 +165,7 @@ def _find_tool_format(
         )
     except TemplateError as error:
         return TemplateProblem(f"writes tool calls that cannot be examined ({error})")
-    return found or TemplateProblem("writes tool calls in a format that cannot be read back")
+    return tool_format or TemplateProblem("writes tool calls in a format that cannot be read back")
 
 
 def _decode(tokenizer: Any, token: int) -> str:

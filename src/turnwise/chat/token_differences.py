@@ -142,20 +142,20 @@ def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[i
         thought = max(0, len(ids) - len(run.bare_ids))
         ends = [*range(_EDGE + 1), *range(thought, thought + _EDGE + 1)]
         parts = (ids[first : len(ids) - last] for last in dict.fromkeys(ends) for first in range(_EDGE + 1))
-        found = next((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), None)
-        if found is None and len(ids) > 2 * _EDGE:
+        matched_end = next((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), None)
+        if matched_end is None and len(ids) > 2 * _EDGE:
             return run
-        at = at if found is None else found
+        at = at if matched_end is None else matched_end
     return None
 
 
 def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
     """The place behind the tokens of `part` in the one pass, in bytes; -1 if they are not found from `at` on."""
     needle = array("q", part).tobytes()
-    found = haystack.find(needle, at)
-    while found >= 0 and found % 8:  # a match that does not begin at a token
-        found = haystack.find(needle, found + 1)
-    return found + len(needle) if found >= 0 else -1
+    start = haystack.find(needle, at)
+    while start >= 0 and start % 8:  # a match that does not begin at a token
+        start = haystack.find(needle, start + 1)
+    return start + len(needle) if start >= 0 else -1
 
 
 def _place(
@@ -172,14 +172,14 @@ def _place(
             if text.startswith(context, at):
                 return at, at + len(context)
             continue
-        found = text.find(context, at)
+        start = text.find(context, at)
         for _ in range(_MAX_PLACES):
-            if found < 0:
+            if start < 0:
                 break
-            if _turn_difference(turn, text[at:found], normalize, reader) != "other":
-                return found, found + len(context)
-            first = first or (found, found + len(context))
-            found = text.find(context, found + 1)
+            if _turn_difference(turn, text[at:start], normalize, reader) != "other":
+                return start, start + len(context)
+            first = first or (start, start + len(context))
+            start = text.find(context, start + 1)
     return first
 
 

@@ -135,7 +135,7 @@ class TurnBoundary:
 
     def _special_tokens(self, text: str) -> list[_SpecialToken]:
         """The special tokens of a text, in order."""
-        found: list[_SpecialToken] = []
+        tokens: list[_SpecialToken] = []
         at = 0
         for token in self._encode(text):
             if token in self._special:
@@ -143,5 +143,5 @@ class TurnBoundary:
                 start = text.find(written, at)
                 if start >= 0:
                     at = start + len(written)
-                    found.append(_SpecialToken(token, start, at))
-        return found
+                    tokens.append(_SpecialToken(token, start, at))
+        return tokens

@@ -60,10 +60,10 @@ def _reader(space: Any) -> Callable[[str], Any]:
 
 
 def _last_integer(text: str) -> int:
-    found = _INTEGER.findall(text)
-    if not found:
+    integers = _INTEGER.findall(text)
+    if not integers:
         raise ValueError
-    return int(found[-1][:18])
+    return int(integers[-1][:18])
 
 
 def _allowed(space: Any) -> str:

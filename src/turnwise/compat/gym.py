@@ -98,24 +98,24 @@ class GymEnvironments:
     async def aclose(self) -> None:
         """Has no effect: conversations share no resources."""
 
-    def _check(self, made: Any) -> None:
+    def _check(self, environment: Any) -> None:
         try:
-            inspect.signature(made.reset).bind(seed=0, options=None)
+            inspect.signature(environment.reset).bind(seed=0, options=None)
         except TypeError as error:
             raise ConfigError(
                 f"its reset cannot be called with seed and options ({error}), as gymnasium does. For a class with reset() and "
                 f"step(action) -> (observation, done), use turnwise.compat.gym:ToolEnvironments"
             ) from None
-        if self.render and (mode := getattr(made, "render_mode", None)) != "ansi":
+        if self.render and (mode := getattr(environment, "render_mode", None)) != "ansi":
             raise ConfigError(
                 f"environment.arguments.render needs a text, and the environment has the render_mode {mode!r}; set "
                 f"environment.arguments.arguments.render_mode to ansi"
             )
-        self.actions(made)
+        self.actions(environment)
 
-    def actions(self, made: Any) -> ActionParser:
+    def actions(self, environment: Any) -> ActionParser:
         """The parser of the actions of an environment."""
-        return ActionParser(getattr(made, "action_space", None), self._read)
+        return ActionParser(getattr(environment, "action_space", None), self._read)
 
     def seed(self, row: Row) -> int:
         """The seed for `reset`, the same for all conversations of a row, so that they can be compared. Raises DataError."""
@@ -149,9 +149,9 @@ class _Game:
 
     async def begin(self, row: Row) -> Opening:
         seed, options = self._rules.seed(row), self._rules.options(row)
-        self._made = await self._foreign.make()
-        self._actions = self._rules.actions(self._made)
-        answered = await self._foreign.ask(partial(self._made.reset, seed=seed, options=options))
+        self._environment = await self._foreign.make()
+        self._actions = self._rules.actions(self._environment)
+        answered = await self._foreign.ask(partial(self._environment.reset, seed=seed, options=options))
         if not isinstance(answered, tuple) or len(answered) != 2:
             raise TypeError(
                 f"{self._name}.reset returned {_form(answered)}; it must return (observation, info), as in gymnasium"
@@ -161,7 +161,7 @@ class _Game:
     async def step(self, turn: Turn) -> Reply:
         text = str(turn.message.get("content") or "")
         try:
-            answered = await self._foreign.ask(lambda: self._made.step(self._actions.read(text)))
+            answered = await self._foreign.ask(lambda: self._environment.step(self._actions.read(text)))
         except Failed as failed:
             if not isinstance(failed.__cause__, InvalidAction):
                 raise
@@ -197,7 +197,7 @@ class _Game:
             return shown
         texts = [message["content"] for message in messages_of(shown, "user")]
         if rules.render:
-            frame = await self._foreign.ask(self._made.render)
+            frame = await self._foreign.ask(self._environment.render)
             if not isinstance(frame, str):
                 raise TypeError(
                     f"{self._name}.render returned {frame!r:.80}; environment.arguments.render needs a text: create the "
@@ -244,7 +244,7 @@ class ToolEnvironments:
                 raise ConfigError(
                     "environment.arguments.tools and environment.arguments.arguments.tools are both set: remove one"
                 )
-            given["tools"] = {name: referred(one, f"tools.{name}") for name, one in tools.items()}
+            given["tools"] = {name: referred(tool, f"tools.{name}") for name, tool in tools.items()}
         self._maker = ObjectFactory.of(environment, given, wants=("reset", "step"))
         self._role = role
 
@@ -272,12 +272,14 @@ class _Steps:
         self._role = role
 
     async def begin(self, row: Row) -> Opening:
-        self._made = await self._foreign.make()
-        columns = columns_for(self._made.reset, row, name=f"{self._name}.reset")
-        return Opening(messages=opened(row.messages, await self._foreign.ask(partial(self._made.reset, **columns))))
+        self._environment = await self._foreign.make()
+        columns = columns_for(self._environment.reset, row, name=f"{self._name}.reset")
+        return Opening(
+            messages=opened(row.messages, await self._foreign.ask(partial(self._environment.reset, **columns)))
+        )
 
     async def step(self, turn: Turn) -> Reply:
-        answered = await self._foreign.ask(partial(self._made.step, turn.text))
+        answered = await self._foreign.ask(partial(self._environment.step, turn.text))
         match answered:
             case (observation, done):
                 reward, info = 0.0, {}

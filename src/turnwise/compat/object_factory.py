@@ -35,7 +35,7 @@ class ObjectFactory:
     @classmethod
     def of(
         cls,
-        found: str | Callable[..., Any],
+        reference: str | Callable[..., Any],
         arguments: Mapping[str, Any] | None = None,
         *,
         wants: Sequence[str],
@@ -46,73 +46,78 @@ class ObjectFactory:
 
         `wants` are the methods that the object must have. `check` raises if something else is wrong. Raises ConfigError.
         """
-        found = referred(found, "environment")
-        name = getattr(found, "__name__", type(found).__name__)
+        reference = referred(reference, "environment")
+        name = getattr(reference, "__name__", type(reference).__name__)
         given = dict(arguments or {})
         with contextlib.suppress(ValueError):  # a builtin may have no signature
             try:
-                inspect.signature(found).bind(**given)
+                inspect.signature(reference).bind(**given)
             except TypeError as error:
                 raise ConfigError(f"{name} cannot be created with the arguments {given}: {error}") from None
-        maker = cls(partial(found, **given), name)
+        maker = cls(partial(reference, **given), name)
         try:
             with boundary("environment"):
-                made = maker.make()
+                instance = maker.make()
         except Failed as failed:
             raise ConfigError(f"{name} cannot be created: {failed.failure.message}") from failed
-        if missing := [one for one in wants if not callable(getattr(made, one, None))]:
+        if missing := [method for method in wants if not callable(getattr(instance, method, None))]:
             raise ConfigError(
-                f"{name} makes a {type(made).__name__} without {' and '.join(missing)}; what is played must have "
+                f"{name} makes a {type(instance).__name__} without {' and '.join(missing)}; what is played must have "
                 f"{' and '.join(wants)}"
             )
         try:
             with boundary("environment"):
                 if check is not None:
-                    check(made)
+                    check(instance)
                 if keep is not None:
-                    keep(made)
-                elif not inspect.iscoroutinefunction(getattr(made, "close", None)):
-                    end(made)
+                    keep(instance)
+                elif not inspect.iscoroutinefunction(getattr(instance, "close", None)):
+                    end(instance)
         except Failed as failed:
             raise ConfigError(f"{name}: {failed.failure.message}") from failed
         return maker
 
 
-def end(made: Any) -> Any:
+def end(instance: Any) -> Any:
     """Call `close` of an object, if it has one."""
-    close = getattr(made, "close", None)
+    close = getattr(instance, "close", None)
     return close() if callable(close) else None
 
 
-def referred(found: str | Callable[..., Any], argument: str) -> Callable[..., Any]:
+def referred(reference: str | Callable[..., Any], argument: str) -> Callable[..., Any]:
     """The callable that an argument of the environment contains or refers to. Raises ConfigError if it is not callable."""
     key = f"environment.arguments.{argument}"
-    if isinstance(found, str):
-        found = resolve(found, key=key)
-    if not callable(found):
-        raise ConfigError(f"{key} is a {type(found).__name__}, {found!r:.80}; it must be a class or a function")
-    return found
+    if isinstance(reference, str):
+        reference = resolve(reference, key=key)
+    if not callable(reference):
+        raise ConfigError(f"{key} is a {type(reference).__name__}, {reference!r:.80}; it must be a class or a function")
+    return reference
 
 
 def messages_of(shown: Any, role: str) -> list[Message]:
     """An observation as messages. Texts, content parts and messages stay unchanged; other values become JSON; None gives none."""
     if shown is None or (isinstance(shown, str) and not shown):
         return []
-    if isinstance(shown, list) and shown and all(isinstance(one, Mapping) for one in shown):
-        if all(isinstance(one.get("role"), str) for one in shown):
-            return [dict(one) for one in shown]
-        if all(isinstance(one.get("type"), str) for one in shown):
-            return [{"role": role, "content": [dict(one) for one in shown]}]
+    if isinstance(shown, list) and shown and all(isinstance(item, Mapping) for item in shown):
+        if all(isinstance(item.get("role"), str) for item in shown):
+            return [dict(item) for item in shown]
+        if all(isinstance(item.get("type"), str) for item in shown):
+            return [{"role": role, "content": [dict(item) for item in shown]}]
     return [{"role": role, "content": shown if isinstance(shown, str) else _json(shown)}]
 
 
 def opened(messages: Sequence[Message], shown: Any, *, between: str = "\n\n") -> list[Message]:
     """The messages of the row, with the first observation appended to the last user message."""
-    told = messages_of(shown, "user")
+    added_messages = messages_of(shown, "user")
     last = messages[-1]
-    if len(told) != 1 or last["role"] != "user" or told[0]["role"] != "user" or set(told[0]) != {"role", "content"}:
-        return [*messages, *told]
-    before, added = last["content"], told[0]["content"]
+    if (
+        len(added_messages) != 1
+        or last["role"] != "user"
+        or added_messages[0]["role"] != "user"
+        or set(added_messages[0]) != {"role", "content"}
+    ):
+        return [*messages, *added_messages]
+    before, added = last["content"], added_messages[0]["content"]
     if isinstance(before, str) and isinstance(added, str):
         content: Any = f"{before}{between if before else ''}{added}"
     else:
@@ -147,9 +152,9 @@ def _json(value: Any) -> str:
 def _keyed(value: Any) -> Any:
     # an environment's dictionaries may have keys of any type, JSON only texts
     if isinstance(value, Mapping):
-        return {str(key): _keyed(one) for key, one in value.items()}
+        return {str(key): _keyed(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_keyed(one) for one in value]
+        return [_keyed(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

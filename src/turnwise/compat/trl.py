@@ -91,9 +91,11 @@ class TrlEnvironments:
     async def aclose(self) -> None:
         """Close the remaining instances, which conversations have used one after the other."""
         for kind in self._kinds.values():
-            for made in kind.pool.drain():
+            for instance in kind.pool.drain():
                 with boundary("environment"):
-                    result = await run_in_thread(lambda made=made: end(made), name=kind.maker.name, kind="environment")
+                    result = await run_in_thread(
+                        lambda instance=instance: end(instance), name=kind.maker.name, kind="environment"
+                    )
                     if inspect.isawaitable(result):
                         await result
 
@@ -157,10 +159,10 @@ class _Played:
         self._running: list[str] = []  # names of the tools whose calls have not returned
 
     async def begin(self, row: Row) -> Opening:
-        self._made = await self._instance()
+        self._instance = await self._lease_instance()
         prompt = [dict(message) for message in row.messages]
-        columns = columns_for(self._made.reset, row, name=f"{self._name}.reset", extra={"prompt": prompt})
-        shown = await self._foreign.ask(partial(self._made.reset, **columns))
+        columns = columns_for(self._instance.reset, row, name=f"{self._name}.reset", extra={"prompt": prompt})
+        shown = await self._foreign.ask(partial(self._instance.reset, **columns))
         if not isinstance(shown, str | list | None):
             raise TypeError(
                 f"{self._name}.reset returned {shown!r:.80}; it must return None, a text, a list of content blocks or a list of "
@@ -174,7 +176,7 @@ class _Played:
     async def final_reward(self) -> float:
         if not self._kind.scores:
             return 0.0
-        reward = await self._foreign.ask(self._made.get_reward)
+        reward = await self._foreign.ask(self._instance.get_reward)
         return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
 
     def environment_handle(self) -> EnvironmentHandle:
@@ -182,17 +184,17 @@ class _Played:
         assert self._lease is not None
         self._exposed = True
         self._lease.played()
-        return EnvironmentHandle(self._made, self._give_back)
+        return EnvironmentHandle(self._instance, self._give_back)
 
-    async def _instance(self) -> Any:
+    async def _lease_instance(self) -> Any:
         """A free or a new instance. If no new instance can be created, wait until another conversation gives one back."""
         while True:
             self._lease = await self._pool.lease()
             if self._lease.instance is not None:
                 return self._foreign.adopt(self._lease.instance)
-            if (made := await self._foreign.make()) is not EXHAUSTED:
-                self._lease.instance = made
-                return made
+            if (instance := await self._foreign.make()) is not EXHAUSTED:
+                self._lease.instance = instance
+                return instance
             self._lease.refused()
 
     def _make(self) -> Any:
@@ -205,8 +207,8 @@ class _Played:
         assert self._lease is not None
         self._lease.give_back(usable=not self._running)
 
-    def _end(self, made: Any) -> Any:
-        return None if self._exposed or made is EXHAUSTED else end(made)
+    def _end(self, instance: Any) -> Any:
+        return None if self._exposed or instance is EXHAUSTED else end(instance)
 
     async def close(self) -> None:
         try:
@@ -220,28 +222,30 @@ class _Played:
     def tools(self) -> Any:
         """The methods of this conversation's instance, with results in TRL's form."""
         assert self._kind.box is not None
-        methods = {tool.name: getattr(self._made, tool.name) for tool in self._kind.box.tools}
-        return SimpleNamespace(**{name: _told(method, self._running) for name, method in methods.items()})
+        methods = {tool.name: getattr(self._instance, tool.name) for tool in self._kind.box.tools}
+        return SimpleNamespace(**{name: _with_trl_results(method, self._running) for name, method in methods.items()})
 
 
-def _kind(found: str | Callable[..., Any], arguments: Mapping[str, Any] | None, timeout: float) -> _Kind:
+def _kind(reference: str | Callable[..., Any], arguments: Mapping[str, Any] | None, timeout: float) -> _Kind:
     boxes: list[tuple[Toolbox | None, bool]] = []
 
-    def look(made: Any) -> None:
-        public = [name for name, _ in inspect.getmembers(type(made), inspect.isfunction) if not name.startswith("_")]
-        methods = [getattr(made, name) for name in public if name not in _NO_TOOLS]
+    def look(instance: Any) -> None:
+        public = [
+            name for name, _ in inspect.getmembers(type(instance), inspect.isfunction) if not name.startswith("_")
+        ]
+        methods = [getattr(instance, name) for name in public if name not in _NO_TOOLS]
         # these tools are read for their schemas only: each conversation calls the methods of its own instance
         tools = tuple(Tool.of(method, timeout=timeout) for method in methods)
-        box = Toolbox(make=object, name=type(made).__name__, tools=tools) if tools else None
+        box = Toolbox(make=object, name=type(instance).__name__, tools=tools) if tools else None
         boxes.append((box, "get_reward" in public))
 
     first: list[Any] = []
-    maker = ObjectFactory.of(found, arguments, wants=("reset",), check=look, keep=first.append)
+    maker = ObjectFactory.of(reference, arguments, wants=("reset",), check=look, keep=first.append)
     ((box, scores),) = boxes
     return _Kind(maker, box, scores, InstancePool(maker.name, first))
 
 
-def _told(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
+def _with_trl_results(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
     """The method with its result in TRL's form: content blocks are unchanged, any other value becomes `str(value)`."""
     if inspect.iscoroutinefunction(method):
 

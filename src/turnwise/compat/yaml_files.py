@@ -141,22 +141,22 @@ def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: 
             text = str(text) if isinstance(text, int | float) else text
             return os.environ.get(first.strip(), text)
         if colon and name.strip() == "oc.select":
-            found: Any = look_up(first.strip(), key, depth)
+            value: Any = look_up(first.strip(), key, depth)
         elif colon:
             return MISSING
         else:
             return look_up(expression.strip(), key, depth)
-        return _parse(default.strip(), where=f"{key}: the default") if found is MISSING and comma else found
+        return _parse(default.strip(), where=f"{key}: the default") if value is MISSING and comma else value
 
     def look_up(wanted: str, key: str, depth: int) -> Any:
         if wanted.startswith("."):  # relative to the mapping of the key; each further dot goes up by one level
             steps = len(wanted) - len(wanted.lstrip("."))
             above = key.split(".")[:-steps]
             wanted = ".".join([*above, wanted.lstrip(".")])
-        found = at(tree, wanted)
-        if found is MISSING or found == "???":
-            found = fallback(wanted)
-        return found if found is MISSING else replace(found, wanted, depth + 1)
+        value = at(tree, wanted)
+        if value is MISSING or value == "???":
+            value = fallback(wanted)
+        return value if value is MISSING else replace(value, wanted, depth + 1)
 
     def replace(node: Any, key: str, depth: int = 0) -> Any:
         if isinstance(node, dict):
@@ -214,10 +214,10 @@ def _default(entry: Any) -> Iterator[tuple[str, str]]:
 def _package(path: Path, package: str) -> str:
     """The package under which a file's keys are put; a `# @package` comment in the file overrides it."""
     head = read_text(path, error=ConfigError)[:1000]
-    found = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
-    if found is None:
+    comment = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
+    if comment is None:
         return "" if package == "_global_" else package
-    return {"_global_": "", "_group_": package}.get(found.group(1), found.group(1))
+    return {"_global_": "", "_group_": package}.get(comment.group(1), comment.group(1))
 
 
 def _under(package: str, tree: dict[str, Any]) -> dict[str, Any]:

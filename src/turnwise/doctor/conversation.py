@@ -19,7 +19,7 @@ from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
 from turnwise.types import Message, MismatchKind, Opening, Reply, Row, Sampling, Trajectory, Turn
 
-__all__ = ["cost", "masked", "said"]
+__all__ = ["completion_of", "cost", "masked"]
 
 _TURNS, _LONG = 40, 200
 _EARLY, _LATE = 5, 200
@@ -202,14 +202,16 @@ def _has_format(renderer: Renderer) -> bool:
 def _script(renderer: Renderer, with_tool: bool) -> list[str]:
     """The completions of the two turns."""
     first = probe_call({"text": "the tree"}) if with_tool else assistant_message("It is 12 years old.")
-    return [said(renderer, first), said(renderer, assistant_message("Yes, it is 12 years old."))]
+    return [completion_of(renderer, first), completion_of(renderer, assistant_message("Yes, it is 12 years old."))]
 
 
 def _line(renderer: Renderer, number: int) -> str:
-    return said(renderer, assistant_message(f"It is {number} years old, as far as anybody can tell from outside."))
+    return completion_of(
+        renderer, assistant_message(f"It is {number} years old, as far as anybody can tell from outside.")
+    )
 
 
-def said(renderer: Renderer, message: Message) -> str:
+def completion_of(renderer: Renderer, message: Message) -> str:
     """The completion with which the model says `message`, as the template writes it, without the end of the turn."""
     text = renderer.template.completion_text(message)
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]

@@ -13,7 +13,7 @@ import torch
 from turnwise.chat.probes import assistant_message
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check
-from turnwise.doctor.conversation import said
+from turnwise.doctor.conversation import completion_of
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, user_message
 from turnwise.record.metrics import failures
@@ -43,7 +43,7 @@ _GIVEN = {"plain": 2.0, "cut": 1.25, "anew": 0.5}
 def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     """Whether rewards reach the loss, in conversations with a cut turn, a new segment and turns without weight."""
     name = "credit"
-    group = asyncio.run(_held(renderer, thinking))
+    group = asyncio.run(_credited_group(renderer, thinking))
     if any(trajectory.failed for trajectory in group.trajectories):
         return Check(name, "fail", f"a conversation failed: {'; '.join(failures([group])[:2])}")
     rewards = {kind: trajectory.reward for kind, trajectory in zip(_LINES, group.trajectories, strict=True)}
@@ -65,7 +65,9 @@ def lost(groups: Sequence[Group], normalization: Normalization) -> str | None:
     """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward."""
     credited = [trajectory for group in groups for trajectory in group.trajectories if trajectory.advantages]
     for group in groups:
-        if (problem := _wrong_advantages([one for one in group.trajectories if one.advantages])) is not None:
+        if (
+            problem := _wrong_advantages([trajectory for trajectory in group.trajectories if trajectory.advantages])
+        ) is not None:
             return problem
     trained = [trajectory for trajectory in credited if any(turn.weight > 0 for turn in trajectory.turns)]
     for trajectory in trained:
@@ -76,10 +78,14 @@ def lost(groups: Sequence[Group], normalization: Normalization) -> str | None:
 
 def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
     """The problem if the advantages of a group are not `(reward - mean) * factor` with one positive factor; else None."""
-    for one in group:
-        if len({gain for entry in one.advantages for gain in _numbers(entry)}) > 1:
-            return f"the turns of trajectory {one.id} must have the same advantage, but have {one.advantages}"
-    pairs = [(one.reward or 0.0, _numbers(one.advantages[0])[0]) for one in group if one.advantages]
+    for trajectory in group:
+        if len({gain for entry in trajectory.advantages for gain in _numbers(entry)}) > 1:
+            return f"the turns of trajectory {trajectory.id} must have the same advantage, but have {trajectory.advantages}"
+    pairs = [
+        (trajectory.reward or 0.0, _numbers(trajectory.advantages[0])[0])
+        for trajectory in group
+        if trajectory.advantages
+    ]
     mean = sum(reward for reward, _ in pairs) / max(1, len(pairs))
     width = max((abs(reward - mean) for reward, _ in pairs), default=0.0)
     most = max((abs(gain) for _, gain in pairs), default=0.0)
@@ -113,7 +119,10 @@ def _wrong_targets(trajectory: Trajectory) -> str | None:
 def _wrong_weights(trained: Sequence[Trajectory], normalization: Normalization) -> str | None:
     """The problem if a trajectory has another weight in the loss than the normalizer says; else None."""
     # each trajectory gets its own advantage, which identifies its tokens in the batch
-    marked = [replace(one, advantages=[number + 1.0] * len(one.turns)) for number, one in enumerate(trained)]
+    marked = [
+        replace(trajectory, advantages=[number + 1.0] * len(trajectory.turns))
+        for number, trajectory in enumerate(trained)
+    ]
     batch = pack(marked, normalization=normalization, keep_zero=True)
     shares = [0.0] * len(marked)
     for micro in batch.micro_batches:
@@ -131,20 +140,25 @@ def _wrong_weights(trained: Sequence[Trajectory], normalization: Normalization) 
 def _expected_weights(trained: Sequence[Trajectory], normalization: Normalization) -> list[float]:
     """The sum of the weights of a trajectory's tokens in the loss, for each trajectory."""
     if normalization.normalizer == "constant":
-        return [_mass(one) / (len(trained) * (normalization.constant_length or math.nan)) for one in trained]
+        return [
+            _mass(trajectory) / (len(trained) * (normalization.constant_length or math.nan)) for trajectory in trained
+        ]
     if normalization.normalizer == "sequence":
-        masses = [float(sum(_segment_mass(one, segment) > 0 for segment in one.segments)) for one in trained]
+        masses = [
+            float(sum(_segment_mass(trajectory, segment) > 0 for segment in trajectory.segments))
+            for trajectory in trained
+        ]
     else:
-        masses = [1.0 if normalization.normalizer == "trajectory" else _mass(one) for one in trained]
+        masses = [1.0 if normalization.normalizer == "trajectory" else _mass(trajectory) for trajectory in trained]
     return [mass / sum(masses) for mass in masses]
 
 
-def _mass(one: Trajectory) -> float:
-    return sum(_segment_mass(one, segment) for segment in one.segments)
+def _mass(trajectory: Trajectory) -> float:
+    return sum(_segment_mass(trajectory, segment) for segment in trajectory.segments)
 
 
-def _segment_mass(one: Trajectory, segment: Segment) -> float:
-    return sum(one.turns[turn].weight for turn in segment.turn if turn >= 0)
+def _segment_mass(trajectory: Trajectory, segment: Segment) -> float:
+    return sum(trajectory.turns[turn].weight for turn in segment.turn if turn >= 0)
 
 
 def _targets(batch: Batch) -> list[tuple[int, float]]:
@@ -165,19 +179,19 @@ def _single(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def _close(one: float, other: float) -> bool:
-    return abs(one - other) <= 1e-6 * max(1.0, abs(other))
+def _close(value: float, other: float) -> bool:
+    return abs(value - other) <= 1e-6 * max(1.0, abs(other))
 
 
-async def _held(renderer: Renderer, thinking: Thinking) -> Group:
+async def _credited_group(renderer: Renderer, thinking: Thinking) -> Group:
     """The conversations of `_LINES`, with rewards, loss mask and credit assignment computed as in `turnwise train`."""
     row = Row(id="doctor", messages=[{"role": "user", "content": "How old is the tree?"}])
     group = new_group(row, size=len(_LINES), seed=0)
-    for kind, one in zip(_LINES, group.trajectories, strict=True):
-        one.row = replace(row, fields={"kind": kind})
+    for kind, trajectory in zip(_LINES, group.trajectories, strict=True):
+        trajectory.row = replace(row, fields={"kind": kind})
     lines = {
-        one.id: [said(renderer, assistant_message(text)) for text in texts]
-        for one, texts in zip(group.trajectories, _LINES.values(), strict=True)
+        trajectory.id: [completion_of(renderer, assistant_message(text)) for text in texts]
+        for trajectory, texts in zip(group.trajectories, _LINES.values(), strict=True)
     }
     context = RolloutContext(
         engine=ScriptedEngine(lines, encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
@@ -189,13 +203,15 @@ async def _held(renderer: Renderer, thinking: Thinking) -> Group:
     )
     await rollout_groups([group], context)
     scorer = Scorer(
-        trajectory=[TrajectoryReward("done", lambda one: 1.0 if one.row["kind"] == "plain" else 0.0, weight=0.5)],
-        turns=[TurnReward("first", lambda one, turn: 1.0 if turn.index == 0 else 0.0, weight=0.5)],
+        trajectory=[
+            TrajectoryReward("done", lambda trajectory: 1.0 if trajectory.row["kind"] == "plain" else 0.0, weight=0.5)
+        ],
+        turns=[TurnReward("first", lambda trajectory, turn: 1.0 if turn.index == 0 else 0.0, weight=0.5)],
     )
     await scorer.score([group])
     mask = custom(lambda turn: (1.0, 0.5, 0.0)[turn.index], name="doctor")
-    for one in group.trajectories:
-        mask(one)
+    for trajectory in group.trajectories:
+        mask(trajectory)
     Credit("grpo", grpo)([group])
     return group
 

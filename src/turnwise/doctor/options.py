@@ -37,26 +37,26 @@ def _optimization(config: Config) -> list[Any]:
 def _advantages(config: Config) -> list[Any]:
     """Of a group with these rewards."""
     group = Group(id="g", row=_ROW, trajectories=[_trajectory(str(n)) for n in range(4)])
-    for one, reward in zip(group.trajectories, (1.0, 0.0, 0.0, 3.0), strict=True):
-        one.reward = reward
+    for trajectory, reward in zip(group.trajectories, (1.0, 0.0, 0.0, 3.0), strict=True):
+        trajectory.reward = reward
     build.credit(config)([group])
-    return [one.advantages for one in group.trajectories]
+    return [trajectory.advantages for trajectory in group.trajectories]
 
 
 def _weights(config: Config) -> list[float] | str:
     """Of the turns of a conversation with a tool and a user in it; a rule of the user's own is its name."""
     if ":" in config.loss_mask.use:
         return f"{config.loss_mask.use}({config.loss_mask.arguments})"
-    one = _trajectory("1")
-    build.turn_weighting(config)(one)
-    return [turn.weight for turn in one.turns]
+    trajectory = _trajectory("1")
+    build.turn_weighting(config)(trajectory)
+    return [turn.weight for turn in trajectory.turns]
 
 
 def _streams(config: Config) -> list[Any]:
     """Which rows come when, and with which random streams."""
     group = new_group(_ROW, size=2, seed=config.seed)
     order = Order(64, seed=config.seed, shuffle=config.data.shuffle)
-    return [list(order.take(0, 64)), [one.seed for one in group.trajectories]]
+    return [list(order.take(0, 64)), [trajectory.seed for trajectory in group.trajectories]]
 
 
 def _rows(config: Config, held_out: bool = False) -> list[Any]:
@@ -69,10 +69,10 @@ def _held_out(config: Config) -> list[Any]:
 
 
 def _reward_functions(config: Config) -> list[Any]:
-    found = build.scorer(config)
+    scorer = build.scorer(config)
     reward = config.reward
-    made = zip(found.functions, [*reward.trajectory, *reward.turns, *reward.group, *reward.batch], strict=True)
-    return [found.timeout, *((one.name, one.weight, use.use, use.arguments) for one, use in made)]
+    pairs = zip(scorer.functions, [*reward.trajectory, *reward.turns, *reward.group, *reward.batch], strict=True)
+    return [scorer.timeout, *((function.name, function.weight, use.use, use.arguments) for function, use in pairs)]
 
 
 _ROW = Row(id="r", messages=[{"role": "user", "content": "?"}])
@@ -80,26 +80,26 @@ _ROW = Row(id="r", messages=[{"role": "user", "content": "?"}])
 
 def _trajectory(name: str) -> Trajectory:
     """Three turns: a tool call, an answer, and an answer to a user who asks back."""
-    said = [{"role": "assistant", "content": str(n)} for n in range(3)]
-    one = Trajectory(id=name, group="g", row=_ROW)
-    one.messages = [
+    answers = [{"role": "assistant", "content": str(n)} for n in range(3)]
+    trajectory = Trajectory(id=name, group="g", row=_ROW)
+    trajectory.messages = [
         *_ROW.messages,
-        said[0],
+        answers[0],
         {"role": "tool", "content": "!"},
-        said[1],
+        answers[1],
         {"role": "user", "content": "Sure?"},
-        said[2],
+        answers[2],
     ]
     segment = Segment()
-    for index, message in enumerate(said):
+    for index, message in enumerate(answers):
         completion = Completion(
             token_ids=[index], logprobs=[0.0], versions=[0], finish_reason="stop", logprob_kind=LogprobKind.NONE
         )
         segment.append_context([9])
         segment.append_completion(index, completion)
-        one.turns.append(Turn(index=index, message=message, text=str(index), completion=completion))
-    one.segments.append(segment)
-    return one
+        trajectory.turns.append(Turn(index=index, message=message, text=str(index), completion=completion))
+    trajectory.segments.append(segment)
+    return trajectory
 
 
 def _limits(config: Config) -> Limits:
@@ -137,10 +137,10 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
 def schema(part: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """Every option, dotted; `tools[].timeout` is that of each tool. A reference is one option, whatever is in it."""
     for name, field in part.model_fields.items():
-        parts = [one for one in _parts(field.annotation) if one is not Use]
+        parts = [section for section in _parts(field.annotation) if section is not Use]
         many = "[]" if get_origin(field.annotation) is list else ""
-        for one in parts:
-            yield from schema(one, f"{prefix}{name}{many}.")
+        for section in parts:
+            yield from schema(section, f"{prefix}{name}{many}.")
         if not parts:
             yield f"{prefix}{name}"
 
@@ -156,26 +156,26 @@ def options_of(config: Config) -> dict[str, Config]:
     return dict(_changed(config, "", lambda part: part))
 
 
-def _changed(part: Section, prefix: str, whole: Callable[[Any], Any]) -> Iterator[tuple[str, Config]]:
+def _changed(part: Section, prefix: str, rebuild: Callable[[Any], Any]) -> Iterator[tuple[str, Config]]:
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
 
         def put(new: Any, name: str = name) -> Any:
-            return whole(part.model_copy(update={name: new}))
+            return rebuild(part.model_copy(update={name: new}))
 
         if not field.is_required() and value == field.default:
             continue
         if isinstance(value, Section) and type(value) is not Use:
             yield from _changed(value, f"{prefix}{name}.", put)
-        elif isinstance(value, list) and value and all(isinstance(one, Section) for one in value):
-            for place, one in enumerate(value):
+        elif isinstance(value, list) and value and all(isinstance(item, Section) for item in value):
+            for place, item in enumerate(value):
 
                 def put_one(new: Any, place: int = place, value: list[Any] = value, put: Any = put) -> Any:
                     return put([*value[:place], new, *value[place + 1 :]])
 
-                yield from _changed(one, f"{prefix}{name}[].", put_one)
+                yield from _changed(item, f"{prefix}{name}[].", put_one)
         elif field.is_required():
-            yield f"{prefix}{name}", whole(part)
+            yield f"{prefix}{name}", rebuild(part)
         else:
             yield f"{prefix}{name}", put(field.default)
 

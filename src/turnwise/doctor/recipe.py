@@ -72,16 +72,17 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     """
     name = "rewards"
     groups = asyncio.run(_scored(config, rows, renderer, model))
-    trajectories = [one for group in groups for one in group.trajectories]
-    scored = [one for one in trajectories if not one.failed and one.reward is not None]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    scored = [trajectory for trajectory in trajectories if not trajectory.failed and trajectory.reward is not None]
     if not scored:
         return Check(name, "fail", f"all {len(trajectories)} conversations failed: {'; '.join(failures(groups)[:2])}")
     for problem in (_wrong_sum(scored, config), lost(groups, build.normalization(config.loss))):
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
+    examples = ", ".join(f"{trajectory.reward:g}" for trajectory in scored[:4])
     text = (
-        f"{len(scored)} conversations with the rewards {', '.join(f'{one.reward:g}' for one in scored[:4])}: each is the sum "
-        f"of its parts and reached the advantages, and the loss contains each sampled token once"
+        f"{len(scored)} conversations with the rewards {examples}: each is the sum of its parts and reached the advantages, and "
+        f"the loss contains each sampled token once"
     )
     if model is None:
         text += " (scripted completions, because the model is not loaded)"
@@ -126,19 +127,24 @@ def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
 def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:
     """The problem if a reward is not the sum of the turns' rewards and of the functions of trajectories; else None."""
     scorer = build.scorer(config)
-    of_turns = {one.name for one in scorer.turns}
-    of_trajectory = {one.name for one in (*scorer.trajectory, *scorer.groups, *scorer.batch)}
-    for one in scored:
-        if not _close(one.reward, sum(one.rewards.values())):
-            return f"the reward of trajectory {one.id} is {one.reward}, which is not the sum of its parts {one.rewards}"
-        summed = sum(turn.reward for turn in one.turns) + sum(one.rewards.get(name, 0.0) for name in of_trajectory)
-        if not of_turns & of_trajectory and not _close(one.reward, summed):  # a shared name hides the source
+    of_turns = {function.name for function in scorer.turns}
+    of_trajectory = {function.name for function in (*scorer.trajectory, *scorer.groups, *scorer.batch)}
+    for trajectory in scored:
+        if not _close(trajectory.reward, sum(trajectory.rewards.values())):
             return (
-                f"the reward of trajectory {one.id} is {one.reward}, but the rewards of its turns and of the functions of "
-                f"trajectories, groups and the batch add up to {summed}"
+                f"the reward of trajectory {trajectory.id} is {trajectory.reward}, which is not the sum of its parts "
+                f"{trajectory.rewards}"
+            )
+        summed = sum(turn.reward for turn in trajectory.turns) + sum(
+            trajectory.rewards.get(name, 0.0) for name in of_trajectory
+        )
+        if not of_turns & of_trajectory and not _close(trajectory.reward, summed):  # a shared name hides the source
+            return (
+                f"the reward of trajectory {trajectory.id} is {trajectory.reward}, but the rewards of its turns and of the "
+                f"functions of trajectories, groups and the batch add up to {summed}"
             )
     return None
 
 
-def _close(one: float | None, other: float) -> bool:
-    return one is not None and abs(one - other) <= 1e-6 * max(1.0, abs(other))
+def _close(value: float | None, other: float) -> bool:
+    return value is not None and abs(value - other) <= 1e-6 * max(1.0, abs(other))

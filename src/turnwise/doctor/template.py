@@ -15,7 +15,7 @@ from turnwise.errors import TemplateError
 
 __all__ = ["Directory", "continuing", "features", "stops", "stops_note", "thinking", "tool_calls", "vocabulary"]
 
-_BY_NAME = {one.name: one for one in SCENARIOS}
+_BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _TURNS: Mapping[str, Sequence[Scenario]] = {
     "tool turns": [_BY_NAME["tool round"], _BY_NAME["three tool rounds"], _BY_NAME["parallel calls"]],
     "user turns": [
@@ -77,7 +77,10 @@ def _turns(renderer: Renderer, name: str, scenarios: Sequence[Scenario]) -> Chec
         )
     if notes:
         return Check(name, "note", "; ".join(notes))
-    total, context = sum(one.total_tokens for one in findings), sum(one.encoded_tokens for one in findings)
+    total, context = (
+        sum(finding.total_tokens for finding in findings),
+        sum(finding.encoded_tokens for finding in findings),
+    )
     conversations = "1 conversation" if len(findings) == 1 else f"{len(findings)} conversations"
     return Check(name, "ok", f"append-only in {conversations} ({context} of {total} tokens are context)")
 

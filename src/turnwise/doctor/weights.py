@@ -101,7 +101,7 @@ def _sampled(model: Any, renderer: Renderer, sampling: Sampling, threads: int) -
         await engine.close()
 
     asyncio.run(sample())
-    trajectories = [one for group in groups for one in group.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     # different advantages, so that no two trajectories are merged
     for number, trajectory in enumerate(trajectories):
         trajectory.advantages = [1.0 + number + turn.index / 8 for turn in trajectory.turns]

@@ -60,16 +60,16 @@ async def gsm8k_interaction(
     verl's document has it: the model's answers are then never looked at, which upstream has fixed since.
     """
     right = ground_truth(row)
-    heard = _last_of(row.messages, "user")
+    last_message = _last_of(row.messages, "user")
     turn = yield Opening(messages=row.messages)
     while True:
-        content = heard if last_user else str(turn.message.get("content") or "")
+        content = last_message if last_user else str(turn.message.get("content") or "")
         response = content if grader == "robust" else _marked(content)
         info = {"answer": parsed(response, grader)}
         if grade(response, right, grader):
             yield Reply(messages=user_message(CORRECT).messages, reward=1.0, done=True, info=info)
             return
-        heard = INCORRECT
+        last_message = INCORRECT
         turn = yield Reply(messages=user_message(INCORRECT).messages, info=info)
 
 
@@ -100,11 +100,11 @@ def ground_truth(row: Row) -> str:
         ("extra_info", "tools_kwargs", _TOOL, "create_kwargs", "ground_truth"),
         ("reward_model", "ground_truth"),
     ):
-        found: Any = row.fields
+        value: Any = row.fields
         for name in path:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is not None:
-            return str(found)
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            return str(value)
     answer = row.fields.get("answer")
     if answer is None:
         have = ", ".join(sorted(row.fields)) or "none"

@@ -99,7 +99,7 @@ class ThreadedEnvironment:
 
     async def step(self, turn: Turn) -> Reply:
         assert self._thread is not None, "step before begin"
-        return await self._thread.run(lambda: self._made.step(turn), kind="environment")
+        return await self._thread.run(lambda: self._begun_environment.step(turn), kind="environment")
 
     async def final_reward(self) -> float:
         if self._thread is None or not isinstance(self._environment, FinalReward):
@@ -120,6 +120,6 @@ class ThreadedEnvironment:
             self._thread.stop(wait=False)
 
     @property
-    def _made(self) -> Environment:
+    def _begun_environment(self) -> Environment:
         assert self._environment is not None, "step before begin"
         return self._environment

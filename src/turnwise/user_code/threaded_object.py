@@ -37,7 +37,7 @@ class ThreadedObject(Generic[T]):
         self._make = make
         self._end = end
         self._name = name
-        self._made: list[T] = []
+        self._instances: list[T] = []
         self._over = False
         self._lock = threading.Lock()
         self._busy: asyncio.Future[Any] | None = None
@@ -48,7 +48,7 @@ class ThreadedObject(Generic[T]):
 
     def adopt(self, instance: T) -> T:
         """Hold an object that was created elsewhere."""
-        self._made.append(instance)
+        self._instances.append(instance)
         return instance
 
     @property
@@ -68,7 +68,7 @@ class ThreadedObject(Generic[T]):
         if self._busy is not None and self.busy:
             await asyncio.wait({self._busy}, timeout=_GRACE)
         with self._lock:
-            objects, self._made, self._over = self._made, [], True
+            objects, self._instances, self._over = self._instances, [], True
         for instance in objects:
             if self._end is not None:
                 result = await run_in_thread(
@@ -85,7 +85,7 @@ class ThreadedObject(Generic[T]):
         instance = self._make()
         with self._lock:
             if not self._over:
-                self._made.append(instance)
+                self._instances.append(instance)
                 return instance
         try:
             with boundary("environment"):

@@ -92,7 +92,7 @@ def test_a_truncated_game_is_over_too() -> None:
     assert (trajectory.stop, trajectory.turns[0].reward) == ("done", -0.5)
 
 
-def test_what_is_no_action_is_told_and_counted_and_ends_nothing() -> None:
+def test_what_is_no_action_is_reported_and_counted_and_ends_nothing() -> None:
     trajectory = play("dunno", "12", "99999999999999999999999", "7", invalid_reward=-0.25)
     allowed = "Allowed is a whole number from 0 to 9."
     assert heard(trajectory) == [

@@ -327,7 +327,7 @@ def test_the_tables_name_options_that_there_are() -> None:
     assert set(ALIASES.values()) & LISTS == {"external_plugins", "stop_words"}
 
 
-def test_a_reward_of_ms_swift_that_is_not_here_is_told_unless_a_plugin_has_one(tmp_path: Path) -> None:
+def test_a_reward_of_ms_swift_that_is_not_here_is_reported_unless_a_plugin_has_one(tmp_path: Path) -> None:
     (tmp_path / "with.py").write_text("orms['toolbench'] = Mine\n")
     (tmp_path / "without.py").write_text("orms['other'] = Mine\n")
     for file, kept in (("with.py", ["toolbench", "accuracy"]), ("without.py", ["accuracy"])):
@@ -359,7 +359,7 @@ def guessed(found: ConversionReport) -> dict[str, Any]:
     return {one.key: one.value for one in found.assumptions}
 
 
-def test_a_rollout_command_in_a_comment_is_read_and_told(tmp_path: Path) -> None:
+def test_a_rollout_command_in_a_comment_is_read_and_reported(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(COMMENTED.format(scheduler="thinking_tips_scheduler"))
     found = from_swift_arguments(str(script))
@@ -384,7 +384,7 @@ def test_where_the_rollout_command_is_unknown_a_single_turn_is_marked(tmp_path: 
     assert converted(FULL + "--vllm_mode colocate").refused() == []
 
 
-def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "examples" / "train"
     folder.mkdir(parents=True)
     (folder / "prompt.txt").write_text("Think first.\n")
@@ -398,7 +398,7 @@ def test_a_system_message_may_be_a_file_near_the_script_and_one_that_is_missing_
     assert converted(FULL + "--system 'Be short.'").recipe["data"]["system_prompt"] == "Be short."
 
 
-def test_what_was_guessed_is_told(tmp_path: Path) -> None:
+def test_what_was_guessed_is_reported(tmp_path: Path) -> None:
     from turnwise.commands.convert import as_recipe
 
     words = "--rlhf_type grpo --tuner_type full --max_steps 1 --model Qwen/Qwen3-0.6B "

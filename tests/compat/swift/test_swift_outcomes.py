@@ -193,7 +193,7 @@ def test_arrays_and_tensors_are_rewards_and_nan_is_none(make: Any) -> None:
     ]
 
 
-def test_what_a_reward_class_asks_for_by_name_is_given_and_what_it_lacks_is_told() -> None:
+def test_what_a_reward_class_asks_for_by_name_is_given_and_what_it_lacks_is_reported() -> None:
     class Named:
         def __init__(self, cosine_max_len: int, scale: float) -> None:
             self.made_of = (cosine_max_len, scale)

@@ -65,7 +65,7 @@ def converted(tmp_path: Path) -> Path:
     return recipe
 
 
-def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_told(
+def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, notes = load(converted(tmp_path))

@@ -337,7 +337,7 @@ def test_tools_changed_after_the_last_turn_change_nothing() -> None:
     assert (trajectory.tools, len(trajectory.segments)) == ((TOOL,), 1)
 
 
-def test_what_cannot_be_told_to_a_model_here_is_refused_and_not_left_out() -> None:
+def test_what_cannot_be_reported_to_a_model_here_is_refused_and_not_left_out() -> None:
     def add_audio(request: Any, choice: Any) -> None:
         request.audios.append("a.wav")
         user(request)

@@ -95,7 +95,7 @@ def failure(trajectory: Trajectory) -> str:
     return trajectory.error.message
 
 
-def told(trajectory: Trajectory) -> list[Any]:
+def tool_texts(trajectory: Trajectory) -> list[Any]:
     return [message["content"] for message in trajectory.messages if message["role"] == "tool"]
 
 
@@ -103,16 +103,16 @@ def test_public_methods_are_tools_and_the_reward_is_the_environments() -> None:
     trajectory = play(guess(3), guess(7), "It is 7.")
     assert trajectory.messages[0]["content"] == "Guess! Between 1 and 10."
     assert [tool["function"]["name"] for tool in trajectory.tools] == ["guess", "peek"]
-    assert told(trajectory) == ["Wrong.", "Right."]
+    assert tool_texts(trajectory) == ["Wrong.", "Right."]
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
     (env,) = MADE
     assert (trajectory.stop, env.asked) == ("done", 1)
     assert env.given == {"secret": 7, "prompt": [{"role": "user", "content": "Guess!"}]}
 
 
-def test_errors_inside_are_told_to_the_model_and_end_nothing() -> None:
+def test_errors_inside_are_reported_to_the_model_and_end_nothing() -> None:
     trajectory = play(guess(11), call("peek", '{"hard": true}'), call("peek"), call("reset"), guess(7), "7")
-    assert told(trajectory) == [
+    assert tool_texts(trajectory) == [
         "Error: Too large.",
         "Error: RuntimeError: You must not.",
         "{'secret': 7}",  # as TRL has it: str, not JSON
@@ -210,7 +210,7 @@ def test_an_environment_without_tools_and_reward_listens_once_and_is_kept() -> N
     assert trajectory.environment.instance is MADE[0]  # kept for reward functions, then for the next conversation
 
 
-def test_content_blocks_of_a_tool_are_told_as_they_are(tmp_path: Path) -> None:
+def test_content_blocks_of_a_tool_are_reported_as_they_are(tmp_path: Path) -> None:
     class Camera(Bare):
         def look(self) -> list[dict[str, Any]]:
             """Look."""
@@ -224,12 +224,12 @@ def test_content_blocks_of_a_tool_are_told_as_they_are(tmp_path: Path) -> None:
             """Do nothing."""
 
     trajectory = play(call("count") + call("nothing"), "b", environment=Camera, row=a_row())
-    assert told(trajectory) == ["[1, 2]", "None"]
+    assert tool_texts(trajectory) == ["[1, 2]", "None"]
     make = TrlEnvironments(Camera)
     sees = Renderer.from_pretrained(save_vision_model(tmp_path / "model"), tool_format="hermes")
     trajectory = hold(scripted([call("look"), "b"], renderer=sees), make, renderer=sees)
     assert trajectory.error is None
-    assert told(trajectory) == [[{"type": "image", "image": IMAGE}, {"type": "text", "text": "A wall."}]]
+    assert tool_texts(trajectory) == [[{"type": "image", "image": IMAGE}, {"type": "text", "text": "A wall."}]]
 
 
 def test_several_environments_are_chosen_by_the_row() -> None:
@@ -307,7 +307,7 @@ def test_a_reset_that_hangs_is_given_up_and_the_environment_closed() -> None:
     assert (trajectory.stop, [env.closed for env in MADE]) == ("deadline", [1])
 
 
-def test_a_tool_that_hangs_is_told_to_the_model() -> None:
+def test_a_tool_that_hangs_is_reported_to_the_model() -> None:
     gate = threading.Event()
 
     class Hangs(Bare):
@@ -318,7 +318,7 @@ def test_a_tool_that_hangs_is_told_to_the_model() -> None:
     MADE.clear()
     make = TrlEnvironments(Hangs, timeout=0.05)
     trajectory = hold(Says(call("wait"), "b"), make, row=a_row(), limits=ROOM)
-    assert told(trajectory) == ["Error: wait took longer than 0.05 s"]
+    assert tool_texts(trajectory) == ["Error: wait took longer than 0.05 s"]
     assert trajectory.environment is not None
     trajectory.environment.release()
     hold(Says("b"), make, row=a_row(), limits=ROOM)
@@ -365,7 +365,7 @@ def test_eight_conversations_wait_together() -> None:
 
     make = TrlEnvironments(Slow)
     trajectories = hold_all(Says(call("wait"), "b"), make, size=8)
-    assert [told(one) for one in trajectories] == [["done"]] * 8
+    assert [tool_texts(one) for one in trajectories] == [["done"]] * 8
 
 
 def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path: Path) -> None:
@@ -394,8 +394,8 @@ def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path:
     }
     environments = build.environment_factory(Config.model_validate(tree))
     trajectory = hold(Says(call("say") + call("calculator", '{"expression": "1+1"}'), "b"), environments)
-    assert told(trajectory)[0] == "go...(truncated)...ye"
-    assert told(trajectory)[1].startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
+    assert tool_texts(trajectory)[0] == "go...(truncated)...ye"
+    assert tool_texts(trajectory)[1].startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.5]
     file.write_text(file.read_text().replace("say", "calculator"))
     other = tmp_path / "other.py"

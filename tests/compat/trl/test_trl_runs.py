@@ -123,7 +123,7 @@ def test_an_instance_whose_conversation_broke_serves_the_next_one(model: Path, t
 
 
 @pytest.mark.parametrize(("lockstep", "reason"), [(False, "as many as the group has"), (True, "`max_concurrent`")])
-def test_a_group_with_more_conversations_than_instances_is_told_so(
+def test_a_group_with_more_conversations_than_instances_is_reported(
     model: Path, tmp_path: Path, lockstep: bool, reason: str
 ) -> None:
     save(tmp_path, {"name": "a"}, {"name": "b"})

@@ -198,7 +198,7 @@ def test_an_interaction_that_raises_or_exits_breaks_its_conversation_and_is_fina
 
 
 @pytest.mark.parametrize("how", ["breaks_at", "exits_at"])
-def test_a_broken_finalize_is_told_and_the_conversation_is_whole(
+def test_a_broken_finalize_is_reported_and_the_conversation_is_whole(
     how: str, user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = set_up(tmp_path, interactions=[an_interaction(over_after=1, **{how: "finalize"})])

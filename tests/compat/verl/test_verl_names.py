@@ -103,7 +103,7 @@ def test_a_schema_keeps_what_verl_drops() -> None:
     assert OpenAIFunctionToolSchema.model_validate(given).model_dump(exclude_unset=True) == given
 
 
-def test_the_arguments_of_a_call_are_read_and_what_is_no_mapping_is_told() -> None:
+def test_the_arguments_of_a_call_are_read_and_what_is_no_mapping_is_reported() -> None:
     with verl_names():
         from verl.tools.schemas import (  # type: ignore[import-not-found]
             OpenAIFunctionCallSchema,

@@ -82,7 +82,7 @@ def answered(folder: Path, tool: dict[str, Any], arguments: Any, answer: Any, ur
     return one, said, server
 
 
-def test_a_search_is_told_as_verl_tells_it(tmp_path: Path) -> None:
+def test_a_search_result_is_formatted_as_in_verl(tmp_path: Path) -> None:
     tool = entry("verl.tools.search_tool.SearchTool", "search", "query_list", "array", topk=1)
     one, said, server = answered(tmp_path, tool, {"query_list": ["bern"]}, FOUND, "retrieval_service_url")
     assert json.loads(said) == {"result": "Doc 1 (Title: Bern)\nIn Switzerland."}

@@ -32,7 +32,7 @@ def row(**kinds: Any) -> Row:
     return a_row(extra_info={"tools_kwargs": {"count": kinds}} if kinds else {})
 
 
-def told(one: Any) -> list[str]:
+def tool_texts(one: Any) -> list[str]:
     """What the tools said."""
     return [message["content"] for message in one.messages if message["role"] == "tool"]
 
@@ -40,7 +40,7 @@ def told(one: Any) -> list[str]:
 def test_a_conversation_has_one_instance_and_its_state_lasts(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool()])
     one = hold([call("count"), call("count", '{"by": 5}'), "done"], made, row=row(create_kwargs={"start": 10}))
-    assert told(one) == ["11", "16"]  # the loop of verl's last versions says 11 and 15: an instance for each call
+    assert tool_texts(one) == ["11", "16"]  # the loop of verl's last versions says 11 and 15: an instance for each call
     assert names(user) == ["create", "execute", "execute", "calc_reward", "release"]
     assert len({event[1] for event in user.EVENTS}) == 1
     assert [turn.reward for turn in one.turns] == [0.125, 0.125, 16.0]
@@ -73,7 +73,7 @@ def test_each_method_is_handed_its_own_keywords(user: ModuleType, tmp_path: Path
 def test_conversations_of_one_tool_do_not_meet(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool()])
     held = hold_all(Says(call("count"), call("count"), "done"), made, row=row(), size=4)
-    assert [told(one) for one in held] == [["1", "2"]] * 4
+    assert [tool_texts(one) for one in held] == [["1", "2"]] * 4
     assert len({event[1] for event in user.EVENTS}) == 4
 
 
@@ -127,14 +127,14 @@ def test_the_tools_of_all_generations_are_called_as_they_were_written(user: Modu
     made = set_up(tmp_path, tools=[a_tool("OldTool", "old", ""), a_tool("NewTool", "new", "")])
     asked = a_row(extra_info={"tools_kwargs": {"new": {"create_kwargs": {"a": 1}}}})
     one = hold([call("old") + call("new"), "done"], made, row=asked)
-    assert told(one) == ["plain text", "new"]
+    assert tool_texts(one) == ["plain text", "new"]
     assert user.EVENTS == [("new create", {"a": 1}), ("old release",)]
     assert [turn.reward for turn in one.turns] == [0.5, 0.0]
 
 
 def test_a_tool_that_raises_tells_the_model_and_the_conversation_goes_on(user: ModuleType, tmp_path: Path) -> None:
     one = hold([call("count"), "done"], set_up(tmp_path, tools=[a_tool(breaks_at="execute")]), row=row())
-    assert told(one) == ["Error: RuntimeError: broken at execute"]
+    assert tool_texts(one) == ["Error: RuntimeError: broken at execute"]
     assert [outcome.error for outcome in one.turns[0].outcomes] == ["raised"]
     assert names(user) == ["create", "execute", "calc_reward", "release"]
 
@@ -157,7 +157,7 @@ def test_a_reward_that_breaks_breaks_the_conversation_and_no_zero_stands_in(user
     assert names(user) == ["create", "execute", "calc_reward", "release"]
 
 
-def test_a_release_that_breaks_is_told_and_the_conversation_is_whole(
+def test_a_release_that_breaks_is_reported_and_the_conversation_is_whole(
     user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -227,17 +227,17 @@ def test_a_deadline_and_a_broken_model_release_once(user: ModuleType, tmp_path: 
         ("nan", "Error: TypeError: the reward of the call is nan, which is not a finite number"),
     ],
 )
-def test_an_unruly_tool_is_told_to_the_model(what: str, answer: str, user: ModuleType, tmp_path: Path) -> None:
+def test_an_unruly_tool_is_reported_to_the_model(what: str, answer: str, user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what")])
     one = hold([call("unruly", json.dumps({"what": what})), "done"], made)
-    assert told(one) == [answer]
+    assert tool_texts(one) == [answer]
     assert one.stop is Stop.DONE
 
 
 def test_ten_megabytes_are_cut(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what")])
     one = hold([call("unruly", '{"what": "megabytes"}')], made, limits=Limits(turns=1, tokens_per_turn=99))
-    (text,) = told(one)
+    (text,) = tool_texts(one)
     assert 900_000 < len(text) < 1_100_000
     assert (one.stop, one.error) == (Stop.MAX_TURNS, None)
 
@@ -245,7 +245,7 @@ def test_ten_megabytes_are_cut(user: ModuleType, tmp_path: Path) -> None:
 def test_a_tool_that_hangs_is_left_behind(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool("UnrulyTool", "unruly", "what", seconds=3)], tool_timeout=0.1)
     one = hold([call("unruly", '{"what": "hang"}'), "done"], made)
-    assert told(one) == ["Error: unruly took longer than 0.1 s"]
+    assert tool_texts(one) == ["Error: unruly took longer than 0.1 s"]
     assert one.stop is Stop.DONE
 
 
@@ -274,7 +274,9 @@ def test_the_shipped_gsm8k_tool_charges_for_an_answer_that_is_no_better(tmp_path
     kinds = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}
     ask = [call("calc_gsm8k_reward", f'{{"answer": "{answer}"}}') for answer in ("70", "72", "72")]
     one = hold([*ask, "#### 72"], made, row=a_row(extra_info={"need_tools_kwargs": True, "tools_kwargs": kinds}))
-    assert told(one) == [f"Current parsed answer='{a}' reward={r}" for a, r in (("70", 0.0), ("72", 1.0), ("72", 1.0))]
+    assert tool_texts(one) == [
+        f"Current parsed answer='{a}' reward={r}" for a, r in (("70", 0.0), ("72", 1.0), ("72", 1.0))
+    ]
     assert [turn.reward for turn in one.turns] == [-0.05, 0.0, -0.05, 1.0]
 
 
@@ -299,7 +301,7 @@ def test_tools_of_an_mcp_server_are_those_that_the_file_selects(tmp_path: Path) 
     }
     one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
     assert [tool["function"]["name"] for tool in one.tools] == ["add"]
-    assert told(one) == ["7"]
+    assert tool_texts(one) == ["7"]
 
 
 @pytest.mark.slow
@@ -317,7 +319,7 @@ def test_a_subclass_reads_the_results_of_a_server_in_its_own_way(tmp_path: Path)
     entry = {"class_name": f"{tmp_path}/own.py:Own", "config": {"type": "mcp"}, "mcp": options}
     one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
     assert "visit" in [tool["function"]["name"] for tool in one.tools]  # an empty selection is all of them
-    assert told(one) == ["<7>"]
+    assert tool_texts(one) == ["<7>"]
     assert one.turns[0].info == {"add": {"parts": 1}}
 
 
@@ -341,7 +343,7 @@ def test_a_tool_is_handed_its_conversation_as_of_v0_7(user: ModuleType, tmp_path
     assert (first["rewards"], second["rewards"], second["scores"]) == ([], [0.5], [0.25])
     assert first["ids"] == one.turns[0].completion.token_ids.__len__()  # type: ignore[union-attr]
     assert (second["kwargs"], second["images"]) == ({"session": {"create_kwargs": {"a": 1}}}, None)
-    assert told(one) == [
+    assert tool_texts(one) == [
         "call 1",
         "Error: AttributeError: agent_data.prompt_ids: tools see the messages of a conversation, not its tokens; the tokens of "
         "the last turn are agent_data.response_ids",
@@ -352,17 +354,17 @@ def test_a_tool_is_handed_its_conversation_as_of_v0_7(user: ModuleType, tmp_path
 def test_the_extra_fields_of_two_conversations_do_not_meet(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool("SessionTool", "session", "what")])
     held = hold_all(Says(call("session"), call("session"), "done"), made, size=3)
-    assert [told(one) for one in held] == [["call 1", "call 2"]] * 3
+    assert [tool_texts(one) for one in held] == [["call 1", "call 2"]] * 3
 
 
-def test_keywords_for_a_tool_that_is_not_there_are_not_used_and_told_once(
+def test_keywords_for_a_tool_that_is_not_there_are_not_used_and_reported_once(
     user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = set_up(tmp_path, tools=[a_tool()])
     info = {"need_tools_kwargs": True, "tools_kwargs": {"cuont": {"create_kwargs": {"start": 3}}, "count": None}}
     with caplog.at_level(logging.WARNING):
         held = hold_all(Says(call("count"), "done"), made, row=a_row(extra_info=info), size=3)
-    assert [(one.error, told(one)) for one in held] == [(None, ["1"])] * 3
+    assert [(one.error, tool_texts(one)) for one in held] == [(None, ["1"])] * 3
     assert caplog.text.count("rows have tools_kwargs for a tool 'cuont'; did you mean 'count'?") == 1
 
 
@@ -467,7 +469,7 @@ def test_copies_of_verl_s_base_classes_are_read_by_their_shape(tmp_path: Path) -
     answers = {"class_name": f"{tmp_path}/vendored.py:Answers", "config": {}}
     one = hold([call("own"), "done"], set_up(tmp_path, tools=[own(2.0)], interactions=[answers]))
     assert [tool["function"]["name"] for tool in one.tools] == ["own"]
-    assert told(one) == ["welcome", "own"]
+    assert tool_texts(one) == ["welcome", "own"]
     assert [turn.reward for turn in one.turns] == [0.5, 0.25 + 2.0]
     assert one.turns[0].info == {"own": {"k": 1}}
     assert "calculate_score" not in one.turns[1].info  # that of the base class is nobody's own
@@ -485,5 +487,5 @@ def test_a_copy_of_verl_s_mcp_tool_asks_our_servers(tmp_path: Path) -> None:
     options = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": ["add"]}
     entry = {"class_name": f"{tmp_path}/vendored.py:Remote", "config": {"type": "mcp"}, "mcp": options}
     one = asyncio.run(held_with_a_server(set_up(tmp_path, tools=[entry])))
-    assert told(one) == ["<7>"]
+    assert tool_texts(one) == ["<7>"]
     assert one.turns[0].info == {"add": {"api_request_error": None, "parts": 1}}

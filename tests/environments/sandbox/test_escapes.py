@@ -441,7 +441,7 @@ print("now")
 print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))())
 """
     ran = attempt(code)
-    assert (ran.output, ran.told()) == ("now\n", "now\n[exit status 159, SIGSYS]")
+    assert (ran.output, ran.text_for_model()) == ("now\n", "now\n[exit status 159, SIGSYS]")
 
 
 def test_limits_cannot_be_raised() -> None:
@@ -593,13 +593,13 @@ while True:
 @pytest.mark.slow
 def test_a_program_that_stops_itself_is_ended_at_the_deadline() -> None:
     ran = attempt("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", seconds=0.5)
-    assert ran.told() == "[stopped: the program ran longer than 0.5 s]"
+    assert ran.text_for_model() == "[stopped: the program ran longer than 0.5 s]"
 
 
 @pytest.mark.slow
 def test_a_program_whose_output_is_closed_is_waited_for_and_ended() -> None:
     ran = attempt("import os, time\nos.close(1); os.close(2)\ntime.sleep(30)", seconds=0.5)
-    assert ran.told() == "[stopped: the program ran longer than 0.5 s]"
+    assert ran.text_for_model() == "[stopped: the program ran longer than 0.5 s]"
     assert attempt("import os, time\nos.close(1); os.close(2)\ntime.sleep(0.2)\nos._exit(7)").status == 7
 
 
@@ -609,13 +609,13 @@ def test_a_program_whose_output_is_closed_is_waited_for_and_ended() -> None:
 @pytest.mark.slow
 def test_processor_time_is_limited() -> None:
     ran = attempt("print('on')\nwhile True: pass", cpu_seconds=1)
-    assert ran.told() == "on\n[exit status 152, SIGXCPU: the limit of processor time was reached]"
+    assert ran.text_for_model() == "on\n[exit status 152, SIGXCPU: the limit of processor time was reached]"
     assert ran.seconds < 10
 
 
 def test_sleeping_is_limited_by_the_clock() -> None:
     ran = attempt("import time\nprint('on')\ntime.sleep(60)", seconds=0.5)
-    assert ran.told() == "on\n[stopped: the program ran longer than 0.5 s]"
+    assert ran.text_for_model() == "on\n[stopped: the program ran longer than 0.5 s]"
     assert ran.seconds < 30
 
 
@@ -694,7 +694,7 @@ def test_shared_memory_files_are_limited() -> None:
 def test_the_number_of_files_is_limited() -> None:
     code = "import os, time\nfor number in range(20_000):\n    os.mkdir(str(number))\ntime.sleep(20)"
     ran = attempt(code, files=500)
-    assert ran.told() == "[stopped: the program created more than 500 files]"
+    assert ran.text_for_model() == "[stopped: the program created more than 500 files]"
     assert ran.seconds < 10
 
 
@@ -725,10 +725,10 @@ def peak() -> int:
 
 def test_a_long_line_is_cut_in_the_middle() -> None:
     ran = attempt("import sys\nsys.stdout.write('a' * 400_000 + 'the end')", output_bytes=20)
-    assert ran.told() == "aaaaaaaaaa\n[... 399987 bytes of output left out ...]\naaathe end"
+    assert ran.text_for_model() == "aaaaaaaaaa\n[... 399987 bytes of output left out ...]\naaathe end"
 
 
-def test_output_that_is_no_text_is_told_as_far_as_it_is() -> None:
+def test_output_that_is_no_text_is_reported_as_far_as_it_is() -> None:
     assert said("import os\nos.write(1, b'\\xff\\xfe ok \\x00\\n')") == "\ufffd\ufffd ok \x00"
     ran = attempt("print('ä' * 1000)", output_bytes=7)
     assert ran.output == "ää\n[... 1994 bytes of output left out ...]\nä\n"
@@ -747,9 +747,9 @@ def test_output_that_is_no_text_is_told_as_far_as_it_is() -> None:
         ("\ud800", "[exit status 1]"),
     ],
 )
-def test_a_program_that_breaks_is_told_how(code: str, ending: str) -> None:
+def test_a_program_that_fails_is_reported_with_its_error(code: str, ending: str) -> None:
     ran = attempt(code, seconds=10)
-    assert ran.told().endswith(ending)
+    assert ran.text_for_model().endswith(ending)
     assert "<string>" not in ran.output  # nothing of ours in the traceback
 
 

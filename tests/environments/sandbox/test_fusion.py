@@ -26,7 +26,7 @@ def ran(
     return {"status": whole, "message": "", "compile_result": None, "run_result": result, "files": {}, **more}
 
 
-def told(*answers: Answer, **options: Any) -> str:
+def result_text(*answers: Answer, **options: Any) -> str:
     """What the model is told when the server answers so, one after the other."""
     with serving(lambda question, number: answers[min(number, len(answers) - 1)]) as server:
         return asyncio.run(SandboxFusion(server.url, pause=0, **options).code_interpreter("print(1)"))
@@ -74,19 +74,19 @@ def test_the_request_is_the_servers_own() -> None:
         (ran(compile_result={"status": "Finished", "return_code": 0, "stderr": "warning"}), "[the program ended"),
     ],
 )
-def test_the_model_is_told_what_the_program_printed_and_how_it_ended(answer: dict[str, Any], text: str) -> None:
-    assert told(Answer(answer), run_timeout=3).startswith(text)
+def test_the_model_sees_what_the_program_printed_and_how_it_ended(answer: dict[str, Any], text: str) -> None:
+    assert result_text(Answer(answer), run_timeout=3).startswith(text)
 
 
 def test_a_long_output_is_cut_in_the_middle() -> None:
-    assert told(Answer(ran("a" * 50 + "b" * 50)), output_chars=10) == (
+    assert result_text(Answer(ran("a" * 50 + "b" * 50)), output_chars=10) == (
         "aaaaa\n[... 90 characters of output left out ...]\nbbbbb"
     )
 
 
 @pytest.mark.parametrize("bad", [Answer("busy", 503), Answer("", 500), Answer("slow down", 429), Answer(hang_up=True)])
 def test_what_may_pass_is_tried_again(bad: Answer) -> None:
-    assert told(bad, bad, Answer(ran("1"))) == "1"
+    assert result_text(bad, bad, Answer(ran("1"))) == "1"
 
 
 def test_it_is_tried_as_often_as_was_said_and_no_more() -> None:
@@ -114,17 +114,17 @@ def test_it_is_tried_as_often_as_was_said_and_no_more() -> None:
 )
 def test_what_the_server_does_wrong_is_an_error_and_no_output(answer: Answer, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        told(answer)
+        result_text(answer)
 
 
 def test_a_server_that_hangs_is_given_up() -> None:
     started = time.perf_counter()
     with pytest.raises(ServiceError, match=r"was called 2 times: no answer within 0.2 s"):
-        told(Answer(ran("1"), seconds=30), timeout=0.2, retries=1)
+        result_text(Answer(ran("1"), seconds=30), timeout=0.2, retries=1)
     assert time.perf_counter() - started < 25
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
+def test_a_server_that_is_not_there_is_reported() -> None:
     with pytest.raises(ServiceError, match=r"was called 2 times: ConnectionRefusedError"):
         asyncio.run(SandboxFusion("http://127.0.0.1:9", retries=1, pause=0).code_interpreter("1"))
 
@@ -140,7 +140,7 @@ def test_conversations_share_how_many_may_ask_at_once() -> None:
     assert server.most_at_once == 2
 
 
-def test_a_model_is_told_of_a_broken_server_and_goes_on() -> None:
+def test_a_model_sees_the_error_of_a_broken_server_and_goes_on() -> None:
     with serving(lambda question, number: Answer("no", 400)) as server:
         toolbox = Toolbox.of(SandboxFusion, arguments={"url": server.url})
         trajectory = hold(Says(call("code_interpreter", '{"code": "1"}'), "so be it"), lambda: Tools([toolbox]))

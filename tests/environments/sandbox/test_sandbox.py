@@ -50,8 +50,8 @@ jail = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a jail"
         (Ran(output="on", status=0, notes=("a", "b")), "on\n[a]\n[b]"),
     ],
 )
-def test_the_model_is_told_what_came_of_it_in_words(ran: Ran, told: str) -> None:
-    assert ran.told() == told
+def test_the_text_for_the_model_contains_output_status_and_notes(ran: Ran, told: str) -> None:
+    assert ran.text_for_model() == told
 
 
 @jail
@@ -274,15 +274,15 @@ def test_unsandboxed_runs_in_bounds_of_time_memory_and_output(monkeypatch: pytes
     monkeypatch.setenv("TURNWISE_TEST_SECRET", "swordfish")
     sandbox = Sandbox(unsandboxed=True, bounds={"seconds": 2, "memory_mb": 512, "output_bytes": 200})
 
-    def told(code: str) -> str:
+    def result_text(code: str) -> str:
         return asyncio.run(sandbox.code_interpreter(code))
 
-    assert told("import os; print(6 * 7, 'TURNWISE_TEST_SECRET' in os.environ)") == "42 False"
-    assert told("x = bytearray(10**10)").endswith("MemoryError\n[exit status 1]")
-    assert told("open('f', 'wb').truncate(10**10)").endswith("File too large\n[exit status 1]")
-    assert "bytes of output left out" in told("print('x' * 1000)")
-    assert told("import os\nif os.fork() == 0:\n    import time; time.sleep(9)\nprint('on')") == "on"
-    assert told("import time; time.sleep(9)") == "[stopped: the program ran longer than 2 s]"
+    assert result_text("import os; print(6 * 7, 'TURNWISE_TEST_SECRET' in os.environ)") == "42 False"
+    assert result_text("x = bytearray(10**10)").endswith("MemoryError\n[exit status 1]")
+    assert result_text("open('f', 'wb').truncate(10**10)").endswith("File too large\n[exit status 1]")
+    assert "bytes of output left out" in result_text("print('x' * 1000)")
+    assert result_text("import os\nif os.fork() == 0:\n    import time; time.sleep(9)\nprint('on')") == "on"
+    assert result_text("import time; time.sleep(9)") == "[stopped: the program ran longer than 2 s]"
 
 
 @pytest.mark.usefixtures("no_bubblewrap")

@@ -69,22 +69,22 @@ class _Gemma(MarkedFormat):
     # each method parses what begins at `at`, and returns it with the index after it; raises MalformedCall
 
     def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         at = skip_space(text, at)
         while not text.startswith("}", at):
             key, at = self._key(text, at)
-            found[key], at = self._value(text, at, depth)
+            members[key], at = self._value(text, at, depth)
             at = self._next(text, at, "}")
-        return found, at + 1
+        return members, at + 1
 
     def _list(self, text: str, at: int, depth: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
+        items: list[Any] = []
         at = skip_space(text, at)
         while not text.startswith("]", at):
             value, at = self._value(text, at, depth)
-            found.append(value)
+            items.append(value)
             at = self._next(text, at, "]")
-        return found, at + 1
+        return items, at + 1
 
     def _next(self, text: str, at: int, end: str) -> int:
         at = skip_space(text, at)

@@ -55,7 +55,10 @@ class Harmony:
     ) -> ParsedText:
         content: list[str] = [""]
         thoughts: list[str] = [""]
-        channels = {"analysis", *(found["name"] for opening, _ in marks.own if (found := _CHANNEL.search(opening)))}
+        channels = {
+            "analysis",
+            *(channel_mark["name"] for opening, _ in marks.own if (channel_mark := _CHANNEL.search(opening))),
+        }
         calls: list[ToolCall] = []
         at = self._body(text, 0, thoughts) if thinking else 0
         while at < len(text):

@@ -49,18 +49,18 @@ def _decode_in_pieces(text: str, begin: int) -> tuple[Any, int]:
     size = _PIECE
     while True:
         piece = text[begin : begin + size]
-        whole = begin + size >= len(text)
+        at_end = begin + size >= len(text)
         try:
             value, end = _DECODER.raw_decode(piece)
         except json.JSONDecodeError as error:
-            if not whole and (error.pos > size - _TAIL or error.msg.startswith("Unterminated string")):
+            if not at_end and (error.pos > size - _TAIL or error.msg.startswith("Unterminated string")):
                 size *= 4
                 continue
             at = begin + error.pos
             rest = text[at : at + _SHOWN]
             where = f"at {rest!r}" if rest else "at the end"
             raise MalformedCall(f"{error.msg} {where}", at) from None
-        if whole or end < size - _TAIL:  # a number may continue after the end of the piece
+        if at_end or end < size - _TAIL:  # a number may continue after the end of the piece
             return value, begin + end
         size *= 4
 

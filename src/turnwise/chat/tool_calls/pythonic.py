@@ -201,10 +201,10 @@ def _split_call(text: str, at: int, limit: int, tokens: re.Pattern[str]) -> tupl
 def _as_python_string(literal: str) -> str:
     """A string literal that Python accepts: line breaks and its own quotes escaped; in triple quotes both are allowed."""
     if literal[:3] in ("'''", '"""') and len(literal) > 5:
-        return re.sub(r"\\.|[\r\0]", lambda found: _ESCAPES.get(found[0], found[0]), literal, flags=re.DOTALL)
+        return re.sub(r"\\.|[\r\0]", lambda match: _ESCAPES.get(match[0], match[0]), literal, flags=re.DOTALL)
 
-    def escape(found: re.Match[str]) -> str:
-        character = found[0]
+    def escape(match: re.Match[str]) -> str:
+        character = match[0]
         return _ESCAPES.get(character) or ("\\" + character if character == literal[0] else character)
 
     return literal[0] + _TO_ESCAPE.sub(escape, literal[1:-1]) + literal[0]
@@ -216,11 +216,11 @@ def _arguments(written: Sequence[str], at: int) -> dict[str, Any]:
         written = written[:-1]  # a comma after the last one
     if len(written) == 1 and not written[0].strip():
         return {}
-    for one in written:
-        argument = _ARGUMENT.match(one)
+    for text in written:
+        argument = _ARGUMENT.match(text)
         if argument is None:
-            raise MalformedCall(f"{one.strip()[:20]!r} has no name; write arguments as <name>=<value>", at)
-        arguments[argument["key"]] = _literal(one[argument.end() :].strip(), at)
+            raise MalformedCall(f"{text.strip()[:20]!r} has no name; write arguments as <name>=<value>", at)
+        arguments[argument["key"]] = _literal(text[argument.end() :].strip(), at)
     return arguments
 
 

@@ -67,13 +67,13 @@ def _declared(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds or [] if isinstance(kind, str)}
+    types = {kinds} if isinstance(kinds, str) else {kind for kind in kinds or [] if isinstance(kind, str)}
     for union in ("anyOf", "oneOf"):
         for choice in schema.get(union) or []:
-            found |= _declared(choice)
+            types |= _declared(choice)
     choices = schema.get("enum")
-    if not found and isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
-        found = {"string"}
-    if found and schema.get("nullable"):
-        found.add("null")
-    return found
+    if not types and isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+        types = {"string"}
+    if types and schema.get("nullable"):
+        types.add("null")
+    return types

@@ -67,9 +67,9 @@ def _above_zero(value: Any) -> int | float:
 
 
 def _flag(value: Any) -> bool:
-    if (found := _FLAGS.get(str(value).strip().lower())) is None:
+    if (flag := _FLAGS.get(str(value).strip().lower())) is None:
         raise ValueError("is not true or false")
-    return found
+    return flag
 
 
 def _text(value: Any) -> str:
@@ -160,8 +160,8 @@ def parse_argument(key: str, values: list[Any]) -> Any:
     """
     kind = ARGUMENT_TYPES.get(key, _guess)
     if key in LISTS:
-        found = [_read(key, kind, item) for value in values for item in _items(value)]
-        return [item for item in found if item is not None]
+        parsed = [_read(key, kind, item) for value in values for item in _items(value)]
+        return [item for item in parsed if item is not None]
     if not values and kind in (_guess, _flag):
         return True
     if kind is _guess and len(values) > 1:

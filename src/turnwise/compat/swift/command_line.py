@@ -135,17 +135,17 @@ def _file(given: SwiftArguments, path: Path) -> None:
 
 def _commented(text: str) -> str:
     """The `swift rollout` command in the script's comments, which the user runs in another terminal; empty if there is none."""
-    found: list[str] = []
+    lines: list[str] = []
     for line in text.splitlines():
         words = line.lstrip().removeprefix("#").strip()
-        if not line.lstrip().startswith("#") or (not found and _ROLLOUT.match(words) is None):
-            if found:
+        if not line.lstrip().startswith("#") or (not lines and _ROLLOUT.match(words) is None):
+            if lines:
                 break
             continue
-        found.append(words)
+        lines.append(words)
         if not words.endswith("\\"):
             break
-    return "\n".join(found).rstrip("\\")
+    return "\n".join(lines).rstrip("\\")
 
 
 def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
@@ -153,7 +153,7 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
 
     Variables that the script itself sets to plain texts are expanded.
     """
-    found: list[tuple[str, list[str]]] = []
+    commands: list[tuple[str, list[str]]] = []
     variables: dict[str, str] = {}
     for line in _lines(text, path):
         words = [re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: _variable(match, variables), word) for word in line]
@@ -170,10 +170,10 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
         words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]
         if unset := [word for word in words if re.search(r"\$[\w{(]", word)]:
             raise ConfigError(f"{path}: {unset[0]!r} is set nowhere in the script; write its value")
-        found.append((kind, words))
-    if not found:
+        commands.append((kind, words))
+    if not commands:
         raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
-    return found
+    return commands
 
 
 def _launched(word: str) -> list[str]:

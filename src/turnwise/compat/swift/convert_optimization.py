@@ -85,11 +85,11 @@ def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     if warmup:
         builder.set("train.warmup_steps", warmup, "warmup_steps")
     builder.convert("train.warmup_steps", "warmup_ratio", "warmup_steps")
-    if isinstance(every := builder.values.get("eval_steps"), float):
+    if isinstance(eval_steps := builder.values.get("eval_steps"), float):
         builder.reject("eval_steps", SHARE_OF_STEPS.format("eval.every"))
     elif builder.values.get("val_dataset"):
         if builder.has("eval_steps"):
-            builder.set("eval.every", every, "eval_steps")
+            builder.set("eval.every", eval_steps, "eval_steps")
     else:
         builder.reject("eval_steps", "there are no held-out rows: set data.eval")
 

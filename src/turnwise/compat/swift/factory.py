@@ -88,19 +88,19 @@ def scheduler(
     return StepEnvironment(instance, name=number, gym_weight=weight, lock=lock)
 
 
-def _scheduler_class(found: Any, name: str) -> type[RolloutScheduler]:
-    """`found` as a subclass of our base classes. A plugin may bring ms-swift's base classes: missing methods are ours then.
+def _scheduler_class(candidate: Any, name: str) -> type[RolloutScheduler]:
+    """`candidate` as a subclass of our base classes. A plugin may bring ms-swift's base classes: missing methods are ours then.
 
     Raises ConfigError if it is not a scheduler, or not a scheduler of single conversations.
     """
-    if isinstance(found, type) and issubclass(found, RolloutScheduler):
-        kind = found
-    elif isinstance(found, type) and any(callable(getattr(found, method, None)) for method in ("step", "run")):
-        kind = types.new_class(found.__name__, (found, MultiTurnScheduler))
+    if isinstance(candidate, type) and issubclass(candidate, RolloutScheduler):
+        kind = candidate
+    elif isinstance(candidate, type) and any(callable(getattr(candidate, method, None)) for method in ("step", "run")):
+        kind = types.new_class(candidate.__name__, (candidate, MultiTurnScheduler))
     else:
         raise ConfigError(
-            f"environment.arguments.name: {name} is {found!r:.80}; a scheduler is a subclass of MultiTurnScheduler, or a class "
-            f"with its methods step or run"
+            f"environment.arguments.name: {name} is {candidate!r:.80}; a scheduler is a subclass of MultiTurnScheduler, or a "
+            f"class with its methods step or run"
         )
     owner = _defining_class(kind, "async_infer")
     if owner is not RolloutScheduler and owner.__name__ != "RolloutScheduler":

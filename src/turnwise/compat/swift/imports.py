@@ -27,17 +27,17 @@ class Modules:
     """Modules of ms-swift by name. ms-swift has moved names between its modules, so each module here has all names."""
 
     def __init__(self, listed: Sequence[str], names: Mapping[str, Any]) -> None:
-        self._found: dict[str, ModuleType] = {}
+        self._modules: dict[str, ModuleType] = {}
         tops = {name.partition(".")[0] for name in listed}
         installed = {top for top in tops if top != _ROOT and importlib.util.find_spec(top) is not None}
         self._tops = tops - installed
         for name in (name for name in listed if name.partition(".")[0] in self._tops):
-            module = self._found[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
+            module = self._modules[name] = ModuleType(name, "turnwise's own, for plugins written for ms-swift")
             module.__path__ = []  # marks a package; its only submodules are those of this table
             vars(module).update(names)
             parent, _, child = name.rpartition(".")
             if parent:
-                setattr(self._found[parent], child, module)
+                setattr(self._modules[parent], child, module)
 
     def __contains__(self, top: str) -> bool:
         """Whether turnwise provides the top-level module `top`."""
@@ -45,9 +45,9 @@ class Modules:
 
     def get(self, name: str, *, top: bool) -> ModuleType:
         """The module, or with `top` its top-level package. Raises ModuleNotFoundError if there is no module of that name."""
-        if name not in self._found:
+        if name not in self._modules:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return self._found[name.partition(".")[0] if top else name]
+        return self._modules[name.partition(".")[0] if top else name]
 
 
 def run_file(name: str, path: Path, modules: Modules) -> ModuleType:
@@ -98,7 +98,7 @@ class _Folder:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         """The method of a finder in `sys.meta_path`."""
-        if path is not None and not any(str(one).startswith(self._folder) for one in path):
+        if path is not None and not any(str(entry).startswith(self._folder) for entry in path):
             return None
         spec: ModuleSpec | None = PathFinder.find_spec(name, [self._folder] if path is None else path)
         if spec is None or not isinstance(spec.loader, SourceFileLoader):

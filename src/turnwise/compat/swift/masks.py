@@ -121,8 +121,8 @@ def mask_outputs(outputs: Sequence[RolloutOutput], turns: Sequence[SampledTurn])
     for number, output in enumerate(outputs, 1):
         rounds = _find_rounds(output, turns, trained, f"output {number} of run")
         last = rounds if output.response_loss_mask else rounds[-_last_round(output) :]
-        kept.update(index for found in last for index in found)
-        ends += [found[-1] for found in rounds[-1:] if found]
+        kept.update(index for turns_of_round in last for index in turns_of_round)
+        ends += [turns_of_round[-1] for turns_of_round in rounds[-1:] if turns_of_round]
     masked = {
         turn.index: [place for place in range(len(turn.token_ids)) if place not in trained.get(turn.index, ())]
         for turn in turns
@@ -180,12 +180,12 @@ def _align(
     turns: Sequence[SampledTurn],
     first: int,
     trained: dict[int, set[int]],
-    found: list[int],
+    aligned: list[int],
     where: str,
 ) -> int:
     """Find the sampled turns in one list of ids, from `turns[first]` on. Returns the first turn that was not found.
 
-    Adds to `trained` and `found`.
+    Adds to `trained` and `aligned`.
     """
     place = 0
     while place < len(ids):
@@ -193,7 +193,7 @@ def _align(
             turn, length = turns[number], len(turns[number].token_ids)
             same = common_prefix(ids[place:], turn.token_ids)
             if same and (turn.edited or same >= length - 1):  # the stop token may have been left out
-                found.append(turn.index)
+                aligned.append(turn.index)
                 positions = trained.setdefault(turn.index, set())
                 positions.update(n for n in range(same) if mask[place + n])
                 if not turn.edited and same == length - 1 and mask[place + same - 1]:

@@ -42,7 +42,7 @@ class MathAccuracy(ORM):
         _require_math_verify("accuracy")
 
     def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
-        return [_agree(one, str(truth)) for one, truth in zip(completions, solution, strict=True)]
+        return [_agree(completion, str(truth)) for completion, truth in zip(completions, solution, strict=True)]
 
 
 class MathORM(ORM):
@@ -73,14 +73,14 @@ class Format(ORM):
     """1 if a completion consists only of `<think>...</think>` and `<answer>...</answer>`, else 0."""
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
-        return [float(_FORMAT.fullmatch(one) is not None) for one in completions]
+        return [float(_FORMAT.fullmatch(completion) is not None) for completion in completions]
 
 
 class ReActFormat(ORM):
     """1 if a completion begins with a thought, `Action:` and `Action Input:`, else 0."""
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
-        return [float(_REACT.match(one) is not None) for one in completions]
+        return [float(_REACT.match(completion) is not None) for completion in completions]
 
 
 class CosineReward(ORM):
@@ -114,7 +114,7 @@ class RepetitionPenalty(ORM):
         super().__init__(args or RewardArgs(), **kwargs)
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
-        return [self._penalty(one.lower().split()) for one in completions]
+        return [self._penalty(completion.lower().split()) for completion in completions]
 
     def _penalty(self, words: Sequence[str]) -> float:
         size = self.args.repetition_n_grams
@@ -146,7 +146,7 @@ class SoftOverlong(ORM):
 def _lengths(columns: dict[str, Any]) -> list[int]:
     """The number of sampled tokens per conversation. `response_token_ids` has one list per turn, or one list for all turns."""
     return [
-        sum(len(one) if isinstance(one, list | tuple) else 1 for one in ids) for ids in columns["response_token_ids"]
+        sum(len(item) if isinstance(item, list | tuple) else 1 for item in ids) for ids in columns["response_token_ids"]
     ]
 
 
@@ -159,7 +159,7 @@ def _agree(completion: str, solution: str) -> float:
     if not gold:
         return 0.0
     if (answer := _tagged(completion)) is not None:
-        found = parse(answer, extraction_mode="first_match")
+        parsed_answer = parse(answer, extraction_mode="first_match")
     else:
         normalization = NormalizationConfig(
             nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
@@ -167,8 +167,8 @@ def _agree(completion: str, solution: str) -> float:
         latex = LatexExtractionConfig(
             normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
         )
-        found = parse(completion, extraction_config=[latex], extraction_mode="first_match")
-    return float(verify(gold, found))
+        parsed_answer = parse(completion, extraction_config=[latex], extraction_mode="first_match")
+    return float(verify(gold, parsed_answer))
 
 
 def _require_math_verify(name: str) -> None:
@@ -215,8 +215,8 @@ def _expression(text: str) -> Any:
 
 
 def _tagged(text: str) -> str | None:
-    found = _TAGGED.search(text)
-    return found.group(1).strip() if found else None
+    match = _TAGGED.search(text)
+    return match.group(1).strip() if match else None
 
 
 orms.update(

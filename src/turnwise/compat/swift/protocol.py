@@ -170,7 +170,7 @@ class RolloutOutput:
             value = list(value) if value is not None else []
             if value and not isinstance(value[0], list | tuple):
                 value = [value]
-            setattr(self, name, [list(one) for one in value])
+            setattr(self, name, [list(item) for item in value])
 
     def model_dump(self) -> dict[str, Any]:
         """The fields as a dictionary. The method has pydantic's name."""

@@ -74,7 +74,7 @@ class AgentData:
                 elif part.get("type") == "video":
                     self.video_data = [*(self.video_data or ()), part.get("video")]
 
-    def said(self, turn: Turn, message: Message) -> None:
+    def add_turn(self, turn: Turn, message: Message) -> None:
         """Append a turn of the model; `message` is its message."""
         self.hear([message])
         self.assistant_turns += 1

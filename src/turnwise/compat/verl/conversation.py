@@ -135,14 +135,14 @@ class Conversation:
         await _together(tool.create() for tool in tools)
         self._behind = self._in_front([tool.tool for tool in tools], partner)
         opening = await self._behind.begin(row)
-        said = [_message(tool) for tool in tools if not tool.response.is_empty()]
-        messages = [*opening.messages, *said]
+        tool_messages = [_message(tool) for tool in tools if not tool.response.is_empty()]
+        messages = [*opening.messages, *tool_messages]
         self._data.hear(messages)
         return replace(opening, messages=messages)
 
     async def step(self, turn: Turn) -> Reply:
         assert self._behind is not None, "step before begin"
-        self._data.said(turn, _assistant(turn))
+        self._data.add_turn(turn, _assistant(turn))
         if len(turn.calls) >= len(
             turn.message.get("tool_calls") or ()
         ):  # not a copy of the turn with a part of its calls
@@ -158,12 +158,12 @@ class Conversation:
             return reply
         rewards = await self._rewards()
         counts = 0.0 if self._setup.records_rewards else sum(rewards.values())
-        return replace(reply, reward=reply.reward + counts, info={**reply.info, **_told(rewards)})
+        return replace(reply, reward=reply.reward + counts, info={**reply.info, **_reward_info(rewards)})
 
     async def final_reward(self) -> float:
         rewards = await self._rewards()
         if self._last is not None:
-            self._last.info.update(_told(rewards))
+            self._last.info.update(_reward_info(rewards))
         behind = await self._behind.final_reward() if isinstance(self._behind, FinalReward) else 0.0
         return behind + (0.0 if self._setup.records_rewards else sum(rewards.values()))
 
@@ -197,7 +197,7 @@ def _given(reward: float) -> dict[str, Any]:
     return {"reward": reward} if reward else {}
 
 
-def _told(rewards: dict[str, float]) -> dict[str, Any]:
+def _reward_info(rewards: dict[str, float]) -> dict[str, Any]:
     return {"calc_reward": rewards} if rewards else {}
 
 

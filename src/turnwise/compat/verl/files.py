@@ -55,7 +55,7 @@ def read_interactions(path: str | Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{place}: two interactions have the name {name!r}; rows select an interaction by name: rename one"
             )
-        interactions[name] = _made(kind, place, {**_mapping(entry, "config", place), "name": name})
+        interactions[name] = _created(kind, place, {**_mapping(entry, "config", place), "name": name})
     return interactions
 
 
@@ -75,11 +75,11 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
                 raise ConfigError(f"{place}: {kind.__name__} does not define execute: define it")
             config = _mapping(entry, "config", place)
             if _is_mcp(entry, config, kind, place):
-                found, server = _mcp_tools(entry, config, kind, place, path, timeout)
+                entry_tools, server = _mcp_tools(entry, config, kind, place, path, timeout)
                 servers.append(server)
             else:
-                found = [_tool(kind, config, _schema(entry.get("tool_schema"), place), place, timeout)]
-            for tool in found:
+                entry_tools = [_tool(kind, config, _schema(entry.get("tool_schema"), place), place, timeout)]
+            for tool in entry_tools:
                 if any(tool.name == other.name for other in tools):
                     raise ConfigError(
                         f"{place}: two tools have the name {tool.name!r}; the model could not distinguish them: rename one"
@@ -96,14 +96,14 @@ def load_class(name: Any, *, key: str) -> type:
     """The class of a `class_name`. Raises ConfigError."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{key} is {name!r}; write package.module.Class or path/to/file.py:Class")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # `python -m verl...` also finds modules there
+    working_directory = os.getcwd()
+    if working_directory not in sys.path and "" not in sys.path:
+        sys.path.append(working_directory)  # `python -m verl...` also finds modules there
     module, _, attribute = name.rpartition("." if ":" not in name else ":")
-    found: Any
+    loaded: Any
     if module.partition(".")[0] == "verl" and (module in NAMES or not _installed()):
-        found = ours(module, attribute)
-        if found is None:
+        loaded = ours(module, attribute)
+        if loaded is None:
             known = [f"{home}.{place.rpartition(':')[2]}" for home, places in NAMES.items() for place in places]
             classes = [
                 name
@@ -116,10 +116,10 @@ def load_class(name: Any, *, key: str) -> type:
             )
     else:
         with verl_names():
-            found = resolve(f"{module}:{attribute}", key=key)
-    if not isinstance(found, type):
-        raise ConfigError(f"{key}: {name} is of type {type(found).__name__}; it must be a class")
-    return found
+            loaded = resolve(f"{module}:{attribute}", key=key)
+    if not isinstance(loaded, type):
+        raise ConfigError(f"{key}: {name} is of type {type(loaded).__name__}; it must be a class")
+    return loaded
 
 
 def _installed() -> bool:
@@ -139,7 +139,7 @@ def _entries(path: Path, key: str, known: Sequence[str]) -> list[tuple[Mapping[s
     entries = tree.get(key)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: `{key}` must be a list of {{class_name: ..., config: ...}}; it is {entries!r:.80}")
-    found: list[tuple[Mapping[str, Any], str]] = []
+    listed: list[tuple[Mapping[str, Any], str]] = []
     for number, entry in enumerate(entries):
         place = f"{path}: {key}[{number}]"
         if not isinstance(entry, Mapping):
@@ -149,8 +149,8 @@ def _entries(path: Path, key: str, known: Sequence[str]) -> list[tuple[Mapping[s
                 raise ConfigError(f"{place} has a key {name!r}{nearest(name, known)}; it may have: {', '.join(known)}")
         if "class_name" not in entry:
             raise ConfigError(f"{place} has no class_name")
-        found.append((entry, place))
-    return found
+        listed.append((entry, place))
+    return listed
 
 
 def _mapping(entry: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _refuse_without(kind: type, methods: Sequence[str], place: str) -> None:
         raise ConfigError(f"{place}: the class {kind.__name__} has no method {', '.join(missing)}")
 
 
-def _made(kind: type, place: str, *arguments: Any) -> Any:
+def _created(kind: type, place: str, *arguments: Any) -> Any:
     try:
         with boundary("class"), verl_names():
             return kind(*arguments)
@@ -178,10 +178,10 @@ def _made(kind: type, place: str, *arguments: Any) -> Any:
 
 def _schema(schema: Any, place: str) -> OpenAIFunctionToolSchema | None:
     try:
-        found = read_schema(schema)
-        if found is None and schema is not None:
+        tool_schema = read_schema(schema)
+        if tool_schema is None and schema is not None:
             raise ConfigError(f"{place}.tool_schema is not a schema of a tool: it is {schema!r:.80}")
-        return found
+        return tool_schema
     except ValidationError as problem:
         lines = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in problem.errors(include_url=False)]
         raise ConfigError(f"{place}.tool_schema is not a schema of a tool: {'; '.join(lines)}") from None
@@ -190,7 +190,7 @@ def _schema(schema: Any, place: str) -> OpenAIFunctionToolSchema | None:
 def _tool(
     kind: type, config: dict[str, Any], schema: OpenAIFunctionToolSchema | None, place: str, timeout: float
 ) -> VerlTool:
-    instance = _made(kind, place, config, schema)
+    instance = _created(kind, place, config, schema)
     describe = getattr(instance, "get_openai_tool_schema", None)
     if callable(describe):  # a method of verl's base class, or of a copy of it
         schema = _schema(describe(), place)
@@ -254,7 +254,7 @@ def _mcp_tools(
     tools: list[VerlTool] = []
     try:
         for listed in servers.tools(selected, timeout=_seconds(config, timeout)):
-            instance = _made(kind, place, config, _schema(listed.schema, place))
+            instance = _created(kind, place, config, _schema(listed.schema, place))
             connect(instance, listed.function)
             tools.append(VerlTool(instance, listed))
     except BaseException:

@@ -256,7 +256,7 @@ class _Names:
                     self._kept, self._kept_of = {}, place
                     _FINDER.forget()
                 lent = {*NAMES, *_FOLDERS}
-                sys.modules.update({name: one for name, one in self._outside_modules.items() if name not in lent})
+                sys.modules.update({name: module for name, module in self._outside_modules.items() if name not in lent})
                 sys.modules.update(self._kept)
                 sys.meta_path.insert(0, _FINDER)
 
@@ -266,7 +266,7 @@ class _Names:
             if self._inside == 0:
                 sys.meta_path.remove(_FINDER)
                 before = self._outside_modules
-                self._kept = {name: one for name, one in _taken().items() if before.get(name) is not one}
+                self._kept = {name: module for name, module in _taken().items() if before.get(name) is not module}
                 sys.modules.update(before)
                 self._outside_modules = {}
 

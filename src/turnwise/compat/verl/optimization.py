@@ -165,9 +165,9 @@ def trainer(builder: VerlRecipeBuilder, steps: int | None) -> None:
     elif any(map(builder.is_set, folder)):
         builder.set("output", f"checkpoints/{builder.value(folder[1])}/{builder.value(folder[2])}", *folder)
     builder.choice("trainer.resume_mode", "resume", {"auto": "auto", "disable": "never"})
-    every = builder.count("trainer.save_freq") or steps
-    if every:
-        builder.set("checkpoint.every", min(every, steps or every))
+    save_steps = builder.count("trainer.save_freq") or steps
+    if save_steps:
+        builder.set("checkpoint.every", min(save_steps, steps or save_steps))
     builder.convert("checkpoint.every", "trainer.save_freq")
     if (keep := builder.count("trainer.max_actor_ckpt_to_keep")) is not None:
         builder.set("checkpoint.keep", keep, "trainer.max_actor_ckpt_to_keep")

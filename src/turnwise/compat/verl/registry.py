@@ -50,17 +50,17 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
 
     Raises ValueError if two interactions have the same name.
     """
-    made: dict[str, Any] = {}
+    interactions: dict[str, Any] = {}
     for entry in _entries(interaction_config_file, "interaction"):
         kind = get_interaction_class(entry["class_name"])
         name = entry.get("name")
         if name is None:
             name = entry["class_name"].rpartition(".")[2].removesuffix("Interaction").lower()
-        if name in made:
+        if name in interactions:
             raise ValueError(f"Duplicate interaction name '{name}' found in {interaction_config_file}: rename one")
         with verl_names():
-            made[name] = kind(config={**(entry.get("config") or {}), "name": name})
-    return made
+            interactions[name] = kind(config={**(entry.get("config") or {}), "name": name})
+    return interactions
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
@@ -68,7 +68,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
 
     Raises ConfigError for tools of MCP servers, which belong to a run: name the file in a recipe.
     """
-    made: list[Any] = []
+    tools: list[Any] = []
     for entry in _entries(tools_config_file, "tools"):
         config = dict(entry.get("config") or {})
         if ToolType(config.get("type", "native")) is ToolType.MCP:
@@ -79,13 +79,13 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
         kind = get_tool_class(entry["class_name"])
         schema = entry.get("tool_schema")
         with verl_names():
-            made.append(
+            tools.append(
                 kind(
                     config=config,
                     tool_schema=None if schema is None else OpenAIFunctionToolSchema.model_validate(schema),
                 )
             )
-    return made
+    return tools
 
 
 def _entries(file: str, key: str) -> list[Mapping[str, Any]]:

@@ -52,11 +52,11 @@ def wanted(row: Row, tools: Sequence[str]) -> Wanted:
     tools = tuple(tools)
     info = _mapping(row, "extra_info", row.fields.get("extra_info"))
 
-    def found(name: str) -> Any:
+    def column(name: str) -> Any:
         return info[name] if info.get(name) is not None else row.fields.get(name)
 
     given: dict[str, Mapping[str, Mapping[str, Any]]] = {}
-    for tool, kinds in _mapping(row, "tools_kwargs", found("tools_kwargs")).items():
+    for tool, kinds in _mapping(row, "tools_kwargs", column("tools_kwargs")).items():
         if kinds is None:
             continue
         if tool not in tools:  # rows are prepared for several tool files: verl ignores it too
@@ -71,16 +71,16 @@ def wanted(row: Row, tools: Sequence[str]) -> Wanted:
                 known = ", ".join(_KINDS)
                 raise refuse(row, f"tools_kwargs.{tool} has a key {kind!r}{nearest(kind, _KINDS)} (there are: {known})")
             of_tool[kind] = _mapping(row, f"tools_kwargs.{tool}.{kind}", keywords)
-    selection = found("tool_selection")
+    selection = column("tool_selection")
     for tool in selection or ():
         if tool not in tools:
             have = ", ".join(sorted(tools)) or "none"
             raise refuse(row, f"tool_selection names a tool {tool!r}{nearest(tool, tools)} (the tools are: {have})")
-    if found("need_tools_kwargs") and not found("tools_kwargs"):
+    if column("need_tools_kwargs") and not column("tools_kwargs"):
         raise refuse(row, "need_tools_kwargs is set, and the row has no tools_kwargs")
     reward_model = row.fields.get("reward_model")
     return Wanted(
-        interaction=_mapping(row, "interaction_kwargs", found("interaction_kwargs")),
+        interaction=_mapping(row, "interaction_kwargs", column("interaction_kwargs")),
         tools=given,
         selection=None if selection is None else tuple(selection),
         truth=reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None,

@@ -57,21 +57,21 @@ def read_script(path: Path) -> Script:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     variables: dict[str, list[str]] = {}
-    found: list[list[str]] = []
+    commands: list[list[str]] = []
     for command in _commands(text):
         words = _words(command, variables)
         at = next((n for n, word in enumerate(words) if _ENTRY.search(word)), None)
         if at is not None:
             given = words[at + 1 :]
-            found.append(given[: next((n for n, word in enumerate(given) if _ENDS.match(word)), None)])
+            commands.append(given[: next((n for n, word in enumerate(given) if _ENDS.match(word)), None)])
         elif (assigned := _ASSIGNED.fullmatch(command.strip())) is not None:
             name, more, value = assigned.groups()
             new = _words(value.strip()[1:-1] if value.startswith("(") else value, variables)
             new = new if value.startswith("(") else [" ".join(new)]
             variables[name] = [*variables.get(name, []), *new] if more else new
-    if len(found) != 1:
-        raise ConfigError(f"{path} has {len(found)} commands with verl.trainer.main_ppo; it must have one")
-    return _script(found[0])
+    if len(commands) != 1:
+        raise ConfigError(f"{path} has {len(commands)} commands with verl.trainer.main_ppo; it must have one")
+    return _script(commands[0])
 
 
 def _script(words: list[str]) -> Script:
@@ -132,15 +132,15 @@ def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
         words = shlex.split(text, comments=True)
     except ValueError:
         return []
-    found: list[str] = []
+    expanded: list[str] = []
     for word in words:
-        whole = re.fullmatch(r"\$\{(\w+)\[@\]\}|\$(\w+)", word)
-        several = variables.get(whole.group(1) or whole.group(2)) if whole is not None else None
+        reference = re.fullmatch(r"\$\{(\w+)\[@\]\}|\$(\w+)", word)
+        several = variables.get(reference.group(1) or reference.group(2)) if reference is not None else None
         if several is not None:  # an array, or a text of several words
-            found += several if len(several) != 1 else several[0].split()
+            expanded += several if len(several) != 1 else several[0].split()
         elif put := _POSITIONAL.sub("", _put(word, variables)):
-            found.append(put)
-    return found
+            expanded.append(put)
+    return expanded
 
 
 def _put(word: str, variables: Mapping[str, list[str]]) -> str:

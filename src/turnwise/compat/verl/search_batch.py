@@ -33,13 +33,13 @@ def perform_single_search_batch(
             text = asyncio.run(search.search(list(query_list)))
         except (TurnwiseError, ValueError) as error:
             problem = str(error)
-    found = text.count("(Title: ")
+    num_results = text.count("(Title: ")
     metadata = {
         "query_count": len(query_list),
         "queries": list(query_list),
         "api_request_error": problem,
-        "status": "api_error" if problem else "success" if found else "no_results",
-        "total_results": found,
+        "status": "api_error" if problem else "success" if num_results else "no_results",
+        "total_results": num_results,
         "formatted_result": None if problem else text,
     }
     return json.dumps({"result": f"Search error: {problem}" if problem else text}, ensure_ascii=False), metadata

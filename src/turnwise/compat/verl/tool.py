@@ -82,14 +82,14 @@ class ToolInstance:
         method = self.of.instance.create
         keywords = dict(self.wanted.keywords(self.of.name, "create_kwargs"))
         # verl up to v0.6 passes separate keywords, later versions one keyword `create_kwargs`: both are supported
-        whole = {"create_kwargs": keywords} if takes(method, "create_kwargs", anything=True) else {}
-        if whole and not all(takes(method, name, anything=True) for name in keywords):
+        as_mapping = {"create_kwargs": keywords} if takes(method, "create_kwargs", anything=True) else {}
+        if as_mapping and not all(takes(method, name, anything=True) for name in keywords):
             keywords = {}
-        created = await self._call(method, "create", {**keywords, **whole})
+        created = await self._call(method, "create", {**keywords, **as_mapping})
         with boundary("environment"):
             if isinstance(created, tuple):
-                name, said = created
-                response = ToolResponse() if said is None else read_response(said)
+                name, returned = created
+                response = ToolResponse() if returned is None else read_response(returned)
                 if response is None:
                     raise TypeError(
                         f"{type(self.of.instance).__name__}.create returned {created!r:.80}; it must return the "

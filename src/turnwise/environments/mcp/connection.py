@@ -108,14 +108,14 @@ class Connection:
             ) from None
 
     async def _list(self) -> list[ServerTool]:
-        found: list[ServerTool] = []
+        tools: list[ServerTool] = []
         cursor: str | None = None
         for _ in range(_PAGES):
             page = await self._use(lambda client, at=cursor: client.list_tools(cursor=at))
-            found.extend(page.tools)
+            tools.extend(page.tools)
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return tools
         raise ConnectionError(f"the MCP server {self.name!r} lists its tools on more than {_PAGES} pages")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -154,7 +154,7 @@ class Connection:
         """The current session, or a new session if the current session is over. Raises ConnectionError if no session starts."""
         async with self._starting:
             if self._session is not None and self._session.over.is_set():
-                self._former = [*(one for one in self._former if not one.ended), self._session]
+                self._former = [*(former for former in self._former if not former.ended), self._session]
                 self._session = None
             if self._session is None:
                 self._session = _Session(self.name, self._server)
@@ -181,7 +181,7 @@ class _Session:
     def __init__(self, name: str, server: McpServer) -> None:
         self._name = name
         self._server = server
-        self._told = False
+        self._warned = False
         self.problem = ""
         """Why this class ended the session; empty in all other cases."""
         loop = asyncio.get_running_loop()
@@ -265,8 +265,8 @@ class _Session:
         self.over.set()
 
     def _warn_once(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "the MCP server %r writes lines to its stdout that are not JSON-RPC. They are ignored; print them to stderr",
                 self._name,

@@ -20,16 +20,16 @@ LONGEST_LINE = 16 * 2**20
 _listener: ContextVar[Callable[[], None] | None] = ContextVar("turnwise_mcp_line_too_long", default=None)
 
 
-def listen(told: Callable[[], None]) -> None:
-    """Set the listener: decoders created later in this task and its child tasks call `told` when a line is too long."""
-    _listener.set(told)
+def listen(listener: Callable[[], None]) -> None:
+    """Set the listener: decoders created later in this task and its child tasks call `listener` when a line is too long."""
+    _listener.set(listener)
 
 
 class _Decoder(codecs.IncrementalDecoder):
     def __init__(self, errors: str = "strict") -> None:
         super().__init__(errors)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._told = _listener.get()
+        self._on_long_line = _listener.get()
         self._length = 0
         """Characters in the current line so far."""
 
@@ -41,8 +41,8 @@ class _Decoder(codecs.IncrementalDecoder):
         self._length = len(rest) + (0 if line_break else self._length)
         if self._length <= LONGEST_LINE:
             return text
-        if self._told is not None:
-            self._told()
+        if self._on_long_line is not None:
+            self._on_long_line()
         return before + line_break
 
 

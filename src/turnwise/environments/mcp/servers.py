@@ -93,20 +93,21 @@ class McpServers:
         tools: list[Tool] = []
         offered: set[str] = set()
         for connection, listed in zip(self._connections, self._listings(), strict=True):
-            for one in listed:
-                offered.add(one.name)
-                if selected is not None and one.name not in selected:
+            for listed_tool in listed:
+                offered.add(listed_tool.name)
+                if selected is not None and listed_tool.name not in selected:
                     continue
-                if one.name in owners:
+                if listed_tool.name in owners:
                     raise ConfigError(
-                        f"the MCP servers {owners[one.name].name!r} and {connection.name!r} both have a tool {one.name!r}, "
-                        f"and the names of tools must differ: select other tools, or remove one of the servers"
+                        f"the MCP servers {owners[listed_tool.name].name!r} and {connection.name!r} both have a "
+                        f"tool {listed_tool.name!r}, and the names of tools must differ: select other tools, or "
+                        f"remove one of the servers"
                     )
-                owners[one.name] = connection
+                owners[listed_tool.name] = connection
                 tools.append(
                     Tool.from_schema(
-                        _schema(one),
-                        self._caller(connection, one.name),
+                        _schema(listed_tool),
+                        self._caller(connection, listed_tool.name),
                         by_name=False,
                         timeout=timeout,
                         retries=retries,
@@ -150,11 +151,13 @@ class McpServers:
         if not self._closing.alive:
             raise ConfigError("these MCP servers are closed: create a new McpServers")
 
-        async def every() -> list[list[ServerTool] | BaseException]:
-            return await asyncio.gather(*(one.tools() for one in self._connections), return_exceptions=True)
+        async def list_all() -> list[list[ServerTool] | BaseException]:
+            return await asyncio.gather(
+                *(connection.tools() for connection in self._connections), return_exceptions=True
+            )
 
         listings: list[list[ServerTool]] = []
-        for connection, listed in zip(self._connections, self._loop.submit(every()).result(), strict=True):
+        for connection, listed in zip(self._connections, self._loop.submit(list_all()).result(), strict=True):
             if isinstance(listed, BaseException):
                 text = str(listed) or type(listed).__name__
                 raise ConfigError(
@@ -182,10 +185,10 @@ class McpServers:
 
 
 def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
-    async def every() -> None:
+    async def close_all() -> None:
         await asyncio.gather(*(connection.close() for connection in connections))
 
-    ended = loop.submit(every())
+    ended = loop.submit(close_all())
     if loop.inside:  # garbage collection in the loop's own thread: waiting would deadlock
         ended.add_done_callback(lambda _: loop.stop())
         return

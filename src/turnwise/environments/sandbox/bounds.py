@@ -82,7 +82,7 @@ class Ran:
     notes: tuple[str, ...] = ()
     """Further notes for the model."""
 
-    def told(self) -> str:
+    def text_for_model(self) -> str:
         """The text of the result for the model.
 
         Example: a program that prints 4 and then raises ends in `...ValueError: no\\n[exit status 1]`.

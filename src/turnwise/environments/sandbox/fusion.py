@@ -72,7 +72,7 @@ class SandboxFusion:
             code: The program.
         """
         answer = await self._service.ask({**self._request, "code": code})
-        return self._read(answer).told()
+        return self._read(answer).text_for_model()
 
     def _read(self, answer: Mapping[str, Any]) -> Ran:
         """Convert the server's answer to the result of a program.
@@ -80,8 +80,8 @@ class SandboxFusion:
         Raises SandboxError if the server reports a failure of its own, or if the answer does not follow the protocol.
         """
         if answer.get("status") not in ("Success", "Failed"):
-            said = answer.get("message") or answer.get("status") or answer
-            raise SandboxError(f"the server {self._service.url} could not run the program: {str(said)[:300]}")
+            message = answer.get("message") or answer.get("status") or answer
+            raise SandboxError(f"the server {self._service.url} could not run the program: {str(message)[:300]}")
         built = answer.get("compile_result")
         if isinstance(built, Mapping) and (built.get("status") != "Finished" or built.get("return_code")):
             return self._ran(built, "the compilation took longer than", self._request["compile_timeout"])
@@ -91,8 +91,8 @@ class SandboxFusion:
         return self._ran(run, "the program ran longer than", self._request["run_timeout"])
 
     def _ran(self, result: Mapping[str, Any], too_long: str, seconds: Any) -> Ran:
-        spoken = [self._cut(str(result.get(name) or "")) for name in ("stdout", "stderr")]
-        output = "\n".join(text.rstrip("\n") for text in spoken if text.strip())
+        streams = [self._cut(str(result.get(name) or "")) for name in ("stdout", "stderr")]
+        output = "\n".join(text.rstrip("\n") for text in streams if text.strip())
         status, code = result.get("status"), result.get("return_code")
         stopped = None
         if status == "TimeLimitExceeded":

@@ -172,9 +172,9 @@ def boot_arguments(bounds: Bounds, *, started: int, files: int = -1, alone: bool
 
 def first_process(info: int) -> int | None:
     """The process id of the jail's first process, from bubblewrap's `--info-fd`; None if unknown or ended."""
-    told = os.pread(info, 4096, 0).decode("ascii", errors="replace")
+    text = os.pread(info, 4096, 0).decode("ascii", errors="replace")
     try:
-        known = json.loads(told)
+        known = json.loads(text)
         pid = int(known["child-pid"])
         # the process id may have been reused; the id of the namespace identifies the jail
         return pid if os.stat(f"/proc/{pid}/ns/pid").st_ino == known["pid-namespace"] else None
@@ -243,10 +243,10 @@ def _probe(jail: Jail) -> str | None:
     finally:
         os.close(seccomp)
         os.close(started)
-    said = done.stdout.decode("utf-8", errors="replace").strip()
-    if done.returncode == 0 and said == "fine":
+    output = done.stdout.decode("utf-8", errors="replace").strip()
+    if done.returncode == 0 and output == "fine":
         return None
-    return " ".join(said.split())[-300:] or f"bubblewrap ended with status {done.returncode}"
+    return " ".join(output.split())[-300:] or f"bubblewrap ended with status {done.returncode}"
 
 
 def interpreter() -> str:
@@ -267,7 +267,7 @@ def interpreter_paths() -> tuple[Path, ...]:
 def _mounts(paths: Sequence[Path]) -> list[str]:
     """Read-only binds. Parents are created first with mode 0755: bubblewrap would create them unreadable for other users."""
     system = [Path(path) for path in _SYSTEM if Path(path).exists()]
-    wanted = [*system, *(path for path in paths if not any(path.is_relative_to(one) for one in system))]
+    wanted = [*system, *(path for path in paths if not any(path.is_relative_to(parent) for parent in system))]
     above = {parent for path in wanted for parent in path.parents if str(parent) != "/"}
     command = [word for path in sorted(above) for word in ("--perms", "0755", "--dir", str(path))]
     for path in wanted:

@@ -40,7 +40,7 @@ async def run(
     this process. Without `first`, only the process group is killed. `counted`: directories of the jail whose files are counted.
     """
     started = time.perf_counter()
-    heard = _Heard(bounds)
+    collected = _CollectedOutput(bounds)
     # not asyncio's pipe: its wait() also waits until all holders close the pipe
     async with _pipe() as (reader, writer):
         try:
@@ -57,7 +57,7 @@ async def run(
         finally:
             os.close(writer)
         look = asyncio.create_task(_look(process.pid, bounds, first, counted))
-        listen = asyncio.create_task(heard.listen(reader))
+        listen = asyncio.create_task(collected.listen(reader))
         over = asyncio.create_task(process.wait())
         stopped: str | None = None
         try:
@@ -77,7 +77,7 @@ async def run(
             stopped = task.result()
     status = process.returncode if process.returncode is not None else 0
     return Ran(
-        output=heard.text(),
+        output=collected.text(),
         status=status if status >= 0 else 128 - status,
         stopped=stopped,
         seconds=time.perf_counter() - started,
@@ -98,7 +98,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
         transport.close()
 
 
-class _Heard:
+class _CollectedOutput:
     """Keeps the beginning and the end of an output of any length."""
 
     def __init__(self, bounds: Bounds) -> None:
@@ -148,15 +148,15 @@ async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None
 
 def _family(root: int) -> list[int]:
     """The process ids of a process and its descendants."""
-    found, waiting = list[int](), [root]
+    pids, waiting = list[int](), [root]
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        pids.append(pid)
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError):
                     waiting += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text(encoding="ascii").split())
-    return found
+    return pids
 
 
 def _resident(pid: int) -> int:

@@ -89,7 +89,7 @@ class Sandbox:
         Args:
             code: The program.
         """
-        return (await self.run(code)).told()
+        return (await self.run(code)).text_for_model()
 
     async def run(self, code: str, *, files: int | None = None, directory: Path | None = None) -> Ran:
         """Run a program.
@@ -141,14 +141,14 @@ class Sandbox:
                 first=functools.partial(first_process, info),
                 counted=(WORK, "/dev/shm"),
             )
-            said = os.pread(started, 2, 0)
-            if not said and ran.stopped is None:
+            report = os.pread(started, 2, 0)
+            if not report and ran.stopped is None:
                 raise SandboxError(
                     f"the sandbox could not be set up, so the program did not run: {ran.output.strip()[-500:]}"
                 )
             if files is None:
                 return ran
-            return _kept(ran, files, after, said)
+            return _kept(ran, files, after, report)
 
     async def _run_free(self, source: bytes, directory: Path | None) -> Ran:
         with contextlib.ExitStack() as opened:
@@ -210,7 +210,7 @@ class PythonSession:
                 self._files = scratch_file()
             if not self._sandbox.locked and self._directory is None:
                 self._directory = Path(tempfile.mkdtemp(prefix="turnwise-session-"))
-            return (await self._sandbox.run(code, files=self._files, directory=self._directory)).told()
+            return (await self._sandbox.run(code, files=self._files, directory=self._directory)).text_for_model()
 
     async def close(self) -> None:
         """Delete the files. Later calls raise ValueError."""
@@ -250,11 +250,11 @@ def _program(path: str) -> list[str]:
     return [interpreter(), "-P", "-s", "-B", "-u", "-X", "utf8", path]
 
 
-def _kept(ran: Ran, files: int, after: int, said: bytes) -> Ran:
-    """Replace the archive `files` by the archive `after` if `BOOT` reported in `said` that packing succeeded ("12")."""
-    if said != b"12":
+def _kept(ran: Ran, files: int, after: int, report: bytes) -> Ran:
+    """Replace the archive `files` by the archive `after` if `BOOT` reported in `report` that packing succeeded ("12")."""
+    if report != b"12":
         note = "the file changes of this call were not kept"
-        if said == b"13":
+        if report == b"13":
             note += ": the files are too large, nested too deeply, or cannot be read"
         return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
     os.ftruncate(files, 0)

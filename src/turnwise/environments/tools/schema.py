@@ -84,7 +84,7 @@ class FromSignature:
                 lines.append(f"the argument {where!r} is missing")
             else:
                 lines.append(f"{where}: {error['msg']}, got {error['input']!r}")
-        return _told(lines)
+        return _joined(lines)
 
 
 class FromSchema:
@@ -112,7 +112,7 @@ class FromSchema:
             else:
                 lines.append(f"{where}: {error.message}" if where else error.message)
         if lines:
-            raise WrongArguments(_told(lines))
+            raise WrongArguments(_joined(lines))
         return arguments
 
     def _errors(self, arguments: dict[str, Any]) -> list[Any]:
@@ -162,9 +162,9 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
             )
         default = ... if parameter.default is parameter.empty else parameter.default
         # An option that is absent here keeps its value from the annotation.
-        said: dict[str, Any] = {} if parameter.name not in described else {"description": described[parameter.name]}
+        options: dict[str, Any] = {} if parameter.name not in described else {"description": described[parameter.name]}
         # The alias is needed because a parameter may have the name of a method of pydantic models (`json`, `copy`).
-        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **said))
+        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **options))
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         model.model_json_schema()  # fail now, not in the first conversation
@@ -208,7 +208,7 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
     return bounded_patterns(kind)(dict(parameters), registry=EMPTY_REGISTRY)
 
 
-def _told(lines: list[str]) -> str:
+def _joined(lines: list[str]) -> str:
     more = len(lines) - _MOST_PROBLEMS
     return "; ".join(lines[:_MOST_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 

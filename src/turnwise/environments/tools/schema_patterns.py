@@ -43,7 +43,7 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
     def pattern(validator: Any, patrn: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
         if not validator.is_type(instance, "string"):
             return
-        if not _found(patrn, instance):
+        if not _matches(patrn, instance):
             yield ValidationError(f"{instance!r:.200} does not match {patrn!r}")
 
     def pattern_properties(
@@ -53,7 +53,7 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
             return
         for patrn, subschema in properties.items():
             for name, value in instance.items():
-                if _found(patrn, name):
+                if _matches(patrn, name):
                     yield from validator.descend(value, subschema, path=name, schema_path=patrn)
 
     def additional_properties(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
@@ -63,7 +63,7 @@ def bounded_patterns(kind: type[Validator]) -> type[Validator]:
                 yield from additional(validator, allowed, instance, schema) or ()
             return
         names = [name for name in instance if name not in schema.get("properties", {})]
-        extra = [name for name in names if not any(_found(patrn, name) for patrn in patterns)]
+        extra = [name for name in names if not any(_matches(patrn, name) for patrn in patterns)]
         if validator.is_type(allowed, "object"):
             for name in extra:
                 yield from validator.descend(instance[name], allowed, path=name)
@@ -92,17 +92,17 @@ def expanded(parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
 
     Raises PatternTooSlow if a match takes longer than `PATTERN_SECONDS`.
     """
-    whole: dict[str, Any] = copy.deepcopy(dict(parameters))
+    expanded_schema: dict[str, Any] = copy.deepcopy(dict(parameters))
     names = _names(arguments)
-    for schema in list(_schemas(whole)):
+    for schema in list(_schemas(expanded_schema)):
         patterns = schema.pop("patternProperties", None)
         if not isinstance(patterns, Mapping):
             continue
         properties = schema.setdefault("properties", {})
         for name in names:
-            if parts := [subschema for pattern, subschema in patterns.items() if _found(pattern, name)]:
+            if parts := [subschema for pattern, subschema in patterns.items() if _matches(pattern, name)]:
                 properties[name] = {"allOf": [*([properties[name]] if name in properties else []), *parts]}
-    return whole
+    return expanded_schema
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
@@ -130,7 +130,7 @@ def _names(value: Any) -> set[str]:
     return set()
 
 
-def _found(pattern: str, text: str) -> bool:
+def _matches(pattern: str, text: str) -> bool:
     import regex
 
     try:

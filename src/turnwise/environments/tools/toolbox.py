@@ -195,10 +195,10 @@ class _Instance:
         """Make the instance, in a thread, and return its tools."""
         self._context = own_context()
         self._making = self._spawn(run_in_thread(self._box.make, name=self._box.name, kind="environment"))
-        made = await asyncio.shield(
+        instance = await asyncio.shield(
             self._making
         )  # the conversation may be cancelled meanwhile; the instance must still be closed
-        return [replace(tool, function=getattr(made, tool.name)) for tool in self._box.tools]
+        return [replace(tool, function=getattr(instance, tool.name)) for tool in self._box.tools]
 
     async def answer(self, tool: Tool, call: ToolCall) -> Answer:
         """Run a call after all earlier calls of this instance."""
@@ -219,15 +219,15 @@ class _Instance:
         """Run in the context of this instance: context variables that a call sets are visible in the next call."""
         return spawn(coroutine, context=self._context)
 
-    async def _close(self, made: Any) -> None:
+    async def _close(self, instance: Any) -> None:
         if not self._box.closes:
             return
 
         async def close() -> None:
-            if inspect.iscoroutinefunction(made.close):
-                await made.close()
+            if inspect.iscoroutinefunction(instance.close):
+                await instance.close()
             else:
-                result = await run_in_thread(made.close, name=f"{self._box.name}.close", kind="environment")
+                result = await run_in_thread(instance.close, name=f"{self._box.name}.close", kind="environment")
                 if inspect.isawaitable(result):
                     await result
 

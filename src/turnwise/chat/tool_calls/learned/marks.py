@@ -50,11 +50,11 @@ class CallMarks:
 
 def find_marks(written: ProbeWriter, find: Callable[[str, int], CallSpan | None]) -> CallMarks | None:
     """The marks around the calls that `find(text, start)` finds; None if there is no call."""
-    one = written(FIRST)
-    call = find(one, 0)
+    single = written(FIRST)
+    call = find(single, 0)
     if call is None:
         return None
-    example = _example(one, call)
+    example = _example(single, call)
     two = written(FIRST, SECOND)
     first = find(two, 0) if two else None
     second = find(two, first.end) if first is not None else None
@@ -65,7 +65,7 @@ def find_marks(written: ProbeWriter, find: Callable[[str, int], CallSpan | None]
             around = (before[: len(before) - len(opening)].strip(), after[len(closing) :].strip())
             return CallMarks(opening.strip(), closing.strip(), around, example)
     # the template takes one call only, or writes all calls between one pair of marks
-    return CallMarks(one[: call.start].strip(), one[call.end :].strip(), (), example)
+    return CallMarks(single[: call.start].strip(), single[call.end :].strip(), (), example)
 
 
 def _example(text: str, call: CallSpan) -> str:
