@@ -53,7 +53,7 @@ def table() -> str:
     notes = Notes()
     names = [scenario.name for scenario in SCENARIOS]
     rows = [
-        "| template | calls | " + " | ".join(names) + " | leaves thoughts out at |",
+        "| template | calls | " + " | ".join(names) + " | leaves reasoning out at |",
         "|" + "---|" * (len(names) + 3),
     ]
     for path in template_files():
@@ -85,8 +85,8 @@ def _cell(found: Finding, notes: Notes) -> str:
 
 def _tidy(text: str) -> str:
     """The text in one line, without the probe words, which differ between scenarios."""
-    text = text.partition(" and writes the turn without it")[0] if text.startswith("opens a thought") else text
-    text = text.partition(": not ")[0]
+    text = text.partition(" and writes the turn without it")[0] if text.startswith("opens reasoning") else text
+    text = text.partition(": expected ")[0]
     return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
 
 

@@ -250,7 +250,7 @@ def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
         ({"group": [{"use": "{user}:Shortest", "arguments": {"least": 1}}]}, "unexpected keyword argument 'least'"),
         (
             {"group": [{"use": "{user}:Shortest", "arguments": {"most": -1}}]},
-            "reward.group.0: {user}:Shortest cannot be made: ValueError: most is negative",
+            "reward.group.0: {user}:Shortest cannot be created: ValueError: most is negative",
         ),
         (
             {"turns": ["{user}:Shortest"]},

@@ -80,5 +80,5 @@ def test_training_sees_from_the_row_to_the_checkpoint_and_goes_on(recipe: Path, 
 
 def test_an_option_of_images_is_refused_where_there_are_none(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n')
-    with pytest.raises(ConfigError, match="return_multi_modal_inputs=false has no effect: no row holds an image"):
+    with pytest.raises(ConfigError, match="return_multi_modal_inputs=false has no effect: no row contains an image"):
         assemble(load(recipe, ("data.return_multi_modal_inputs=false",))[0])

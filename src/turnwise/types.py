@@ -172,7 +172,7 @@ class Turn:
     that the model answered. None in trajectories that were read from records of schema 1."""
     history: int = 0
     """Which history that is: an index into `Trajectory.previous_histories`, or its length for `Trajectory.messages`."""
-    thought_opening: str = ""
+    reasoning_opening: str = ""
     """The end of the generation prompt, directly before `text`, if it opens the reasoning: `"<think>\\n"`. Otherwise empty."""
     reasoning: str = ""
     """The part of the text between the model's reasoning marks; empty if there is none."""

@@ -90,9 +90,11 @@ def test_a_text_that_says_the_placeholder_is_refused(vision: MediaProcessor) -> 
 
 def test_a_template_that_leaves_an_image_out_is_refused_with_both_counts(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(image_part(picture()), image_part(picture())))
-    with pytest.raises(TemplateError, match=r"wrote 1 of the placeholder '<\|image_pad\|>' and the messages hold 2"):
+    with pytest.raises(
+        TemplateError, match=r"wrote the placeholder '<\|image_pad\|>' 1 times, and the messages contain 2"
+    ):
         vision.expand("<|image_pad|>", parts)
-    with pytest.raises(TemplateError, match=r"wrote 3 .* hold 2"):
+    with pytest.raises(TemplateError, match=r"wrote .* 3 times, .* contain 2"):
         vision.expand("<|image_pad|>" * 3, parts)
 
 
@@ -100,7 +102,7 @@ def test_tokens_that_do_not_fit_the_images_are_refused_with_both_counts(vision: 
     messages = asked(image_part(picture()))
     text, found = vision.expand(written(messages), vision.parts(messages))
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    with pytest.raises(TurnwiseError, match=r"hold 5 image placeholders .* take 4"):
+    with pytest.raises(TurnwiseError, match=r"contain 5 image placeholders .* need 4"):
         vision.locate([*ids, PAD], found)
     with pytest.raises(TurnwiseError, match=r"has 5 placeholders and its grid \[1, 4, 4\] makes 4"):
         vision.locate([*ids, PAD], [replace(found[0], length=5)])
@@ -109,7 +111,7 @@ def test_tokens_that_do_not_fit_the_images_are_refused_with_both_counts(vision: 
 def test_a_part_of_another_kind_or_without_a_value_is_refused(vision: MediaProcessor) -> None:
     with pytest.raises(TemplateError, match="of the type 'audio'; it must be text, image or video"):
         vision.parts(asked({"type": "audio", "audio": b""}))
-    with pytest.raises(TemplateError, match="holds nothing"):
+    with pytest.raises(TemplateError, match="has no value"):
         vision.parts(asked({"type": "image"}))
 
 
@@ -121,7 +123,7 @@ def test_an_image_that_cannot_be_read_is_reported_by_its_message(vision: MediaPr
 
 def test_an_image_that_the_processor_refuses_is_reported(vision: MediaProcessor) -> None:
     parts = vision.parts(asked(image_part(picture(8, 8 * 201))))
-    with pytest.raises(DataError, match="is refused by the model's processor: absolute aspect ratio"):
+    with pytest.raises(DataError, match=r"the model's processor cannot process .*: absolute aspect ratio"):
         vision.expand("<|image_pad|>", parts)
 
 
@@ -138,7 +140,7 @@ def test_a_model_that_only_reads_has_no_vision_and_refuses_images(tmp_path: Path
     assert MediaProcessor.from_pretrained(save_model(tmp_path / "reads"), byte_tokenizer()) is None
     refuse_media([{"role": "user", "content": "Hi"}], "qwen")
     assert has_media(asked(image_part(picture())))
-    with pytest.raises(TemplateError, match="and qwen takes none: its directory has no image processor"):
+    with pytest.raises(TemplateError, match="and qwen does not accept images: its directory has no image processor"):
         refuse_media(asked(image_part(picture())), "qwen")
 
 
@@ -194,5 +196,5 @@ def test_making_ready_is_refused_where_it_can_do_nothing(vision: MediaProcessor)
     seen = Row(id="7", messages=asked(image_part(picture(8, 8 * 201))))
     with pytest.raises(DataError, match=r"row '7': image .* is refused"):
         process_row_media([seen], vision, wanted=True)
-    with pytest.raises(TemplateError, match="the model takes none"):
+    with pytest.raises(TemplateError, match="the model does not accept"):
         process_row_media([seen], None, wanted=True)

@@ -164,16 +164,16 @@ def test_a_cue_that_begins_the_thinking_is_taken_into_account() -> None:
     bridge = thinks.encode_bridge(STOP, [HI])
     assert thinks.decode(bridge.token_ids).endswith("<|im_start|>assistant\n<think>\n")
     assert (
-        bridge.open_thought,
-        thinks.encode_opening([HI]).open_thought,
-        RENDERER.encode_opening([HI]).open_thought,
+        bridge.reasoning_opening,
+        thinks.encode_opening([HI]).reasoning_opening,
+        RENDERER.encode_opening([HI]).reasoning_opening,
     ) == (
         "<think>\n",
         "<think>\n",
         "",
     )
     ids = [*RENDERER.encode(f"Perhaps {call('f')}?</think>So:{call('g')}"), STOP]
-    said = thinks.turn_parser.parse(ids, tools=[WEATHER], thought_opening="<think>\n")
+    said = thinks.turn_parser.parse(ids, tools=[WEATHER], reasoning_opening="<think>\n")
     assert [one.name for one in said.calls] == ["g"]
     assert said.reasoning == said.message["reasoning_content"] == f"Perhaps {call('f')}?"
     assert said.message["content"] == "So:"
@@ -450,7 +450,7 @@ def test_content_of_parts_is_taken_and_what_is_no_content_is_refused() -> None:
         RENDERER.encode_opening([{"role": "user", "content": ["Hi"]}])
     with pytest.raises(TemplateError, match=r"content of a 'tool' message is a int; it must be a text, or a list"):
         RENDERER.encode_bridge(STOP, [{"role": "tool", "content": 5}])
-    with pytest.raises(TemplateError, match=r"takes none: its directory has no image processor"):
+    with pytest.raises(TemplateError, match=r"does not accept images: its directory has no image processor"):
         RENDERER.encode_opening([{"role": "user", "content": [{"type": "image", "image": b"?"}]}])
 
 

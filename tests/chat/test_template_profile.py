@@ -51,7 +51,9 @@ def test_a_template_without_calls_has_a_profile_and_an_error_where_tools_are_use
     assert renderer.profile.turn.max_calls == 0
     assert renderer.profile.tool_format == TemplateProblem("writes no tool calls")
     assert renderer.turn_parser.parse(renderer.encode("Four.")).message == {"role": "assistant", "content": "Four."}
-    with pytest.raises(TemplateError, match="writes no tool calls, so it is unknown how the model is to write them"):
+    with pytest.raises(
+        TemplateError, match="writes no tool calls, so the format in which the model should write them is unknown"
+    ):
         renderer.turn_parser.parse(renderer.encode("Four."), tools=[{}])
 
 

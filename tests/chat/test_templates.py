@@ -22,11 +22,11 @@ FILES = template_files()
 NAMES = [path.stem for path in FILES]
 pytestmark = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
 
-GENERATION_PROMPT = "opens a thought in the generation prompt"
-END = "ends a turn that is not the last with"
+GENERATION_PROMPT = "opens reasoning in the generation prompt"
+END = "ends the last turn with"
 ONE_CALL = "only supports single tool-calls"
-FIRST_CALL = "leaves out all calls of a turn but the first 1"
-OTHER_WORDS = "writes other words around the answers"
+FIRST_CALL = "writes only the first 1 of several calls in a turn"
+OTHER_WORDS = "writes different text around the answers"
 EVERY = tuple(scenario.name for scenario in SCENARIOS)
 USERS = ("retry by user", "retry by system")
 DEEPSEEK = {**dict.fromkeys(EVERY, GENERATION_PROMPT), "three tool rounds": OTHER_WORDS}
@@ -90,7 +90,7 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
         ends = [text.find(stop) for stop in stops if stop in text]
         text = text[: min(ends)] if ends else text
         # a model that is put inside a thought ends it first
-        opened = renderer.encode_opening(scenario.opening, scenario.tools).open_thought and "</think>" not in text
+        opened = renderer.encode_opening(scenario.opening, scenario.tools).reasoning_opening and "</think>" not in text
         texts.append(f"</think>\n\n{text}" if opened else text)
     return texts
 

@@ -67,10 +67,10 @@ def test_a_templates_own_marks_are_found(name: str) -> None:
 def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> None:
     template, (opening, closing) = TEMPLATES[name]
     renderer = Renderer(byte_tokenizer(template), tool_format="hermes")
-    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).open_thought
+    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).reasoning_opening
     thought = f"\nMaybe {call('search')}\n{closing}\n\n{call('lookup')}"
     said = renderer.turn_parser.parse(
-        renderer.encode(thought if opened else opening + thought), tools=[{}], thought_opening=opened
+        renderer.encode(thought if opened else opening + thought), tools=[{}], reasoning_opening=opened
     )
     assert [one.name for one in said.calls] == ["lookup"]
     assert said.reasoning == f"Maybe {call('search')}"
@@ -82,7 +82,7 @@ def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> Non
 def test_thoughts_are_left_out_whatever_the_marks(name: str, thinking: str) -> None:
     template, (opening, closing) = TEMPLATES[name]
     renderer = Renderer(byte_tokenizer(template))
-    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).open_thought
+    opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).reasoning_opening
     begin = "" if opened else f"{opening}\n"
     trajectory = hold(
         [f"{begin}Hm.\n{closing}\n\nFour.", f"{begin}So.\n{closing}\n\nFive."],

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.chat.tool_calls import MARKS, split_reasoning, thoughts
+from turnwise.chat.tool_calls import MARKS, reasoning_blocks, split_reasoning
 
 
 @pytest.mark.parametrize(("opening", "closing"), MARKS, ids=[opening for opening, _ in MARKS])
@@ -43,9 +43,9 @@ def test_what_is_thought_and_what_is_said(text: str, reasoning: str, said: str) 
     st.booleans(),
 )
 def test_thoughts_are_in_order_and_hold_what_was_thought(text: str, opened: bool) -> None:
-    found = thoughts(text, opened=opened)
-    places = [place for thought in found for place in (thought.start, thought.end)]
+    found = reasoning_blocks(text, opened=opened)
+    places = [place for block in found for place in (block.start, block.end)]
     assert places == sorted(places)
-    assert all(thought.text in text[thought.start : thought.end] for thought in found)
+    assert all(block.text in text[block.start : block.end] for block in found)
     assert all(mark in split_reasoning(text)[1] or mark in text for mark, _ in MARKS if mark in text)
     assert bool(found) >= opened

@@ -142,8 +142,8 @@ def stops_of(template: str, *named: str, eos: str | None = None) -> tuple[list[s
     [
         (CHATML, ["\n", "<|im_end|>"], ["<|im_end|>"], {"\n": "an answer of several lines"}),
         (CHATML, ["{", "<|im_end|>"], ["<|im_end|>"], {"{": "a call"}),
-        (THINKS_APART, ["</turn>"], ["</turn>"], {"<done>": "a thought"}),
-        (THINKS_APART, ["<call>", "</turn>"], ["</turn>"], {"<done>": "a thought", "<call>": "a call"}),
+        (THINKS_APART, ["</turn>"], ["</turn>"], {"<done>": "reasoning"}),
+        (THINKS_APART, ["<call>", "</turn>"], ["</turn>"], {"<done>": "reasoning", "<call>": "a call"}),
         (ENDS_CALLS, ["</call>", "<done>"], ["</turn>", "<done>"], {"</call>": "a turn of two calls"}),
     ],
 )
@@ -160,11 +160,13 @@ def test_a_token_that_closes_thoughts_between_marks_does_not_end_a_turn() -> Non
     tokenizer.eos_token = "</think>"
     renderer = Renderer(tokenizer)
     assert [renderer.decode([token]) for token in renderer.stop_token_ids] == ["<|im_end|>"]
-    assert list(renderer.profile.stop_tokens.inside_turns.values()) == ["a thought"]
+    assert list(renderer.profile.stop_tokens.inside_turns.values()) == ["reasoning"]
 
 
 def test_a_turn_that_only_such_a_token_would_end_is_refused_with_the_token_and_the_part() -> None:
-    with pytest.raises(TemplateError, match=r"'<done>' \(\d+\) stands in a thought\. Name the token .* eos_token_id"):
+    with pytest.raises(
+        TemplateError, match=r"'<done>' \(\d+\) occurs in reasoning\. Set eos_token_id in generation_config\.json"
+    ):
         stops_of(THINKS_APART)
 
 

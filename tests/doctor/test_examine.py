@@ -161,12 +161,17 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
 @pytest.mark.parametrize(
     ("spoil", "value", "rule", "fix"),
     [
-        (shutil.rmtree, "there is no model directory /", "must be a directory", "as save_pretrained writes it"),
+        (
+            shutil.rmtree,
+            "there is no model directory /",
+            "must be a hub id",
+            "directory that save_pretrained has written",
+        ),
         (
             lambda path: [file.unlink() for file in path.iterdir()],
             "/copy' has no tokenizer",
-            "must be a directory",
-            "as save_pretrained writes it",
+            "must be a hub id",
+            "directory that save_pretrained has written",
         ),
         (
             tokenizer(None),
@@ -344,7 +349,7 @@ def test_messages_that_the_template_refuses_are_reported_with_their_row(
         (CHATML, "environment=nowhere.py:x", "rewards", "environment: there is no file"),
         (CHATML, f"environment={PLACES}:always_raises", "rewards", "no luck today"),
         (CHATML, "data.train=nowhere.jsonl", "rows", "nowhere.jsonl"),
-        (CHATML, "data.return_multi_modal_inputs=true", "rows", "has no effect: no row holds an image"),
+        (CHATML, "data.return_multi_modal_inputs=true", "rows", "has no effect: no row contains an image"),
         (CHATML, "loss_mask=nowhere.py:x", "mask", "loss_mask: there is no file"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_template_that_changes_earlier_text_fails_with_both_texts() -> None:
     (user,) = continuing(renderer(GROWS), ["user turns"])
     assert user.status == "fail"
     assert user.text.startswith(
-        "retry by user: writes other words around the answers when the conversation goes on: not "
+        "retry by user: writes different text around the answers when the conversation continues: expected "
     )
     assert "not '\\n<|im_start|>user\\nonce-more<|im_end|>" in user.text
     assert "but '|>\\n<|im_start|>user of many\\nonce-more<|im_end|>" in user.text
@@ -278,7 +278,7 @@ def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path:
     later = [scenario for scenario in ("tool round", "three tool rounds", "retry by user") if "≠" in cells[scenario]]
     serious = [scenario for scenario in later if not check_scenario(found, BY_NAME[scenario]).harmless]
     assert ("fail" in [one.status for one in turns.values()]) == bool(serious)
-    strips = cells["leaves thoughts out at"]
+    strips = cells["leaves reasoning out at"]
     assert ("leaves earlier reasoning out" in others[1].text) == (strips != "–")
 
 

@@ -226,7 +226,9 @@ def test_what_cannot_be_seen_is_refused(vision: MediaProcessor) -> None:
     ids, media = heard(vision, "a", picture())
     segment = Segment()
     segment.append_context(ids, media)
-    with pytest.raises(EngineError, match="the request holds 1 images or videos, and Qwen3ForCausalLM takes none"):
+    with pytest.raises(
+        EngineError, match="the request contains 1 images or videos, and Qwen3ForCausalLM does not accept them"
+    ):
         asyncio.run(ask(LocalEngine(tiny_model(vocabulary=263), threads=1), "c", segment))
     engine = LocalEngine(vision_model(), threads=1)
     cut = Segment()

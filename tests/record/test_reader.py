@@ -244,7 +244,7 @@ def test_whatever_a_conversation_holds_it_is_read_and_written_again(
         text=text,
         message_index=1,
         reasoning=text,
-        thought_opening=text,
+        reasoning_opening=text,
         weight=math.nan if huge else 1.0,
         calls=(parsed,),
         outcomes=(outcome,),
@@ -442,6 +442,17 @@ def test_lines_from_before_there_was_a_schema_are_read() -> None:
     assert (one.step, one.started, [turn.message_index for turn in one.turns]) == (None, None, [None, None])
     assert [[turn.index for turn in turns] for turns in turns_of_messages(one)] == [[], [0], [], [], [], [1]]
     assert one.row.messages == [{"role": "user", "content": "1+2?"}]
+
+
+def test_the_opening_of_the_reasoning_is_read_under_its_former_key_too() -> None:
+    trajectory = hold(Says("Yes."), SingleTurn)
+    trajectory.turns[0].reasoning_opening = "<think>\n"
+    line = trajectory_record(trajectory)
+    turn = line["turns"][0]
+    assert (turn["reasoning_opening"], "thought_opening" in turn) == ("<think>\n", False)
+    former = {"thought_opening" if key == "reasoning_opening" else key: value for key, value in turn.items()}
+    read_back = decode_trajectory({**line, "turns": [former]}, where="it")
+    assert read_back.turns[0].reasoning_opening == "<think>\n"
 
 
 def test_a_template_mismatch_is_read_back_with_its_kind_and_from_earlier_versions_without() -> None:

@@ -195,7 +195,7 @@ def test_a_judge_that_compares_scores_all_conversations_of_a_row_in_one_request(
         ({"rubric": RUBRIC, "engine": True, "endpoint": {}}, "engine=true asks the model of the run: remove endpoint"),
         (
             {"rubric": RUBRIC, "endpoint": {"url": "http://a"}},
-            "endpoint cannot be made of .*missing a required argument: 'model'",
+            "endpoint .* cannot be created: .*missing a required argument: 'model'",
         ),
         ({"rubric": [], "engine": True}, r"rubric has the names \[\]; give at least one criterion"),
         ({"rubric": [RUBRIC[0]] * 2, "engine": True}, "each with its own name"),

@@ -349,7 +349,7 @@ def test_an_opening_that_is_none_breaks_its_own_conversation_only(opening: Any, 
 def test_content_that_is_no_text_breaks_its_own_conversation_only() -> None:
     reply = Reply(messages=[{"role": "user", "content": [{"type": "image"}]}])
     kind, message = the_failure(hold(Says("a", "b"), lambda: Answers(reply=reply)))
-    assert (kind, message.partition(",")[0]) == ("tokens", "a message holds an image or a video")
+    assert (kind, message.partition(",")[0]) == ("tokens", "a message contains an image or a video")
 
 
 @pytest.mark.parametrize("lockstep", [False, True])

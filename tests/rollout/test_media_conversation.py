@@ -69,7 +69,10 @@ def test_an_image_of_a_tool_stands_where_its_answer_does_with_as_many_pads_as_it
     [
         (ToolResponse(image=["no image"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
         (ToolResponse(image=[b"GIF89a"], text="Here."), "Error: image (part 1) of a 'tool' message"),
-        (ToolResponse(image=[picture(4, 900)]), "Error: image (part 1) of a 'tool' message is refused by the model's"),
+        (
+            ToolResponse(image=[picture(4, 900)]),
+            "Error: the model's processor cannot process image (part 1) of a 'tool' message",
+        ),
         (ToolResponse(image=["<|image_pad|>"]), "Error: image (part 1) of a 'tool' message: there is no image file /"),
     ],
     ids=["missing", "cut short", "narrow", "named like a placeholder"],
@@ -162,7 +165,7 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
 def test_a_model_that_only_reads_is_told_so_and_goes_on() -> None:
     trajectory = hold(scripted([call("look", '{"side": 16}'), "Ah."]), lambda: Tools([look]), row=a_row("What is it?"))
     assert (trajectory.error, trajectory.template_mismatch, trajectory.answer) == (None, None, "Ah.")
-    told = "Here.\nError: the answer holds images, and this model takes none"
+    told = "Here.\nError: the answer contains images, and this model does not accept images"
     assert trajectory.messages[2]["content"] == told
     (outcome,) = trajectory.turns[0].outcomes
     assert (outcome.content, outcome.error) == (told, "raised")

@@ -59,7 +59,7 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
         with boundary("reward"):
             instance = constructor()
     except Failed as failed:
-        raise ConfigError(f"{key}: {use.use} cannot be made: {failed.failure.message}") from failed
+        raise ConfigError(f"{key}: {use.use} cannot be created: {failed.failure.message}") from failed
     plan = plan_call(instance, form, name=f"{key}: an instance of {use.use}")
     return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
 

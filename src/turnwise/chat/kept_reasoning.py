@@ -1,8 +1,8 @@
 """Which earlier reasoning a template leaves out when the conversation continues, found with conversations of several turns.
 
 A single turn is not enough: a template that keeps only the last assistant turn's reasoning keeps that of a conversation with one
-turn. So three turns are rendered, each followed by a message of the same role, and the text shows which of the three thoughts
-are still written.
+turn. So three turns are rendered, each followed by a message of the same role, and the text shows which of the three turns
+still have their reasoning.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def find_kept_reasoning(template: Template, format: TurnFormat) -> KeptReasoning
     if not template.reasoning.supported:
         return KeptReasoning()
 
-    def turn(thought: str, calls: bool, number: int) -> Message:
-        return template_message(_sample_turn(template, thought, calls, number), format, template.reasoning)
+    def turn(reasoning: str, calls: bool, number: int) -> Message:
+        return template_message(_sample_turn(template, reasoning, calls, number), format, template.reasoning)
 
     return KeptReasoning(user=_kept(template, turn, "user"), tool=_kept(template, turn, "tool"))
 
 
-def _sample_turn(template: Template, thought: str, calls: bool, number: int) -> ParsedTurn:
+def _sample_turn(template: Template, reasoning: str, calls: bool, number: int) -> ParsedTurn:
     opening, closing = next(iter(template.reasoning.marks.own), ("", ""))
     call = ToolCall(id=f"callprob{number}", name="probe_tool", arguments={"text": "x"}, text="")
     return ParsedTurn(
-        text=f"{opening}\n{thought}\n{closing}\n\nSaid.",
+        text=f"{opening}\n{reasoning}\n{closing}\n\nSaid.",
         message={"role": "assistant", "content": "Said."},
-        reasoning=thought,
+        reasoning=reasoning,
         calls=(call,) if calls else (),
     )
 
@@ -71,7 +71,7 @@ def _kept(template: Template, turn: Callable[[str, bool, int], Message], role: s
     for turns in (TURNS, 1):
         for calls in (True, False) if role == "tool" and template.writes_calls else (False,):
             try:
-                written = _written(template, [turn(_thought(n), calls, n) for n in range(turns)], role)
+                written = _written(template, [turn(_probe_reasoning(n), calls, n) for n in range(turns)], role)
             except TemplateError:
                 continue  # the template accepts no such conversation
             if all(written):
@@ -92,8 +92,8 @@ def _written(template: Template, turns: Sequence[Message], role: str) -> list[bo
         prior = PriorConversation.from_messages([*messages, turn])
         messages += [turn, *template.plan([message], prior).apply([message])]
     text = template.render(messages, add_generation_prompt=True)
-    return [_thought(number) in text for number in range(len(turns))]
+    return [_probe_reasoning(number) in text for number in range(len(turns))]
 
 
-def _thought(number: int) -> str:
-    return f"thought-{number}-4b9e27"
+def _probe_reasoning(number: int) -> str:
+    return f"reasoning-{number}-4b9e27"

@@ -59,7 +59,7 @@ class MediaProcessor:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, tokenizer: Any) -> MediaProcessor | None:
-        """The processor of a model directory or hub id, or None if the model takes no images.
+        """The processor of a model directory or hub id, or None if the model does not accept images.
 
         Raises TemplateError if there is a processor that cannot be loaded.
         """
@@ -99,7 +99,9 @@ class MediaProcessor:
         try:
             for part in self.parts([message]):
                 if part.kind not in self.placeholders.tokens:
-                    raise TemplateError(f"the answer holds a {part.kind}, and the model takes none")
+                    raise TemplateError(
+                        f"the answer contains a {part.kind}, and the model does not accept {part.kind}s"
+                    )
                 self._cache.get(part)
         except TurnwiseError as error:
             message["content"] = f"Error: {self.placeholders.escape(str(error))}"[:_MAX_ERROR]
@@ -110,18 +112,18 @@ class MediaProcessor:
 
         The media have no position yet (`start` is -1, `length` the number of placeholders): `locate` finds it.
 
-        Raises TemplateError if the text does not hold as many placeholders as there are images, DataError if an image cannot
-        be read.
+        Raises TemplateError if the number of placeholders in the text differs from the number of images, DataError if an image
+        cannot be read.
         """
         counts = Counter(part.kind for part in parts)
         if unknown := counts.keys() - self.placeholders.tokens.keys():
-            raise TemplateError(f"a message holds a {min(unknown)}, and the model takes none")
+            raise TemplateError(f"a message contains a {min(unknown)}, and the model does not accept {min(unknown)}s")
         for kind, token in self.placeholders.tokens.items():
             if (rendered := text.count(token)) != counts[kind]:
                 raise TemplateError(
-                    f"the chat template wrote {rendered} of the placeholder {token!r} and the messages hold {counts[kind]} "
-                    f"{kind}s; the numbers must be equal. Either the template leaves {kind}s of this role out, or a text "
-                    f"holds {token!r} literally: take it out"
+                    f"the chat template wrote the placeholder {token!r} {rendered} times, and the messages contain "
+                    f"{counts[kind]} {kind}s; the numbers must be equal. Either the template leaves out {kind}s of this role, "
+                    f"or a text contains {token!r} literally: remove it from the text"
                 )
         queues = {kind: iter([part for part in parts if part.kind == kind]) for kind in _KINDS}
         media: list[Media] = []
@@ -145,7 +147,7 @@ class MediaProcessor:
 
         `literal` says which placeholders are literal (`Placeholders.literal_indices`).
 
-        Raises TurnwiseError if the tokens do not hold exactly the placeholders of the media: nothing is ever shifted.
+        Raises TurnwiseError if the tokens do not contain exactly the placeholders of the media: a position is never guessed.
         """
         indices: dict[str, list[int]] = {}
         for kind, placeholder in self.token_ids.items():
@@ -155,8 +157,8 @@ class MediaProcessor:
             expected = sum(item.length for item in media if item.kind == kind)
             if len(indices[kind]) != expected:
                 raise TurnwiseError(
-                    f"the tokens hold {len(indices[kind])} {kind} placeholders (token {placeholder}), and the {kind}s take "
-                    f"{expected}; the numbers must be equal. Does the tokenizer belong to the processor?"
+                    f"the tokens contain {len(indices[kind])} {kind} placeholders (token {placeholder}), and the {kind}s need "
+                    f"{expected}; the numbers must be equal. Use the tokenizer that belongs to the processor"
                 )
         located: list[Media] = []
         used = dict.fromkeys(indices, 0)
@@ -190,8 +192,8 @@ class MediaProcessor:
         cells = math.prod(grid[0].tolist()) // merge_size**2
         if cells != item.length:
             raise TurnwiseError(
-                f"a {item.kind} has {item.length} placeholders and its grid {grid[0].tolist()} makes {cells}; the numbers "
-                f"must be equal. The processor and its tokenizer do not belong together"
+                f"a {item.kind} has {item.length} placeholders, and its grid {grid[0].tolist()} needs {cells}; the numbers "
+                f"must be equal. Use the tokenizer that belongs to the processor"
             )
 
 

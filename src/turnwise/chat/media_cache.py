@@ -53,7 +53,7 @@ class MediaCache:
     def get(self, part: MediaPart, *, pin: bool = False) -> ProcessedMedia:
         """Load and process the image or video, or take an equal one from the cache; `pin` keeps it for the rest of the run.
 
-        Raises DataError if it cannot be loaded or the processor refuses it.
+        Raises DataError if it cannot be loaded or processed.
         """
         source = load_image(part.value, where=part.where) if part.kind == "image" else _load_video(part)
         key = _content_key(part.kind, source)
@@ -76,15 +76,15 @@ class MediaCache:
         try:
             outputs = processor(text=[self._tokens[part.kind]], add_special_tokens=False, return_tensors="pt", **media)
         except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:  # torchcodec raises RuntimeError
-            raise DataError(f"{part.where} is refused by the model's processor: {error}") from error
+            raise DataError(f"the model's processor cannot process {part.where}: {error}") from error
         ids: list[int] = outputs["input_ids"][0].tolist()
         tokenizer = processor.tokenizer
-        # the text goes into the prompt, which is encoded as a whole later: it must give the same ids there
+        # the text goes into the prompt, which is encoded later: its ids there must be the same
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if list(tokenizer.encode(text, add_special_tokens=False)) != ids:
             raise TemplateError(
-                f"the text that {type(processor).__name__} writes for one {part.kind} is encoded to other tokens by its own "
-                f"tokenizer: {text[:80]!r}"
+                f"{type(processor).__name__} writes the text {text[:80]!r} for a {part.kind}, and its own tokenizer encodes this "
+                f"text as other tokens. Use the tokenizer that belongs to the processor"
             )
         inputs = {name: value for name, value in outputs.items() if name not in _NOT_MEDIA}
         return ProcessedMedia(source, text, sum(token == self._token_ids[part.kind] for token in ids), inputs)
@@ -96,11 +96,11 @@ def _load_video(part: MediaPart) -> Any:
         file = Path(os.path.expanduser(str(part.value).removeprefix("file://")))
         if not os.path.isfile(file):
             raise DataError(
-                f"{part.where}: there is no video file {file.absolute()}; frames are given as a list of images"
+                f"{part.where}: there is no video file {file.absolute()}. Correct the path, or give a list of frames"
             )
         return str(file)
     if not isinstance(part.value, list | tuple) or not part.value:
-        raise DataError(f"{part.where} is a {type(part.value).__name__}; a video is a list of frames, or a path")
+        raise DataError(f"{part.where} is a {type(part.value).__name__}; a video must be a list of frames or a path")
     return [load_image(frame, where=f"frame {n} of the {part.where}") for n, frame in enumerate(part.value, 1)]
 
 

@@ -31,7 +31,7 @@ class MediaPart:
 
 
 def has_media(messages: Iterable[Message]) -> bool:
-    """Whether any of the messages holds an image or a video."""
+    """Whether any of the messages contains an image or a video."""
     return any(
         isinstance(part, Mapping) and media_kind(part) is not None
         for message in messages
@@ -44,8 +44,8 @@ def refuse_media(messages: Iterable[Message], model: str) -> None:
     """For a text model: raises TemplateError if there is an image or a video in the messages."""
     if has_media(messages):
         raise TemplateError(
-            f"a message holds an image or a video, and {model or 'the model'} takes none: its directory has no image "
-            f"processor. Use a vision model (such as Qwen2.5-VL), or messages of text"
+            f"a message contains an image or a video, and {model or 'the model'} does not accept images: its directory has no "
+            f"image processor. Use a vision model (such as Qwen2.5-VL), or messages of text"
         )
 
 
@@ -54,7 +54,11 @@ def without_media(message: Message) -> Message:
     if not has_media([message]):
         return message
     parts = [part for part in message["content"] if isinstance(part, Mapping)]
-    errors = [f"Error: the answer holds {kind}s, and this model takes none" for kind in map(media_kind, parts) if kind]
+    errors = [
+        f"Error: the answer contains {kind}s, and this model does not accept {kind}s"
+        for kind in map(media_kind, parts)
+        if kind
+    ]
     texts = [str(part.get("text", "")) for part in parts if media_kind(part) is None]
     return {**message, "content": "\n".join([*texts, *dict.fromkeys(errors)])}
 
@@ -62,8 +66,8 @@ def without_media(message: Message) -> Message:
 def media_parts(messages: Sequence[Message], placeholders: Placeholders) -> list[MediaPart]:
     """The images and videos of these messages, and the literal placeholders of the model, in order.
 
-    Raises TemplateError if a part is neither text, image nor video, if an image has no value, or if a message of anybody but
-    the model holds the text of a placeholder, which would be taken for an image.
+    Raises TemplateError if a part is neither text, image nor video, if an image has no value, or if a message that is
+    not the model's contains the text of a placeholder, which would be read as an image.
     """
     parts: list[MediaPart] = []
     for message in messages:
@@ -87,7 +91,7 @@ def _media_part(part: Mapping[str, Any], number: int, role: Any) -> MediaPart:
     where = f"{kind} (part {number}) of a {role!r} message"
     if (value := media_value(part)) is None:
         raise TemplateError(
-            f"the {where} holds nothing: {sorted(part)}. Give it as {{'type': {kind!r}, {kind!r}: ...}}"
+            f"the {where} has no value; its keys are {sorted(part)}. Write it as {{'type': {kind!r}, {kind!r}: ...}}"
         )
     return MediaPart("video" if kind == "video" else "image", value, where)
 
@@ -97,7 +101,7 @@ def _literal_placeholders(text: str, role: Any, placeholders: Placeholders) -> I
         if role != "assistant":
             token = placeholders.tokens[kind]
             raise TemplateError(
-                f"a text of a {role!r} message holds {token!r}, which stands for an image or a video here: "
+                f"a text of a {role!r} message contains {token!r}, the placeholder of an image or a video: "
                 f"{text[max(0, at - 20) : at + len(token) + 20]!r}. Remove it from the text; images are parts of their "
                 f"own, {{'type': 'image', 'image': ...}}"
             )

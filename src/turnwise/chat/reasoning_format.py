@@ -1,7 +1,7 @@
 """How a template writes reasoning, found by rendering probes: the message field, the marks around it, the headers.
 
 Nothing is looked up by model family. Reasoning given in its own field shows the marks that the template writes around it. A
-generation prompt that opens a thought shows the opening mark. A text constant of the template is a closing mark if the template
+generation prompt that opens reasoning shows the opening mark. A text constant of the template is a closing mark if the template
 drops everything in front of it. Only if none of this shows marks, the source is searched for the marks of well-known families.
 """
 
@@ -19,7 +19,7 @@ from turnwise.types import Message
 
 __all__ = ["ReasoningFormat", "find_reasoning_format"]
 
-_THOUGHT, _ANSWER = "thought-4b9e27", "said-91c2d0"
+_REASONING, _ANSWER = "reasoning-4b9e27", "answer-91c2d0"
 _KEYS = ("reasoning_content", "thinking", "reasoning")
 _KEY = re.compile(r"think|thought|reason|analysis", re.IGNORECASE)
 _BRACKETED = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\]|\{[^{}\s]+\}|\([^()\s]+\)|◁[^◁▷\s]+▷)\Z")
@@ -49,7 +49,7 @@ class ReasoningFormat:
         return self.key is not None or bool(self.marks.own)
 
     def without_reasoning(self, text: str, opened: bool = False) -> str:
-        """A turn's text without its reasoning. `opened`: the text begins inside a thought."""
+        """A turn's text without its reasoning. `opened`: the text begins inside reasoning."""
         return self.marks.split(text, opened=opened)[1] if self.supported else text
 
 
@@ -81,15 +81,15 @@ class _ReasoningProber:
         turns: list[Message] = [assistant_message(_ANSWER), {**probe_call({"text": "x"}), "content": _ANSWER}]
         for turn in turns:
             for key in (*_KEYS, *others):
-                if _THOUGHT in (self._text([QUESTION, {**turn, key: _THOUGHT}]) or ""):
+                if _REASONING in (self._text([QUESTION, {**turn, key: _REASONING}]) or ""):
                     return key
         return None
 
     def find_marks_around(self, key: str) -> tuple[tuple[str, str] | None, str]:
         """The marks around reasoning that is given in `key`, and the header between reasoning and answer."""
-        text = self._text([QUESTION, {**assistant_message(_ANSWER), key: _THOUGHT}]) or ""
-        before, thought, after = text.partition(_THOUGHT)
-        if not thought or _ANSWER not in after or not before.startswith(self._question):
+        text = self._text([QUESTION, {**assistant_message(_ANSWER), key: _REASONING}]) or ""
+        before, reasoning, after = text.partition(_REASONING)
+        if not reasoning or _ANSWER not in after or not before.startswith(self._question):
             return None, ""
         start, between = before[len(self._question) :], after.partition(_ANSWER)[0]
         header = self._answer_header(start)
@@ -108,7 +108,7 @@ class _ReasoningProber:
         """The marks by which the template removes reasoning from a content, or that its generation prompt opens."""
         opened = self._opened_by_generation_prompt()
         for closing in dict.fromkeys(text.strip() for text in self._strings):
-            if len(closing) > 1 and self._removes_reasoning(f"{_THOUGHT}{closing}{_ANSWER}"):
+            if len(closing) > 1 and self._removes_reasoning(f"{_REASONING}{closing}{_ANSWER}"):
                 opening = opened.removesuffix(closing).strip() or next(
                     iter([*_opening_marks(closing, self._source), *self._opening_constants(closing)]), ""
                 )
@@ -173,7 +173,7 @@ class _ReasoningProber:
         turn = assistant_message(content)
         for messages in ([QUESTION, turn, QUESTION], [QUESTION, turn]):
             text = self._text(messages)
-            if text is not None and _ANSWER in text and _THOUGHT not in text:
+            if text is not None and _ANSWER in text and _REASONING not in text:
                 return True
         return False
 

@@ -42,8 +42,8 @@ class EncodedMessages:
     media: Sequence[Media] = ()
     messages: Sequence[Message] = ()
     """The messages in it, as the template received them."""
-    open_thought: str = ""
-    """The end of the generation prompt if it opens a thought, for example `<think>` and a line end. The model continues it."""
+    reasoning_opening: str = ""
+    """The end of the generation prompt if it opens reasoning, for example `<think>` and a line end. The model continues it."""
     text: str = ""
     """The text that was encoded."""
 
@@ -95,8 +95,8 @@ class Renderer:
 
         if str(path).startswith(("/", ".", "~")) and not os.path.isdir(os.path.expanduser(path)):
             raise TemplateError(
-                f"there is no model directory {os.path.abspath(os.path.expanduser(path))}; model.path must be a directory as "
-                f"save_pretrained writes it, or a hub id"
+                f"there is no model directory {os.path.abspath(os.path.expanduser(path))}; model.path must be a hub id, or a "
+                f"directory that save_pretrained has written"
             )
         try:
             with boundary("tokenizer"):  # some libraries raise a bare Exception
@@ -104,8 +104,8 @@ class Renderer:
         except Failed as failed:
             if os.path.isdir(path) and not Path(path, "tokenizer_config.json").is_file():
                 raise TemplateError(
-                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a directory "
-                    f"as save_pretrained writes it, or a hub id"
+                    f"the directory {str(path)!r} has no tokenizer (no tokenizer_config.json); model.path must be a hub id, "
+                    f"or a directory that save_pretrained has written"
                 ) from failed
             raise TemplateError(
                 f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a "
@@ -204,17 +204,17 @@ class Renderer:
         return token in self.special
 
     def _encoded(self, text: str, messages: Sequence[Message], last_token: int | None) -> EncodedMessages:
-        thought = self.profile.reasoning.marks.open_thought(text)
+        opening = self.profile.reasoning.marks.reasoning_opening(text)
         if self.vision is None:
             refuse_media(messages, self.where)
             return EncodedMessages(
-                token_ids=self._encode(text, last_token), messages=messages, open_thought=thought, text=text
+                token_ids=self._encode(text, last_token), messages=messages, reasoning_opening=opening, text=text
             )
         text, unplaced = self.vision.expand(text, self.vision.parts(messages))
         literal, text = self.vision.placeholders.literal_indices(text), self.vision.placeholders.restore(text)
         ids = self._encode(text, last_token)
         media = self.vision.locate(ids, unplaced, literal=literal)
-        return EncodedMessages(token_ids=ids, media=media, messages=messages, open_thought=thought, text=text)
+        return EncodedMessages(token_ids=ids, media=media, messages=messages, reasoning_opening=opening, text=text)
 
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
         if behind is not None and behind in self.special:

@@ -19,14 +19,14 @@ def process_row_media(rows: Sequence[Row], processor: MediaProcessor | None, *, 
     True: run the processor now, once for each image; all conversations of the row use these tensors. False and None: the
     first conversation that needs an image runs the processor, and a cache keeps the most recent images.
 
-    Raises ConfigError if `wanted` is given and no row holds an image or a video, DataError if the processor refuses one.
+    Raises ConfigError if `wanted` is given and no row contains an image or a video, DataError if the processor refuses one.
     """
     if wanted is None:
         return list(rows)
     with_media = [has_media(row.messages) for row in rows]
     if not any(with_media):
         raise ConfigError(
-            f"data.return_multi_modal_inputs={str(wanted).lower()} has no effect: no row holds an image or a video. Remove it"
+            f"data.return_multi_modal_inputs={str(wanted).lower()} has no effect: no row contains an image or a video. Remove it"
         )
     if not wanted:
         return list(rows)

@@ -51,8 +51,8 @@ class SanityCheck:
             encode=renderer.encode,
             decode=renderer.decode,
             special=renderer.special,
-            without_thoughts=renderer.profile.reasoning.without_reasoning,
-            thoughts=self._thoughts,
+            without_reasoning=renderer.profile.reasoning.without_reasoning,
+            reasoning_texts=self._reasoning_texts,
             calls=self._calls,
         )
 
@@ -74,7 +74,7 @@ class SanityCheck:
         ids, own = self._renderer.encode_uncached(text), list(checked.segment.token_ids)
         if own == list(ids[: len(own)]):
             return None
-        return self._first_difference(self._runs(checked), text, ids, count_thoughts=False)
+        return self._first_difference(self._runs(checked), text, ids, count_reasoning=False)
 
     def served_prompt_differs(
         self, checked: SegmentMessages, messages: Sequence[Message], bridge: EncodedMessages
@@ -91,7 +91,7 @@ class SanityCheck:
         runs = [*self._runs(checked), self._context_run(bridge.text, bridge.token_ids, len(checked.segment))]
         differences = find_differences(runs, text, mode="strict", reader=self._reader)
         return any(
-            difference.kind == "thoughts" or isinstance(difference.run, ContextRun) for difference in differences
+            difference.kind == "reasoning" or isinstance(difference.run, ContextRun) for difference in differences
         )
 
     def _prompt_mismatch(self, checked: SegmentMessages) -> TemplateMismatch | None:
@@ -101,21 +101,21 @@ class SanityCheck:
         prompt = self._renderer.render_text(checked.messages[:-1], checked.tools, add_generation_prompt=True)
         ids = self._renderer.encode_uncached(prompt)
         if list(checked.segment.token_ids[: last.start]) != list(ids):
-            difference = self._first_difference(runs[:-1], prompt, ids, count_thoughts=True)
+            difference = self._first_difference(runs[:-1], prompt, ids, count_reasoning=True)
             if difference is not None:
                 return difference
         text = self._renderer.render_text(checked.messages, checked.tools, add_generation_prompt=False)
         context = self._context_run(prompt, ids, 0)
         if not text.startswith(context.bare):
             return None  # the last turn changes the text in front of it; only its prompt counts
-        return self._first_difference([context, last], text, None, count_thoughts=False)
+        return self._first_difference([context, last], text, None, count_reasoning=False)
 
     def _first_difference(
-        self, runs: Sequence[ContextRun | TurnRun], text: str, ids: Sequence[int] | None, *, count_thoughts: bool
+        self, runs: Sequence[ContextRun | TurnRun], text: str, ids: Sequence[int] | None, *, count_reasoning: bool
     ) -> TemplateMismatch | None:
         mode = self._renderer.sanity
         for difference in find_differences(runs, text, mode=mode, reader=self._reader):
-            if count_thoughts or difference.kind == "other":
+            if count_reasoning or difference.kind == "other":
                 return mismatch_of(difference, self._reader)
         if mode == "strict" and ids is not None and (run := find_retokenized(runs, ids)) is not None:
             same_text = Difference("other", run, run.text, run.text)
@@ -137,9 +137,9 @@ class SanityCheck:
             if is_turn and end < len(segment) and (turns[end] >= 0 or end in injected):
                 continue  # the same turn continues
             if is_turn:
-                thought_opened = bool(runs) and bool(self._open_thought(runs[-1].text))
+                reasoning_opened = bool(runs) and bool(self._reasoning_opening(runs[-1].text))
                 runs.append(
-                    self._turn_run(segment, start, end, thought_opened, calls=number in checked.turns_with_calls)
+                    self._turn_run(segment, start, end, reasoning_opened, calls=number in checked.turns_with_calls)
                 )
                 number += 1
             else:
@@ -165,18 +165,18 @@ class SanityCheck:
 
     def _context_run(self, text: str | None, ids: Sequence[int], start: int) -> ContextRun:
         text = self._renderer.decode(ids) if text is None else text
-        bare = self._renderer.profile.reasoning.marks.without_open_thought(text)
+        bare = self._renderer.profile.reasoning.marks.without_reasoning_opening(text)
         bare_ids = ids if bare == text else ids[: len(ids) - len(self._renderer.encode(text[len(bare) :]))]
         return ContextRun(text, ids, start, bare=bare, bare_ids=bare_ids)
 
-    def _open_thought(self, text: str) -> str:
-        return self._renderer.profile.reasoning.marks.open_thought(text)
+    def _reasoning_opening(self, text: str) -> str:
+        return self._renderer.profile.reasoning.marks.reasoning_opening(text)
 
-    def _thoughts(self, text: str, opened: bool) -> Sequence[str]:
+    def _reasoning_texts(self, text: str, opened: bool) -> Sequence[str]:
         reasoning = self._renderer.profile.reasoning
         if not reasoning.supported:
             return []
-        return [thought.text for thought in reasoning.marks.thoughts(text, opened=opened)]
+        return [block.text for block in reasoning.marks.reasoning_blocks(text, opened=opened)]
 
     def _calls(self, text: str, opened: bool) -> object:
         """The calls in a turn's text, and its content without white space and without special tokens."""

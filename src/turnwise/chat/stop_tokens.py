@@ -30,7 +30,7 @@ class StopTokens:
     token_ids: tuple[int, ...]
     """The template's own token comes first: scripted turns end with it."""
     inside_turns: Mapping[int, str] = field(default_factory=dict)
-    """Configured tokens that are written inside a turn, with the part of the turn: `{7: "a thought"}`. They do not stop it."""
+    """Configured tokens that are written inside a turn, with the part of the turn: `{7: "reasoning"}`. They do not stop it."""
     unknown_ids: tuple[int, ...] = ()
     """Ids in the generation config that the tokenizer does not have."""
 
@@ -58,16 +58,16 @@ def find_stop_tokens(
         return StopTokens(stops, inside, unknown)
     if inside:
         places = "; ".join(
-            f"{tokenizer.decode([token])!r} ({token}) stands in {part}" for token, part in inside.items()
+            f"{tokenizer.decode([token])!r} ({token}) occurs in {part}" for token, part in inside.items()
         )
         raise TemplateError(
-            f"{template.where} has no stop token, since all that are named stand inside a turn too: {places}. Name the token "
-            f"that the model ends its turns with: eos_token_id in generation_config.json"
+            f"{template.where} has no stop token, because all configured stop tokens also occur inside a turn: {places}. Set "
+            f"eos_token_id in generation_config.json to the token that ends the model's turns"
         )
     raise TemplateError(
         f"{template.where} has no stop token: the tokenizer has no eos_token, the template closes a turn with "
-        f"{turn_format.closing[:20]!r}, which is no special token, and the generation config names none. Set eos_token "
-        f"in tokenizer_config.json"
+        f"{turn_format.closing[:20]!r}, which is not a special token, and the generation config has no eos_token_id. Set "
+        f"eos_token in tokenizer_config.json"
     )
 
 
@@ -116,17 +116,17 @@ def _inside_turns(
 
 def _turn_parts(template: Template, turn_format: TurnFormat) -> Iterator[tuple[str, str]]:
     """Completions of several kinds, each up to its last word, with the name of the kind."""
-    for marked in _marked_thoughts(template, turn_format):
-        yield "a thought", marked
+    for marked in _marked_reasoning(template, turn_format):
+        yield "reasoning", marked
     key = template.reasoning.key
-    thought: Message = {} if key is None else {key: _LINES + probe_word(0)}
+    reasoning: Message = {} if key is None else {key: _LINES + probe_word(0)}
     kinds: list[tuple[str, Message]] = [("an answer of several lines", assistant_message(_LINES + PLACEHOLDER))]
-    if thought:
-        kinds.append(("a thought", {**assistant_message(PLACEHOLDER), **thought}))
+    if reasoning:
+        kinds.append(("reasoning", {**assistant_message(PLACEHOLDER), **reasoning}))
     if template.writes_calls:
         call, calls = probe_call({"text": PLACEHOLDER}), probe_call({"text": probe_word(0)}, {"text": PLACEHOLDER})
         kinds += [("a call", call), ("a turn of words and a call", {**call, "content": probe_word(1)})]
-        kinds += [("a thought before a call", {**call, **thought}), (_TWO_CALLS, calls)]
+        kinds += [("a reasoning before a call", {**call, **reasoning}), (_TWO_CALLS, calls)]
     for part, message in kinds:
         try:
             before, placeholder, _ = template.completion_text(message).rpartition(PLACEHOLDER)
@@ -136,7 +136,7 @@ def _turn_parts(template: Template, turn_format: TurnFormat) -> Iterator[tuple[s
             yield part, before
 
 
-def _marked_thoughts(template: Template, turn_format: TurnFormat) -> Iterator[str]:
+def _marked_reasoning(template: Template, turn_format: TurnFormat) -> Iterator[str]:
     """Thoughts between the marks that the template removes from a content."""
     for opening, closing in template.reasoning.marks.own:
         if not turn_format.closing.startswith(closing):

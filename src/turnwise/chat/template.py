@@ -84,8 +84,8 @@ class Template:
         tools = self.messages.probe_tools([*before, message]) if tools is None else tools
         prompt = self.render(before, add_generation_prompt=True, tools=tools)
         text = self.render([*before, message], add_generation_prompt=False, tools=tools)
-        # a thought that the generation prompt opens need not be written in the finished turn
-        for start in (prompt, self.reasoning.marks.without_open_thought(prompt)):
+        # the opening mark of reasoning may be in the generation prompt only, and need not be written in the finished turn
+        for start in (prompt, self.reasoning.marks.without_reasoning_opening(prompt)):
             if text.startswith(start):
                 return text[len(start) :]
         pairs = zip(prompt, text, strict=False)

@@ -134,7 +134,7 @@ def _check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
         written.append_turn(answers, prior)
     written.append_last_turn()
     if not written.differs and written.ids != written.one_pass_ids[: len(written.ids)]:
-        written.differs, written.harmless = "cuts the same text into other tokens in one pass", True
+        written.differs, written.harmless = "encodes the same text as other tokens in one pass", True
     return Finding(
         scenario=scenario.name,
         exact=not written.differs,
@@ -153,9 +153,9 @@ def _left_out(messages: Sequence[Message], text: str) -> str:
         calls = [call["function"]["arguments"]["text"] for call in message.get("tool_calls", [])]
         missing = [argument for argument in calls if argument not in text]
         if missing and len(missing) < len(calls):
-            return f"leaves out all calls of a turn but the first {len(calls) - len(missing)}"
+            return f"writes only the first {len(calls) - len(missing)} of several calls in a turn"
         if missing or not all(word in text for word in str(message.get("content") or "").split()):
-            return f"leaves out what a {message['role']!r} message says"
+            return f"leaves out the content of a {message['role']!r} message"
     return ""
 
 
@@ -177,7 +177,7 @@ class _TurnByTurn:
     def append_opening(self, opening: EncodedMessages) -> None:
         """Append the opening messages with the first generation prompt."""
         text = self._renderer.decode(opening.token_ids)
-        bare = self._renderer.profile.reasoning.marks.without_open_thought(text)
+        bare = self._renderer.profile.reasoning.marks.without_reasoning_opening(text)
         if not self.one_pass.startswith(text):
             self._note_generation_prompt(text, bare, 0)
         self._append(opening, text if self.one_pass.startswith(text) else bare)
@@ -192,7 +192,7 @@ class _TurnByTurn:
         for order, stop in enumerate(self._renderer.stop_token_ids):
             bridge = self._renderer.encode_bridge(stop, answers, prior)
             text = decode(bridge.token_ids)
-            bare = self._renderer.profile.reasoning.marks.without_open_thought(text)
+            bare = self._renderer.profile.reasoning.marks.without_reasoning_opening(text)
             for written in dict.fromkeys([text, bare]):
                 end = self.one_pass.find(written, self._at)
                 if end >= 0:
@@ -202,7 +202,7 @@ class _TurnByTurn:
         if not candidates:
             bridge = self._renderer.encode_bridge(self._renderer.stop_token_ids[0], answers, prior)
             raise TemplateError(
-                f"writes other words around the answers when the conversation goes on: "
+                f"writes different text around the answers when the conversation continues: "
                 f"{self._both_texts(decode(bridge.token_ids), answers)}"
             )
         other_end, order, end, bridge, written = min(candidates, key=lambda candidate: candidate[:3])
@@ -241,13 +241,13 @@ class _TurnByTurn:
         content = str(answers[0].get("content"))
         place, own = self.one_pass.find(content, self._at), text.find(content)
         if place < 0 or own < 0:
-            return f"not {text[:_SHOWN]!r}"
+            return f"expected {text[:_SHOWN]!r}"
         if not self.one_pass[:place].endswith(text[:own]):
-            return f"not {text[:_SHOWN]!r} but {self.one_pass[max(self._at, place - own - 10) :][:_SHOWN]!r}"
+            return f"expected {text[:_SHOWN]!r} but got {self.one_pass[max(self._at, place - own - 10) :][:_SHOWN]!r}"
         after, written = text[own:], self.one_pass[place:]
         same = next((n for n, (a, b) in enumerate(zip(after, written + "\0" * len(after), strict=False)) if a != b), 0)
         start = max(0, same - len(content))
-        return f"not {after[start:][:_SHOWN]!r} but {written[start:][:_SHOWN]!r}"
+        return f"expected {after[start:][:_SHOWN]!r} but got {written[start:][:_SHOWN]!r}"
 
     def append_last_turn(self) -> None:
         """Append the model's last turn, up to its stop token."""
@@ -271,7 +271,7 @@ class _TurnByTurn:
         token = list(self._renderer.encode(turn))[-1]
         written = self._renderer.decode([token]) if self._renderer.is_special(token) else ""
         own = self._renderer.decode([stop])
-        self._note(f"ends a turn that is not the last with {written!r}, and the last one with {own!r}", harmless=True)
+        self._note(f"ends the last turn with {own!r} and earlier turns with {written!r}", harmless=True)
         return turn.removesuffix(written) + own
 
     def _note(self, difference: str, *, harmless: bool) -> None:
@@ -285,13 +285,13 @@ class _TurnByTurn:
         if bare != text and self.one_pass.startswith(bare, at):
             after = self.one_pass[at + len(bare) : at + len(bare) + len(mark)]
             self._note(
-                f"opens a thought in the generation prompt ({mark!r}) and writes the turn without it ({after!r}...)",
+                f"opens reasoning in the generation prompt ({mark!r}) and writes the turn without it ({after!r}...)",
                 harmless=True,
             )
             return
         same = next((n for n, (a, b) in enumerate(zip(text, self.one_pass, strict=False)) if a != b), 0)
         self._note(
-            f"writes {self.one_pass[same : same + _SHOWN]!r} where it wrote {text[same : same + _SHOWN]!r}",
+            f"writes {self.one_pass[same : same + _SHOWN]!r} in one pass and {text[same : same + _SHOWN]!r} turn by turn",
             harmless=False,
         )
 

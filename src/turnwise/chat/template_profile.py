@@ -143,7 +143,7 @@ def _find_tool_format(
     own = _own_format(tokenizer)  # read even if the template writes no calls: one that cannot be read is an error
     if not template.writes_calls:
         return TemplateProblem("writes no tool calls")
-    # the text in front of all of the model's words: the end of a thought that the generation prompt opens, for example
+    # the text in front of all of the model's words: for example the end of reasoning that the generation prompt opens
     start = template.completion_text(assistant_message(PLACEHOLDER)).partition(PLACEHOLDER)[0].rstrip()
 
     def write(calls: Sequence[Mapping[str, Any]]) -> str:

@@ -43,7 +43,7 @@ class ContextRun:
     start: int
     """The place of the first token in the segment."""
     bare: str
-    """The text without the thought that the generation prompt at its end opens, or leaves empty."""
+    """The text without the reasoning that the generation prompt at its end opens or leaves empty."""
     bare_ids: Sequence[int]
 
 
@@ -57,7 +57,7 @@ class TurnRun:
     compared: bool
     """Whether the template writes the sampled text. If it builds the turn from fields, only the reasoning is compared."""
     opened: bool
-    """Whether the turn begins inside a thought."""
+    """Whether the turn begins inside reasoning."""
     closed: bool
     """Whether a stop token followed."""
     calls: bool
@@ -66,15 +66,15 @@ class TurnRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextReader:
-    """How a tokenizer's texts are read. The flag of the last three functions says that the text begins inside a thought."""
+    """How a tokenizer's texts are read. The flag of the last three functions says that the text begins inside reasoning."""
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
     special: frozenset[int]
-    without_thoughts: Callable[[str, bool], str]
-    """A turn's text without its thoughts."""
-    thoughts: Callable[[str, bool], Sequence[str]]
-    """The thoughts in a turn's text."""
+    without_reasoning: Callable[[str, bool], str]
+    """A turn's text without its reasoning."""
+    reasoning_texts: Callable[[str, bool], Sequence[str]]
+    """The blocks of reasoning in a turn's text."""
     calls: Callable[[str, bool], object]
     """The calls and the content of a turn's text: equal for texts with the same calls and the same content."""
 
@@ -83,8 +83,8 @@ class TextReader:
 class Difference:
     """A place where a segment and the one-pass text differ."""
 
-    kind: Literal["thoughts", "other"]
-    """`thoughts`: only in a thought that the template leaves out, empties or inserts."""
+    kind: Literal["reasoning", "other"]
+    """`reasoning`: only in reasoning that the template leaves out, empties or inserts."""
     run: ContextRun | TurnRun
     ours: str
     """The segment's text."""
@@ -118,8 +118,8 @@ def find_differences(
         start, end = place
         if turn is not None and (kind := _turn_difference(turn, text[at:start], normalize, reader)) is not None:
             yield Difference(kind, turn, normalize(turn.text), text[at:start])
-        if end - start != len(normalize(run.text)):  # found without the thought that the generation prompt opens
-            yield Difference("thoughts", run, normalize(run.text), text[start:end])
+        if end - start != len(normalize(run.text)):  # matched without the reasoning that the generation prompt opens
+            yield Difference("reasoning", run, normalize(run.text), text[start:end])
         turn, at = None, end
     if turn is None or (not turn.closed and text.startswith(normalize(turn.text), at)):
         return
@@ -139,8 +139,8 @@ def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[i
         if not isinstance(run, ContextRun):
             continue
         ids = list(run.token_ids)
-        thought = max(0, len(ids) - len(run.bare_ids))
-        ends = [*range(_EDGE + 1), *range(thought, thought + _EDGE + 1)]
+        opening_length = max(0, len(ids) - len(run.bare_ids))
+        ends = [*range(_EDGE + 1), *range(opening_length, opening_length + _EDGE + 1)]
         parts = (ids[first : len(ids) - last] for last in dict.fromkeys(ends) for first in range(_EDGE + 1))
         matched_end = next((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), None)
         if matched_end is None and len(ids) > 2 * _EDGE:
@@ -185,30 +185,30 @@ def _place(
 
 def _turn_difference(
     turn: TurnRun, written: str, normalize: Callable[[str], str], reader: TextReader
-) -> Literal["thoughts", "other"] | None:
+) -> Literal["reasoning", "other"] | None:
     """How a turn differs from the template's text for it, the end of the turn aside; None if it does not."""
-    ours = [normalize(thought) for thought in reader.thoughts(turn.text, turn.opened)]
-    theirs = [normalize(thought) for thought in reader.thoughts(written, False)]
+    ours = [normalize(text) for text in reader.reasoning_texts(turn.text, turn.opened)]
+    theirs = [normalize(text) for text in reader.reasoning_texts(written, False)]
     if not turn.compared:  # the template builds the turn from fields: only its reasoning is compared
-        return None if list(filter(None, ours)) == list(filter(None, theirs)) else "thoughts"
+        return None if list(filter(None, ours)) == list(filter(None, theirs)) else "reasoning"
     sampled = normalize(turn.text)
     if written.startswith(sampled) and _only_special(written[len(sampled) :], reader):
         return None
     begin = written.find(sampled) if sampled else -1
     if begin > 0 and _only_special(written[begin + len(sampled) :], reader):
         before = written[:begin]
-        if not reader.without_thoughts(before, False).strip() and not any(reader.thoughts(before, False)):
-            return "thoughts"  # the template only put an empty thought in front
+        if not reader.without_reasoning(before, False).strip() and not any(reader.reasoning_texts(before, False)):
+            return "reasoning"  # the template only put an empty reasoning block in front
     if turn.calls and reader.calls(turn.text, turn.opened) == reader.calls(written, False):
-        return None if ours == theirs else "thoughts"  # the same calls in the template's own spelling
+        return None if ours == theirs else "reasoning"  # the same calls in the template's own spelling
     ours, theirs = list(filter(None, ours)), list(filter(None, theirs))
     if len(theirs) >= max(len(ours), 1) or not set(theirs) <= set(ours):
-        return "other"  # no thought was left out, so the words differ
-    own_words = normalize(reader.without_thoughts(turn.text, turn.opened)).strip()
-    their_words = reader.without_thoughts(written, False).strip()
-    has_thoughts = own_words != sampled.strip() or their_words != written.strip()
+        return "other"  # no reasoning was left out, so the words differ
+    own_words = normalize(reader.without_reasoning(turn.text, turn.opened)).strip()
+    their_words = reader.without_reasoning(written, False).strip()
+    has_reasoning = own_words != sampled.strip() or their_words != written.strip()
     same_words = their_words.startswith(own_words) and _only_special(their_words[len(own_words) :].strip(), reader)
-    return "thoughts" if has_thoughts and same_words else "other"
+    return "reasoning" if has_reasoning and same_words else "other"
 
 
 def _only_special(text: str, reader: TextReader) -> bool:

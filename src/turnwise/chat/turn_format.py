@@ -90,7 +90,7 @@ def _turn_content(template: Template) -> TurnContent:
         sample[key] = "Thought."
     prompt = template.render([QUESTION], add_generation_prompt=True)
     sampled = template.completion_text(sample).partition("Said.")[0] + "Said."
-    raw = assistant_message(template.reasoning.marks.open_thought(prompt) + sampled)
+    raw = assistant_message(template.reasoning.marks.reasoning_opening(prompt) + sampled)
     try:
         same_text = all(
             template.render([QUESTION, raw, *after], add_generation_prompt=False)

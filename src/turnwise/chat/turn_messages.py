@@ -24,8 +24,8 @@ class ParsedTurn:
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     """All calls in order, also those that cannot be read (with `error` set). The message has only those that can."""
-    thought_opening: str = ""
-    """The text with which the generation prompt has opened a thought, or empty: the turn then begins inside it."""
+    reasoning_opening: str = ""
+    """The text with which the generation prompt opens reasoning, so that the turn begins inside it; empty if it opens none."""
 
 
 def template_message(turn: ParsedTurn, format: TurnFormat, reasoning: ReasoningFormat) -> Message:
@@ -40,9 +40,9 @@ def template_message(turn: ParsedTurn, format: TurnFormat, reasoning: ReasoningF
     if calls and has_text_form:
         text = _text_without_calls(turn, text, reasoning)
     if format.content == "text":
-        message: Message = {"role": "assistant", "content": turn.thought_opening + text}
+        message: Message = {"role": "assistant", "content": turn.reasoning_opening + text}
     elif format.content == "text and reasoning":
-        message = {"role": "assistant", "content": reasoning.without_reasoning(text, bool(turn.thought_opening))}
+        message = {"role": "assistant", "content": reasoning.without_reasoning(text, bool(turn.reasoning_opening))}
     else:
         message = {"role": "assistant", "content": turn.message["content"]}
     if format.content != "text" and turn.reasoning and reasoning.key is not None:
@@ -69,8 +69,8 @@ def _calls_given(turn: ParsedTurn, format: TurnFormat) -> Sequence[ToolCall]:
 def _text_without_calls(turn: ParsedTurn, text: str, reasoning: ReasoningFormat) -> str:
     """The reasoning at the beginning of a turn, as sampled, and its content."""
     content = str(turn.message["content"] or "")
-    thoughts = reasoning.marks.thoughts(text, opened=bool(turn.thought_opening)) if reasoning.supported else []
-    if not thoughts or text[: thoughts[0].start].strip():
+    blocks = reasoning.marks.reasoning_blocks(text, opened=bool(turn.reasoning_opening)) if reasoning.supported else []
+    if not blocks or text[: blocks[0].start].strip():
         return content
-    rest = text[thoughts[0].end :]
-    return text[: thoughts[0].end] + rest[: len(rest) - len(rest.lstrip())] + content
+    rest = text[blocks[0].end :]
+    return text[: blocks[0].end] + rest[: len(rest) - len(rest.lstrip())] + content

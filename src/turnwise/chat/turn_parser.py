@@ -30,8 +30,9 @@ class TurnParser:
         format = self._profile.tool_format
         if isinstance(format, TemplateProblem):
             raise TemplateError(
-                f"the chat template of {self._where} {format.reason}, so it is unknown how the model is to write them. "
-                f"Name the format (tool_format=hermes, say), use a model whose template has tools, or no tools"
+                f"the chat template of {self._where} {format.reason}, so the format in which the model should "
+                f"write them is unknown. Set the format (for example tool_format=hermes), use a model whose template writes tool "
+                f"calls, or remove the tools"
             )
         return format
 
@@ -41,25 +42,27 @@ class TurnParser:
         *,
         tools: Sequence[ToolSchema] = (),
         first_call: int = 0,
-        thought_opening: str = "",
+        reasoning_opening: str = "",
         text_before: str = "",
     ) -> ParsedTurn:
-        """Parse a sampled turn. Calls are looked for only if there are `tools`; their ids count from `first_call`.
+        """Parse a sampled turn. Calls are searched only if there are `tools`; their ids count from `first_call`.
 
-        `thought_opening` is the text with which the generation prompt has opened a thought (`EncodedMessages.open_thought`).
-        `text_before` is the earlier part of a turn that was continued: the whole turn is parsed. Text of any kind is accepted;
+        `reasoning_opening` is the text with which the generation prompt opens reasoning (`EncodedMessages.reasoning_opening`).
+        `text_before` is the earlier part of a turn that was continued: the complete turn is parsed. Text of any kind is accepted;
         a call that cannot be read has its `error` set. Raises TemplateError if there are tools and their format is unknown.
         """
         stopped = len(token_ids) > 0 and token_ids[-1] in self._profile.stop_tokens.token_ids
         text = text_before + self._decode(token_ids[:-1] if stopped else token_ids)
-        reasoning, content, calls = self._split(text, bool(thought_opening), tools, first_call)
+        reasoning, content, calls = self._split(text, bool(reasoning_opening), tools, first_call)
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
         readable = [call for call in calls if call.error is None]
         if readable:
             message["tool_calls"] = [call_field(call) for call in readable]
-        return ParsedTurn(text=text, message=message, reasoning=reasoning, calls=calls, thought_opening=thought_opening)
+        return ParsedTurn(
+            text=text, message=message, reasoning=reasoning, calls=calls, reasoning_opening=reasoning_opening
+        )
 
     def _split(
         self, text: str, opened: bool, tools: Sequence[ToolSchema], first_call: int

@@ -1,7 +1,7 @@
 """Instances of a class that many conversations use one after the other, as in TRL.
 
 The number of instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then
-conversations wait, in order of arrival, until an instance is given back. An instance is given back after its conversation is
+conversations wait, in order of arrival, until an instance is released. An instance is released after its conversation is
 scored, because reward functions may use it.
 """
 
@@ -20,7 +20,7 @@ from turnwise.user_code.scoring_scope import scored_together
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 
 _BATCH = "all conversations"
-_TOGETHER = "conversations that are scored together need one each: make as many as {} has"
+_TOGETHER = "conversations that are scored together need an instance each: provide as many instances as {} has conversations"
 EXHAUSTED: Final = object()
 """Marks an instance that could not be created."""
 
@@ -38,9 +38,9 @@ class InstancePool:
         self._exhausted = False
 
     async def lease(self) -> Lease:
-        """A lease of one instance for the calling conversation. If its `instance` is None, the caller must make one.
+        """A lease of one instance for the calling conversation. If its `instance` is None, the caller must create one.
 
-        Waits if no more instances can be made. Raises Failed if no instance can become free before this conversation ends.
+        Waits if no more instances can be created. Raises Failed if no instance can become free before this conversation ends.
         """
         # conversations of one group are scored together, and all conversations if there is a function of the batch
         in_batch = scored_together.get() == "batch"
@@ -51,7 +51,7 @@ class InstancePool:
             raise self._too_few(_TOGETHER.format("the step"))
         if in_lockstep():
             raise self._too_few(
-                "with deterministic: true none waits for another; set `max_concurrent` to that number at most"
+                "with deterministic: true no conversation waits for another: set `max_concurrent` to at most that number"
             )
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._waiting.append((group, future))
@@ -97,12 +97,12 @@ class InstancePool:
 
     def _too_few(self, reason: str) -> Failed:
         count = sum(lease.instance is not None for lease in self._leases) + len(self._free)
-        message = f"no more than {count} instances of {self._name} can be made (StopIteration), and {reason}"
+        message = f"no more than {count} instances of {self._name} can be created (StopIteration), and {reason}"
         return Failed(Failure("environment", message))
 
 
 class Lease:
-    """The right of one conversation to use an instance, until it is given back."""
+    """The right of one conversation to use an instance, until it is released."""
 
     def __init__(self, pool: InstancePool, group: str, instance: Any) -> None:
         self._pool = pool

@@ -187,7 +187,7 @@ class _Played:
         return EnvironmentHandle(self._instance, self._give_back)
 
     async def _lease_instance(self) -> Any:
-        """A free or a new instance. If no new instance can be created, wait until another conversation gives one back."""
+        """A free or a new instance. If no new instance can be created, wait until another conversation releases an instance."""
         while True:
             self._lease = await self._pool.lease()
             if self._lease.instance is not None:

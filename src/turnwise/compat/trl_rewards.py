@@ -62,7 +62,7 @@ class TrlReward:
         self._names = {parameter.name for parameter in parameters}
         if not self._all_columns and not self._names & _GIVEN:
             raise ConfigError(
-                f"{_KEY}: {self.__name__}({', '.join(parameter.name for parameter in parameters)}) takes none of "
+                f"{_KEY}: {self.__name__}({', '.join(parameter.name for parameter in parameters)}) has none of the parameters "
                 f"{', '.join(sorted(_GIVEN))}, so it is not a reward function of TRL. If it returns a reward function, give its "
                 f"arguments: arguments: {{function: ..., arguments: {{...}}}}"
             )

@@ -217,5 +217,5 @@ def completion_of(renderer: Renderer, message: Message) -> str:
     ends = [text.find(stop) for stop in (renderer.decode([token]) for token in renderer.stop_token_ids) if stop in text]
     text = text[: min(ends, default=len(text))].rstrip()
     # whether the generation prompt has opened reasoning that the text does not close
-    inside = renderer.encode_opening([QUESTION]).open_thought and "</think>" not in text
+    inside = renderer.encode_opening([QUESTION]).reasoning_opening and "</think>" not in text
     return f"It is a tree.\n</think>\n\n{text}" if inside else text

@@ -49,7 +49,7 @@ def _prompt_problem(renderer: Renderer) -> str:
     before, prompt, answered = _prompt(renderer)
     if not prompt:
         header = (
-            renderer.profile.reasoning.marks.without_open_thought(answered[len(before) :])
+            renderer.profile.reasoning.marks.without_reasoning_opening(answered[len(before) :])
             if answered.startswith(before)
             else ""
         )
@@ -59,7 +59,9 @@ def _prompt_problem(renderer: Renderer) -> str:
             f"the template writes {header!r} before an assistant message, but writes nothing if add_generation_prompt is true, "
             f"so the model would generate without its header. Add {{% if add_generation_prompt %}}...{{% endif %}} to its end"
         )
-    if answered.startswith((before + prompt, before + renderer.profile.reasoning.marks.without_open_thought(prompt))):
+    if answered.startswith(
+        (before + prompt, before + renderer.profile.reasoning.marks.without_reasoning_opening(prompt))
+    ):
         return ""
     place = next((n for n, (a, b) in enumerate(zip(before + prompt, answered, strict=False)) if a != b), len(answered))
     start = min(place, len(before))

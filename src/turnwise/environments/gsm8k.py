@@ -109,7 +109,7 @@ def ground_truth(row: Row) -> str:
     if answer is None:
         have = ", ".join(sorted(row.fields)) or "none"
         raise DataError(
-            f"row {row.id!r} has no correct answer. One of these must hold it: extra_info.interaction_kwargs.ground_truth, "
+            f"row {row.id!r} has no correct answer. Give it in one of these fields: extra_info.interaction_kwargs.ground_truth, "
             f"extra_info.tools_kwargs.{_TOOL}.create_kwargs.ground_truth, reward_model.ground_truth, answer. The "
             f"columns of the row are: {have}. Make rows with: python -m turnwise.data.gsm8k"
         )

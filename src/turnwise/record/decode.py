@@ -227,7 +227,8 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
                 text=fields.text("text"),
                 message_index=place,
                 history=history,
-                thought_opening=fields.text("thought_opening", ""),
+                # `thought_opening` is the key in files that were written before the key got its present name
+                reasoning_opening=fields.text("reasoning_opening", fields.text("thought_opening", "")),
                 reasoning=fields.text("reasoning", ""),
                 weight=fields.number("weight", 1.0),
                 train_on=fields.flag("train_on", False),

@@ -91,7 +91,7 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         "message": _plain(store, turn.message),
         **_present({"message_index": turn.message_index, "history": turn.history or None}),
         "text": turn.text,
-        **_present({"thought_opening": turn.thought_opening, "reasoning": turn.reasoning}),
+        **_present({"reasoning_opening": turn.reasoning_opening, "reasoning": turn.reasoning}),
         **({"tools": _plain(store, list(turn.tools))} if changed else {}),
         "reward": _finite(turn.reward),
         **_present({"rewards": turn.rewards}),

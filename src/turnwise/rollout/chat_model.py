@@ -51,6 +51,6 @@ class EngineChatModel:
         finally:
             self._engine.release(request.conversation)
         parsed = self._renderer.turn_parser.parse(
-            completion.token_ids, tools=(), first_call=0, thought_opening=prompt.open_thought
+            completion.token_ids, tools=(), first_call=0, reasoning_opening=prompt.reasoning_opening
         )
         return str(parsed.message.get("content") or "").strip()

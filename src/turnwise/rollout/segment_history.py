@@ -49,7 +49,7 @@ class SegmentHistory:
         self._first = 0
         self._turns: dict[int, ParsedTurn] = {}
         """The model's turns by their index in `_messages`."""
-        self._thoughts: set[int] = set()
+        self._reasoning_turns: set[int] = set()
         """Indexes in `_messages` of the turns whose reasoning is in the segment, empty reasoning included."""
         self._tools_answered = False
         """Whether one of `_messages` has the role `tool`."""
@@ -87,7 +87,7 @@ class SegmentHistory:
         self._refuse_unreadable_calls()
         if self._strips_reasoning_before(messages):
             self._messages = [self._without_reasoning(index, message) for index, message in enumerate(self._messages)]
-            self._thoughts = set()
+            self._reasoning_turns = set()
         new_messages = renderer.template.plan(messages, self._before).apply(messages)
         encoded = renderer.encode_full([*self._messages, *new_messages], tools)
         self.segment, self._first = Segment(), len(self._messages)
@@ -112,14 +112,14 @@ class SegmentHistory:
         self._turns[index] = turn
         reasoning = renderer.profile.reasoning
         if reasoning.supported and (
-            turn.reasoning or self._prompt_opens_thought() or reasoning.marks.thoughts(turn.text)
+            turn.reasoning or self._prompt_opens_reasoning() or reasoning.marks.reasoning_blocks(turn.text)
         ):
-            self._thoughts.add(index)
+            self._reasoning_turns.add(index)
 
     def pop_turn(self) -> ParsedTurn:
         """Forget the model's last turn, because it will be continued, and return it."""
         self._messages.pop()
-        self._thoughts.discard(len(self._messages))
+        self._reasoning_turns.discard(len(self._messages))
         return self._turns.pop(len(self._messages))
 
     def template_mismatch(self) -> TemplateMismatch | None:
@@ -136,10 +136,10 @@ class SegmentHistory:
         if self.tools:
             _ = self._context.renderer.turn_parser.tool_format  # raises TemplateError, before a token is sampled
 
-    def _prompt_opens_thought(self) -> bool:
-        """Whether the last generation prompt opens a thought, or writes an empty one."""
+    def _prompt_opens_reasoning(self) -> bool:
+        """Whether the last generation prompt opens reasoning, or contains an empty reasoning block."""
         text = next(reversed(self._context_texts.values()), "")
-        return self._context.renderer.profile.reasoning.marks.without_open_thought(text) != text
+        return self._context.renderer.profile.reasoning.marks.without_reasoning_opening(text) != text
 
     def _thinking_needs_new_segment(self, messages: Sequence[Message], bridge: EncodedMessages) -> bool:
         """Whether the thinking policy begins a new segment instead of appending `bridge`, the encoded `messages`."""
@@ -152,7 +152,7 @@ class SegmentHistory:
 
     def _strips_reasoning_before(self, messages: Sequence[Message]) -> bool:
         """Whether the policy `strip_at_user` removes earlier reasoning before these messages."""
-        strips = self._context.thinking == "strip_at_user" and bool(self._thoughts)
+        strips = self._context.thinking == "strip_at_user" and bool(self._reasoning_turns)
         return strips and any(message["role"] == "user" for message in messages)
 
     def _without_reasoning(self, index: int, message: Message) -> Message:

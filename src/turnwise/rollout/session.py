@@ -59,8 +59,8 @@ class PartialTurn:
     """The prefill of a new turn; of a resumed turn everything that was kept and added so far."""
     unencoded: str = ""
     """The end of `text` that is not in the segment yet. Its tokens are context."""
-    thought_opening: str = ""
-    """What the generation prompt opens a thought with, directly before `text`; known once the prompt is encoded."""
+    reasoning_opening: str = ""
+    """The text with which the generation prompt opens reasoning, directly before `text`; known once the prompt is encoded."""
     continues: bool = False
     """Whether the model's last turn is resumed. Then there are no new messages and no new generation prompt."""
 
@@ -214,8 +214,8 @@ class Session:
         segment.append_context(prompt.token_ids, prompt.media)
         history.append_messages(prompt, position)
         self._new_messages, self._prompt = [], None
-        if prompt.open_thought and not self._partial.continues:
-            self._partial = replace(self._partial, thought_opening=prompt.open_thought)
+        if prompt.reasoning_opening and not self._partial.continues:
+            self._partial = replace(self._partial, reasoning_opening=prompt.reasoning_opening)
         return segment
 
     def _request(self, segment: Segment) -> Request:
@@ -249,12 +249,12 @@ class Session:
         """Parse what was sampled and add it to the trajectory as a turn and a message."""
         trajectory, history, partial = self.trajectory, self._history, self._partial
         with boundary("tokens"):
-            parsed = self._parse_turn(completion.token_ids, partial.text, partial.thought_opening)
+            parsed = self._parse_turn(completion.token_ids, partial.text, partial.reasoning_opening)
         turn = Turn(
             index=len(trajectory.turns),
             message=parsed.message,
             text=parsed.text[len(partial.text) :],
-            thought_opening="" if partial.continues else partial.thought_opening,
+            reasoning_opening="" if partial.continues else partial.reasoning_opening,
             reasoning=parsed.reasoning,
             calls=parsed.calls,
             tools=trajectory.tools,
@@ -273,13 +273,13 @@ class Session:
             history.append_turn(parsed)
         return turn
 
-    def _parse_turn(self, token_ids: Sequence[int], before: str, thought_opening: str) -> ParsedTurn:
+    def _parse_turn(self, token_ids: Sequence[int], before: str, reasoning_opening: str) -> ParsedTurn:
         """Parse a turn that consists of the text `before` and of sampled tokens."""
         return self._context.renderer.turn_parser.parse(
             token_ids,
             tools=self.trajectory.tools,
             first_call=self._calls,
-            thought_opening=thought_opening,
+            reasoning_opening=reasoning_opening,
             text_before=before,
         )
 
@@ -296,11 +296,11 @@ class Session:
         self._partial = PartialTurn(
             text=before + turn.text[:keep] + resume.add,
             unencoded=turn.text[len(kept) : keep] + resume.add,
-            thought_opening=parsed.thought_opening,
+            reasoning_opening=parsed.reasoning_opening,
             continues=True,
         )
         # the message holds what was kept until the next turn replaces it; a limit may end the conversation before that
-        shortened = self._parse_turn((), before + kept, parsed.thought_opening)
+        shortened = self._parse_turn((), before + kept, parsed.reasoning_opening)
         self.trajectory.messages[-1] = shortened.message
         history.append_turn(shortened)
 

@@ -104,7 +104,7 @@ def given_chat_model(
         try:
             inspect.signature(Endpoint).bind(**endpoint)
         except TypeError as error:
-            raise ConfigError(f"endpoint cannot be made of {dict(endpoint)}: {error}") from None
+            raise ConfigError(f"endpoint {dict(endpoint)} cannot be created: {error}") from None
         return Endpoint(**endpoint)
     if isinstance(chat_model, str):
         chat_model = resolve(chat_model, key=key)

@@ -39,7 +39,7 @@ def lines(
     before = template.planned_opening(opening, tools)
     texts: list[str] = []
     for message, answers in rounds:
-        plain = _with_thoughts(renderer, _read(renderer, message))
+        plain = _with_reasoning(renderer, _read(renderer, message))
         asked = _asked(before)
         line = _Line(renderer, asked, tools, prompt=template.render(asked, add_generation_prompt=True, tools=tools))
         stands = PriorConversation.from_messages([*before, plain], has_tools=bool(tools))
@@ -80,7 +80,7 @@ def _read(renderer: Renderer, message: Message) -> _Read:
     return _Read(bare, reasoning, text, False)
 
 
-def _with_thoughts(renderer: Renderer, read: _Read) -> Message:
+def _with_reasoning(renderer: Renderer, read: _Read) -> Message:
     """The message with its reasoning under the key that the template reads, if there is such a key."""
     key = renderer.profile.reasoning.key
     if not read.beside or key is None:
@@ -100,7 +100,7 @@ class _Line:
 
     def of(self, message: Message, answers: Sequence[Message], stands: PriorConversation) -> str:
         read = _read(self.renderer, message)
-        opened = self.renderer.profile.reasoning.marks.open_thought(self.prompt)
+        opened = self.renderer.profile.reasoning.marks.reasoning_opening(self.prompt)
         words = ""
         for words in self._ways(read, opened):
             if self._holds(words, read, bool(opened)):
@@ -113,7 +113,7 @@ class _Line:
 
     def _ways(self, read: _Read, opened: str) -> list[str]:
         """Candidate completion texts. Those that the template writes come first."""
-        tried = [_with_thoughts(self.renderer, read)]
+        tried = [_with_reasoning(self.renderer, read)]
         if read.reasoning and self.renderer.profile.reasoning.key is not None:
             tried.append({**read.message, "content": read.text, self.renderer.profile.reasoning.key: read.reasoning})
         texts: list[str] = []
@@ -125,7 +125,7 @@ class _Line:
             # if the template leaves reasoning out, the reasoning is inserted before the content
             opening, closing = next(iter(self.renderer.profile.reasoning.marks.own), ("", ""))
             text = self._rendered({**read.message, "content": read.text})
-            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_thought(
+            raw = f"{opening}\n{read.reasoning}\n{closing}\n\n" + _without_reasoning(
                 text, self.renderer.profile.reasoning.marks
             )
             if not read.beside and isinstance(read.message.get("content"), str) and not read.message.get("tool_calls"):
@@ -138,7 +138,7 @@ class _Line:
         """The text that the template writes for the message."""
         template = self.renderer.template
         conversation = template.render([*self.before, message], add_generation_prompt=False, tools=self.tools)
-        for begun in (self.prompt, self.renderer.profile.reasoning.marks.without_open_thought(self.prompt)):
+        for begun in (self.prompt, self.renderer.profile.reasoning.marks.without_reasoning_opening(self.prompt)):
             if conversation.startswith(begun):
                 return conversation[len(begun) :]
         # the message changes the text of the messages before it: it is rendered after a plain user message instead
@@ -151,7 +151,7 @@ class _Line:
         if not read.reasoning:
             return True
         if not self.renderer.profile.reasoning.supported or not all(
-            thought.text for thought in self.renderer.profile.reasoning.marks.thoughts(words, opened=opened)
+            block.text for block in self.renderer.profile.reasoning.marks.reasoning_blocks(words, opened=opened)
         ):
             return False
         return _letters(self.renderer.profile.reasoning.marks.split(words, opened=opened)[0]) == _letters(
@@ -202,7 +202,7 @@ def _inside(words: str, opened: str, marks: ReasoningMarks) -> str:
     return words if closing in words else f"\n{closing}\n\n{words}"
 
 
-def _without_thought(words: str, marks: ReasoningMarks) -> str:
+def _without_reasoning(words: str, marks: ReasoningMarks) -> str:
     """The text without the empty reasoning block that the template writes before it."""
     bare = words.lstrip()
     for opening, closing in marks.closing_of.items():

@@ -302,7 +302,7 @@ def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_pat
         (["empty.sh"], "has neither `swift rlhf` nor `swift rollout` in it"),
         (["unset.sh"], r"'\$\{MODEL\}' is set nowhere in the script; write its value"),
         (["open.sh"], "its quotation is never closed"),
-        (["list.yaml"], "must hold a mapping of arguments; it holds a list"),
+        (["list.yaml"], "must contain a mapping of arguments; it contains a list"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

@@ -97,7 +97,7 @@ def thoughtful(*said: str) -> Trajectory:
 
 def test_a_thought_that_the_generation_prompt_opens_belongs_to_the_completion() -> None:
     trajectory = thoughtful("Hm.</think><answer>4</answer>")
-    assert trajectory.turns[0].thought_opening == "<think>\n"
+    assert trajectory.turns[0].reasoning_opening == "<think>\n"
     completions, columns = arguments_of(trajectory)
     assert completions == ["<think>\nHm.</think><answer>4</answer>"]
     assert columns["messages"][0][-1]["content"] == completions[0]
@@ -203,7 +203,9 @@ def test_what_a_reward_class_asks_for_by_name_is_given_and_what_it_lacks_is_repo
 
     orms["named"] = Named
     assert scored(group("a", "b"), {"arguments": {"use": "named", "arguments": {"scale": 0.5}}}) == [256.0, 256.0]
-    with pytest.raises(ConfigError, match=r"named cannot be made: .*missing 1 required positional argument: 'scale'"):
+    with pytest.raises(
+        ConfigError, match=r"named cannot be created: .*missing 1 required positional argument: 'scale'"
+    ):
         Reward("named")
 
 

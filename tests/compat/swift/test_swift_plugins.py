@@ -246,7 +246,7 @@ def test_a_scheduler_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     )
     name = f"{tmp_path}/picky.py:Picky"
     with pytest.raises(
-        ConfigError, match=r"environment\.arguments: .*Picky cannot be made: .*missing 1 required .*'size'"
+        ConfigError, match=r"environment\.arguments: .*Picky cannot be created: .*missing 1 required .*'size'"
     ):
         scheduler(name)
     assert whole(play(name, "a", arguments={"size": 2})).assistant_texts == ["a"]

@@ -77,7 +77,9 @@ def test_a_class_is_made_once_with_its_arguments_and_asked_with_the_rows_columns
     trajectory = spoken("four", solution="4!")
     assert given(trajectory, "length", external_plugins=[plugin]) == 6.0
     assert given(trajectory, f"{plugin}:Length", arguments={"per": 0.5}) == 4.0
-    with pytest.raises(ConfigError, match=r"infos is a function, not a class, and takes none: remove them"):
+    with pytest.raises(
+        ConfigError, match=r"infos is a function, not a class, so arguments have no effect: remove them"
+    ):
         given(trajectory, "infos", arguments={"per": 1})
 
 

@@ -117,7 +117,7 @@ def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
     assert reward.name == "tagged"
     with pytest.raises(ConfigError, match="by_state has the parameter trainer_state"):
         build.scorer(recipe("by_state"))
-    with pytest.raises(ConfigError, match=r"maker\(most\) takes none of .* give its arguments"):
+    with pytest.raises(ConfigError, match=r"maker\(most\) has none of the parameters .* give its arguments"):
         build.scorer(recipe("maker"))
     with pytest.raises(ConfigError, match="has no 'missing'"):
         build.scorer(recipe("missing"))

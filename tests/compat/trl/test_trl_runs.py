@@ -122,7 +122,9 @@ def test_an_instance_whose_conversation_broke_serves_the_next_one(model: Path, t
     assert [one["error"] is None for one in trajectories] == [False, False, True, True, True, True]
 
 
-@pytest.mark.parametrize(("lockstep", "reason"), [(False, "as many as the group has"), (True, "`max_concurrent`")])
+@pytest.mark.parametrize(
+    ("lockstep", "reason"), [(False, "as many instances as the group has conversations"), (True, "`max_concurrent`")]
+)
 def test_a_group_with_more_conversations_than_instances_is_reported(
     model: Path, tmp_path: Path, lockstep: bool, reason: str
 ) -> None:
@@ -131,7 +133,7 @@ def test_a_group_with_more_conversations_than_instances_is_reported(
     trajectories = turnwise("rollout", options, model, tmp_path)
     broke = [one["error"]["message"] for one in trajectories if one["error"] is not None]
     assert broke
-    assert all("no more than 2 instances of Game can be made" in one and reason in one for one in broke)
+    assert all("no more than 2 instances of Game can be created" in one and reason in one for one in broke)
     assert any(one["error"] is None for one in trajectories)
 
 
@@ -147,7 +149,7 @@ def test_a_function_of_the_batch_needs_an_instance_for_each_conversation_of_the_
     options = {**options, "rollout": {"samples_per_row": 2}, "deterministic": deterministic}
     broke = [one["error"]["message"] for one in turnwise("rollout", options, model, tmp_path) if one["error"]]
     assert len(broke) == 2
-    assert all("make as many as the step has" in one for one in broke)
+    assert all("as many instances as the step has conversations" in one for one in broke)
 
 
 SHIPPED = {

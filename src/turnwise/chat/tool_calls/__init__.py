@@ -9,7 +9,14 @@ the template writes. docs/tool_calls.md lists the formats and their behaviour fo
 from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
 from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
-from turnwise.chat.tool_calls.reasoning import KNOWN, MARKS, ReasoningBlock, ReasoningMarks, split_reasoning, thoughts
+from turnwise.chat.tool_calls.reasoning import (
+    KNOWN,
+    MARKS,
+    ReasoningBlock,
+    ReasoningMarks,
+    reasoning_blocks,
+    split_reasoning,
+)
 from turnwise.chat.tool_calls.response_template import FromResponseTemplate
 
 __all__ = [
@@ -25,6 +32,6 @@ __all__ = [
     "by_name",
     "detect",
     "find_format",
+    "reasoning_blocks",
     "split_reasoning",
-    "thoughts",
 ]

@@ -54,13 +54,13 @@ class Harmony:
         marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         content: list[str] = [""]
-        thoughts: list[str] = [""]
+        reasoning: list[str] = [""]
         channels = {
             "analysis",
             *(channel_mark["name"] for opening, _ in marks.own if (channel_mark := _CHANNEL.search(opening))),
         }
         calls: list[ToolCall] = []
-        at = self._body(text, 0, thoughts) if thinking else 0
+        at = self._body(text, 0, reasoning) if thinking else 0
         while at < len(text):
             header = _HEADER.match(text, at) if _BEGINS.match(text, at) else None
             if header is None:  # text without a header
@@ -71,11 +71,11 @@ class Harmony:
                 call, at = self._call(text, header, to["name"])
                 calls.append(call)
             else:
-                thought = channel is not None and channel["name"] in channels
-                at = self._body(text, header.end(), thoughts if thought else content)
+                is_reasoning = channel is not None and channel["name"] in channels
+                at = self._body(text, header.end(), reasoning if is_reasoning else content)
         return ParsedText(
             content=join_pieces([*content, ""]),
-            reasoning=join_pieces([*thoughts, ""]),
+            reasoning=join_pieces([*reasoning, ""]),
             calls=assign_ids(calls, first_id),
         )
 

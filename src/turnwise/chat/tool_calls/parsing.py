@@ -104,21 +104,21 @@ class MarkedFormat(abc.ABC):
         marks: ReasoningMarks = KNOWN,
     ) -> ParsedText:
         content: list[str] = []
-        thoughts: list[str] = []
+        reasoning: list[str] = []
         calls: list[ToolCall] = []
         at = 0
         if thinking:
-            thought = marks.opened_thought(text)
-            thoughts.append(thought.text)
+            block = marks.opened_block(text)
+            reasoning.append(block.text)
             content.append("")
-            at = thought.end
+            at = block.end
         begin = at  # of the current piece of content
         pattern = _next_mark(marks, self.ignored_pattern, self.opening_pattern)
         while mark := pattern.search(text, at):
-            if mark["thought"] is not None:
-                thought = marks.thought_at(text, mark.start())
-                thoughts.append(thought.text)
-                at = thought.end
+            if mark["reasoning"] is not None:
+                block = marks.block_at(text, mark.start())
+                reasoning.append(block.text)
+                at = block.end
             elif mark["ignored"] is not None:
                 at = mark.end()
             else:
@@ -132,7 +132,7 @@ class MarkedFormat(abc.ABC):
         content.append(text[begin:])
         return ParsedText(
             content=join_pieces(content).strip("\n"),
-            reasoning=join_pieces(["", *thoughts, ""]),
+            reasoning=join_pieces(["", *reasoning, ""]),
             calls=assign_ids(calls, first_id),
         )
 
@@ -149,7 +149,7 @@ class MarkedFormat(abc.ABC):
 def _next_mark(marks: ReasoningMarks, ignored: str, call: str) -> re.Pattern[str]:
     """A pattern of all marks in a turn: the opening of reasoning, an ignored mark or header, the opening of a call."""
     headers = f"{marks.scaffold}|{ignored}" if ignored else marks.scaffold
-    return re.compile(f"(?P<thought>{marks.opening})|(?P<ignored>{headers})|(?P<call>{call})")
+    return re.compile(f"(?P<reasoning>{marks.opening})|(?P<ignored>{headers})|(?P<call>{call})")
 
 
 def well_formed_call(name: str, arguments: dict[str, Any], text: str, written_id: str = "") -> ToolCall:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["KNOWN", "MARKS", "ReasoningBlock", "ReasoningMarks", "join_pieces", "split_reasoning", "thoughts"]
+__all__ = ["KNOWN", "MARKS", "ReasoningBlock", "ReasoningMarks", "join_pieces", "reasoning_blocks", "split_reasoning"]
 
 MARKS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Nemotron, LFM2, Kimi K2 and most others
@@ -92,7 +92,7 @@ class ReasoningMarks:
             opening=re.compile(f"{_HEAD}(?P<mark>{'|'.join(map(re.escape, closing_of))})"),
             repeated_opening=re.compile(rf"\s*(?={opening})"),
             closing=re.compile("|".join(map(re.escape, sorted(closings, key=len, reverse=True)))),
-            opening_or_scaffold=re.compile(f"(?P<thought>{opening})|{scaffold}"),
+            opening_or_scaffold=re.compile(f"(?P<reasoning>{opening})|{scaffold}"),
             empty_block_at_end=re.compile(rf"(?:{'|'.join(blocks)})\Z"),
         )
         for name, value in (
@@ -103,7 +103,7 @@ class ReasoningMarks:
         ):
             object.__setattr__(self, name, value)
 
-    def thought_at(self, text: str, start: int) -> ReasoningBlock:
+    def block_at(self, text: str, start: int) -> ReasoningBlock:
         """The block whose opening mark is at `start`."""
         opens = self._patterns.opening.match(text, start)
         if opens is None:
@@ -114,17 +114,17 @@ class ReasoningMarks:
         end = closes + len(closing) if closes >= 0 else len(text)
         return ReasoningBlock(start, end, *_trimmed(text, opens.end(), inner))
 
-    def opened_thought(self, text: str) -> ReasoningBlock:
+    def opened_block(self, text: str) -> ReasoningBlock:
         """The block that the generation prompt has opened and in which the text begins. The model may repeat the opening mark."""
         if again := self._patterns.repeated_opening.match(text):
-            thought = self.thought_at(text, again.end())
-            return ReasoningBlock(0, thought.end, thought.text, thought.at)
+            block = self.block_at(text, again.end())
+            return ReasoningBlock(0, block.end, block.text, block.at)
         closes = self._patterns.closing.search(text)
         if closes is None:
             return ReasoningBlock(0, len(text), *_trimmed(text, 0, len(text)))
         return ReasoningBlock(0, closes.end(), *_trimmed(text, 0, closes.start()))
 
-    def thoughts(self, text: str, *, opened: bool = False) -> list[ReasoningBlock]:
+    def reasoning_blocks(self, text: str, *, opened: bool = False) -> list[ReasoningBlock]:
         """The blocks in a text, in order. `opened`: the text begins inside a block."""
         return self._walk(text, opened=opened)[0]
 
@@ -136,13 +136,13 @@ class ReasoningMarks:
         blocks, content = self._walk(text, opened=opened)
         return join_pieces(["", *(block.text for block in blocks), ""]), join_pieces(content)
 
-    def open_thought(self, text: str) -> str:
+    def reasoning_opening(self, text: str) -> str:
         """The opening mark at the end of a generation prompt, with the white space after it; "" if there is none."""
         bare = text.rstrip()
         mark = next((opening for opening in self.closing_of if bare.endswith(opening)), None)
         return "" if mark is None else text[len(bare) - len(mark) :]
 
-    def without_open_thought(self, text: str) -> str:
+    def without_reasoning_opening(self, text: str) -> str:
         """A generation prompt without the opened block or the empty block at its end."""
         return self._patterns.empty_block_at_end.sub("", text)
 
@@ -152,14 +152,14 @@ class ReasoningMarks:
         content: list[str] = []
         at = 0
         if opened:
-            blocks.append(self.opened_thought(text))
+            blocks.append(self.opened_block(text))
             content.append("")
             at = blocks[0].end
         while mark := self._patterns.opening_or_scaffold.search(text, at):
             content.append(text[at : mark.start()])
             at = mark.end()
-            if mark["thought"] is not None:
-                blocks.append(self.thought_at(text, mark.start()))
+            if mark["reasoning"] is not None:
+                blocks.append(self.block_at(text, mark.start()))
                 at = blocks[-1].end
         content.append(text[at:])
         return blocks, content
@@ -169,9 +169,9 @@ KNOWN = ReasoningMarks()
 """The marks of well-known families, for texts whose template is not known."""
 
 
-def thoughts(text: str, *, opened: bool = False) -> list[ReasoningBlock]:
+def reasoning_blocks(text: str, *, opened: bool = False) -> list[ReasoningBlock]:
     """The blocks of reasoning in a text, by the marks of well-known families."""
-    return KNOWN.thoughts(text, opened=opened)
+    return KNOWN.reasoning_blocks(text, opened=opened)
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:

@@ -124,7 +124,7 @@ def _file(given: SwiftArguments, path: Path) -> None:
     parse = parse_json if path.suffix == ".json" else parse_yaml
     tree = parse(text, where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of arguments; it holds a {type(tree).__name__}")
+        raise ConfigError(f"{path} must contain a mapping of arguments; it contains a {type(tree).__name__}")
     for part in ("rollout", "train"):  # files for Ray have these two sections
         if isinstance(tree.get(part), dict):
             given.rollout = "given" if part == "rollout" else given.rollout

@@ -149,7 +149,7 @@ def _instance(kind: type[Any], name: str, engine: InferEngine, max_turns: int | 
     try:
         instance = kind(**accepted, **given)
     except TypeError as error:
-        raise ConfigError(f"environment.arguments: {name} cannot be made: {error}") from error
+        raise ConfigError(f"environment.arguments: {name} cannot be created: {error}") from error
     instance.infer_engine = engine
     if instance.max_turns is None:
         instance.max_turns = max_turns

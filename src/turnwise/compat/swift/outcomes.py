@@ -77,7 +77,7 @@ class Format(ORM):
 
 
 class ReActFormat(ORM):
-    """1 if a completion begins with a thought, `Action:` and `Action Input:`, else 0."""
+    """1 if a completion begins with a block of `<think>`, then `Action:` and `Action Input:`, else 0."""
 
     def __call__(self, completions: Sequence[str], **kwargs: Any) -> list[float | None]:
         return [float(_REACT.match(completion) is not None) for completion in completions]

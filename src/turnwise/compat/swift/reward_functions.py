@@ -81,9 +81,9 @@ def _reward_function(use: str, plugins: Sequence[str], arguments: Mapping[str, A
         try:
             return make_reward(function, dict(arguments or {}), args)
         except (TypeError, AttributeError) as error:
-            raise ConfigError(f"reward.batch.arguments: {use} cannot be made: {error}") from error
+            raise ConfigError(f"reward.batch.arguments: {use} cannot be created: {error}") from error
     if arguments:
         raise ConfigError(
-            f"reward.batch.arguments.arguments: {use} is a function, not a class, and takes none: remove them"
+            f"reward.batch.arguments.arguments: {use} is a function, not a class, so arguments have no effect: remove them"
         )
     return function

@@ -110,7 +110,7 @@ def histories(trajectory: Trajectory) -> list[list[Message]]:
     continued, opening = False, ""
     for turn in trajectory.turns:
         # text that the generation prompt began belongs to the answer, as in ms-swift
-        opening = opening if continued else turn.thought_opening
+        opening = opening if continued else turn.reasoning_opening
         # for a continued answer that a limit cut off, no FULL_ANSWER was recorded: use the parsed content
         answer = turn.info.get(FULL_ANSWER, turn.message.get("content") if continued else turn.text)
         answers[id(turn.message)] = answer if str(answer).startswith(opening) else f"{opening}{answer}"

@@ -89,7 +89,7 @@ class ConversationResource(Generic[T]):
     def _was_given(self, task: asyncio.Future[Any]) -> None:
         _late.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Failed):
-            _log.warning("%s could not be given back: %s", self._name, error)
+            _log.warning("%s could not be released: %s", self._name, error)
 
 
 _late: set[asyncio.Future[Any]] = set()

@@ -225,4 +225,4 @@ async def _together(awaitables: Iterable[Awaitable[Any]], *, seconds: float | No
         if problem is not None:
             raise problem
     if late:
-        raise Failed(Failure("environment", f"giving back took longer than {seconds:g} s"))
+        raise Failed(Failure("environment", f"releasing the tools and the interaction took longer than {seconds:g} s"))

@@ -82,7 +82,7 @@ def read_tools(path: str | Path, *, timeout: float) -> tuple[list[VerlTool], lis
             for tool in entry_tools:
                 if any(tool.name == other.name for other in tools):
                     raise ConfigError(
-                        f"{place}: two tools have the name {tool.name!r}; the model could not distinguish them: rename one"
+                        f"{place}: two tools have the name {tool.name!r}; tool names must be unique: rename one of them"
                     )
                 tools.append(tool)
     except BaseException:

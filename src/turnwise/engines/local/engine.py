@@ -155,8 +155,8 @@ class LocalEngine:
             return None
         if not isinstance(self._core.forward, VisionForward):
             raise EngineError(
-                f"the request holds {len(request.media)} images or videos, and {type(self._model).__name__} takes none. "
-                f"Use a vision model, or messages of text"
+                f"the request contains {len(request.media)} images or videos, and {type(self._model).__name__} does not accept "
+                f"them. Use a vision model, or messages of text"
             )
         return self._core.forward.make_prompt(prompt_N, request.media)
 

@@ -102,7 +102,7 @@ class RequestLimits:
         if needed > self.cache_tokens:
             gigabytes = needed * self.token_bytes / 2**30
             raise EngineError(
-                f"the prompt has {length} tokens and may be continued by {max_tokens}, but the cache holds "
+                f"the prompt has {length} tokens and may be continued by {max_tokens}, but the cache has room for "
                 f"{self.cache_tokens} at most. Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
             )
         return max_tokens
@@ -114,6 +114,6 @@ class RequestLimits:
             )
         if prompt_N.min() < 0 or prompt_N.max() >= self.vocab_size:
             raise EngineError(
-                f"the prompt holds token ids from {prompt_N.min()} to {prompt_N.max()}; the model has 0 to "
+                f"the prompt contains token ids from {prompt_N.min()} to {prompt_N.max()}; the model has 0 to "
                 f"{self.vocab_size - 1}. The tokenizer must be the model's own"
             )
