@@ -1,6 +1,6 @@
 """An MCP server of two tools, over stdin and stdout. It needs Python and nothing else, so that it starts everywhere.
 
-With the official SDK (`pip install mcp`) the same is ten lines: docs/tools.md tells how servers are named in a recipe.
+With the official SDK (`pip install mcp`) the same is ten lines: docs/tools.md describes how a recipe names servers.
 """
 
 from __future__ import annotations

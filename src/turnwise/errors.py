@@ -94,7 +94,7 @@ _MACHINERY = (
     os.path.join(OWN_CODE, "user_code") + os.sep,
 )
 """Files and folders whose frames are left out of a traceback: they stand between the loop and the code of users."""
-_LONGEST_MESSAGE = 4000  # characters of somebody's exception
+_LONGEST_MESSAGE = 4000  # characters of the message of an exception
 _FIRST_FRAMES, _LAST_FRAMES = 5, 15
 
 

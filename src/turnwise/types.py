@@ -382,5 +382,5 @@ class Reply:
     tools: Sequence[ToolSchema] | None = None
     """Replaces the tools that the model may call, from the next turn on; None changes nothing, an empty list offers no tools.
 
-    Chat templates write the tools into the prompt. Other tools therefore begin a new segment, for which the whole history is
-    rendered again. Pass new schemas: do not edit a schema in place."""
+    Chat templates write the tools into the prompt. Other tools therefore begin a new segment, for which the complete history
+    is rendered again. Pass new schemas: do not edit a schema in place."""

@@ -109,5 +109,5 @@ def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> 
     failure = stale_without_logprobs(unknown, kinds=kinds, version=1)
     assert failure is not None
     assert failure.kind == "engine"
-    assert "turn 0 was sampled by weights of version 0, is learnt from by version 1" in failure.message
+    assert "turn 0 was sampled by weights of version 0, is used to train version 1" in failure.message
     assert "of the kind 'none'; importance correction needs raw or sampled or tempered" in failure.message

@@ -129,7 +129,7 @@ class Renderer:
         return self.encode_full(self.template.planned_opening(messages, tools), tools)
 
     def encode_full(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> EncodedMessages:
-        """A whole conversation with the next generation prompt: the beginning of a new segment.
+        """A complete conversation with the next generation prompt: the beginning of a new segment.
 
         `messages` are as the template receives them. Raises TemplateError if the template refuses them.
         """
@@ -153,13 +153,13 @@ class Renderer:
         return self._encoded(self.template.text_after_turn(planned, base, base_prior)[own:], planned, last_token)
 
     def to_template_message(self, turn: ParsedTurn) -> Message:
-        """A sampled turn as the template receives it when the whole conversation is rendered."""
+        """A sampled turn as the template receives it when the complete conversation is rendered."""
         return template_message(turn, self.profile.turn, self.profile.reasoning)
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, add_generation_prompt: bool
     ) -> str:
-        """A whole conversation as one text, as it is encoded: with the placeholders of images expanded."""
+        """A complete conversation as one text, as it is encoded: with the placeholders of images expanded."""
         messages = self._with_hidden_placeholders(messages)
         text = self.template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         if self.vision is not None:
@@ -178,7 +178,7 @@ class Renderer:
         return self._encode(text, last_token)
 
     def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
-        """The longest run of whole tokens that `text` begins with: how many tokens, and their text."""
+        """The most tokens whose text is a prefix of `text`: their number, and their text."""
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high + 1) // 2

@@ -139,7 +139,7 @@ class Template:
                 if (after := self._text_after_base(messages, base, prior)) is not None:
                     return after
             except TemplateError:
-                pass  # the template refuses the real conversation as a whole; the sanity check reports that
+                pass  # the template refuses the complete real conversation; the sanity check reports that
         after = self._text_after_base(messages, base, prior.without_messages)
         if after is None:
             raise TemplateError(f"the chat template of {self.where} loses the model's turn")

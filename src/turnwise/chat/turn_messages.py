@@ -29,10 +29,10 @@ class ParsedTurn:
 
 
 def template_message(turn: ParsedTurn, format: TurnFormat, reasoning: ReasoningFormat) -> Message:
-    """A turn as the template is given it when the whole conversation is rendered.
+    """A turn in the form in which the template receives it when the complete conversation is rendered.
 
-    Calls are given as calls, as a server gives them that has parsed them: the text that a template writes behind a turn may
-    depend on whether it has calls. The rest is given as the sampled text wherever the template writes that unchanged.
+    Calls are passed as calls, as a server passes them after parsing: the text that a template writes after a turn may depend on
+    whether the turn has calls. All other text is passed as it was sampled, if the template writes it unchanged.
     """
     calls = _calls_given(turn, format)
     has_text_form = format.content != "fields"

@@ -69,7 +69,7 @@ def _last_integer(text: str) -> int:
 def _allowed(space: Any) -> str:
     kind = type(space).__name__
     if kind == "Discrete":
-        return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        return f"an integer from {space.start} to {space.start + space.n - 1}"
     if kind == "Text":
         characters = "".join(sorted(space.character_set))
         shown = characters if len(characters) <= 40 else f"{characters[:40]}..."

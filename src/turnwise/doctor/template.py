@@ -35,7 +35,7 @@ _OPTIONAL = ("parallel calls", "retry by system")
 """Conversations that a recipe can avoid: a problem with them is a note, not a failure."""
 
 _FIX = (
-    "turnwise keeps the tokens that the model has seen; a server that renders the whole conversation again would give the "
+    "turnwise keeps the tokens that the model has seen; a server that renders the complete conversation again would give the "
     "model other tokens. Correct the template, or avoid such turns"
 )
 

@@ -58,7 +58,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 @runtime_checkable
 class FinalReward(Protocol):
-    """An environment with a reward for the conversation as a whole, also if a limit ended it."""
+    """An environment with a reward for the complete conversation, also if a limit ended it."""
 
     async def final_reward(self) -> float:
         """Return the reward to add to the last turn.

@@ -1,7 +1,7 @@
-"""GSM8K with a tool, and GSM8K with somebody who says whether the answer is right.
+"""GSM8K with a tool, and GSM8K with a user who says whether the answer is right.
 
-Rows are those of `python -m turnwise.data.gsm8k`, of verl's preprocessing, or any with a column `answer`. Texts and scores are
-verl's, to the letter; how an answer is read is the `grader`'s business (`turnwise.data.numeric_answers.Grader`).
+Rows come from `python -m turnwise.data.gsm8k` or from verl's preprocessing, or have a column `answer`. Texts and scores equal
+verl's. The `grader` determines how an answer is parsed (`turnwise.data.numeric_answers.Grader`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _NOT_IMPROVED = -0.05
 
 
 class Gsm8kTool:
-    """Tells the model what its answer would earn; for one conversation, because it remembers.
+    """A tool that returns the reward that an answer would get.
 
-    A call that is no better than the one before costs 0.05; the first is compared with 0.
+    A call whose reward is not above the reward of the previous call costs 0.05; the first call is compared with 0. The instance
+    keeps the last reward, so each conversation needs its own instance.
     """
 
     def __init__(self, ground_truth: str, *, grader: Grader = "flexible") -> None:
@@ -43,7 +44,7 @@ class Gsm8kTool:
             answer: Your answer to the math problem, in digits.
         """
         response = _marked(answer)
-        # verl says 0 where it finds no number, and 0.0 where it finds a wrong one
+        # as in verl: 0 if there is no number, 0.0 if the number is wrong
         reward = 0 if parsed(response, self._grader) is None else grade(response, self._truth, self._grader)
         earned = 0.0 if reward > self._reward else _NOT_IMPROVED
         self._reward = reward
@@ -54,10 +55,10 @@ class Gsm8kTool:
 async def gsm8k_interaction(
     row: Row, *, grader: Grader = "flexible", last_user: bool = False
 ) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Says whether the model's last answer is right, until it is; how often it may try, `limits.turns` says.
+    """Says after each turn whether the model's answer is right. `limits.turns` limits the number of attempts.
 
-    A right answer earns 1 and ends the conversation. `last_user` reads the last user's message instead of the assistant's, as
-    verl's document has it: the model's answers are then never looked at, which upstream has fixed since.
+    A right answer has the reward 1 and ends the conversation. `last_user` grades the last user message instead of the model's
+    message, as in verl's document: the model's answers then have no influence. verl has corrected this since.
     """
     right = ground_truth(row)
     last_message = _last_of(row.messages, "user")
@@ -91,7 +92,7 @@ async def gsm8k_with_tool(
 
 
 def ground_truth(row: Row) -> str:
-    """The right number of a row, wherever its format has it: for the interaction, for the tool, for the reward, or `answer`.
+    """The right number of a row, from its arguments for the interaction, the tool or the reward function, or from `answer`.
 
     Raises DataError if it is in none of these places.
     """

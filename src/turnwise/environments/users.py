@@ -1,7 +1,7 @@
 """Simulated users that need no model.
 
-`ScriptedUser` sends given messages. `checked_answer` is a user with a question whose answer is a number, as in GSM8K: it tells
-the model if the answer is wrong, and lets it try again.
+`ScriptedUser` sends given messages. `checked_answer` is a user with a question whose answer is a number, as in GSM8K: if the
+model's answer is wrong, the user says so, and the model may try again.
 """
 
 from __future__ import annotations

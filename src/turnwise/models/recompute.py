@@ -2,8 +2,8 @@
 
 transformers applies its own gradient checkpointing only to layers in training mode, in which layers also use dropout and drop
 the key-value cache. The engine samples from the same model, possibly at the same time, so the mode of a layer cannot be changed
-here. This module therefore wraps the layers' forward: it recomputes wherever gradients are recorded, and changes nothing
-elsewhere. Dropout stays off.
+here. This module therefore wraps the layers' forward: it recomputes while gradients are recorded, and changes nothing
+otherwise. Dropout stays off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The inputs of a vision model besides token ids: pixels, positions on three axes, and the token types.
 
-The trainer and the embedded engine both use this module, so their inputs are equal; and they are those that the model would
-compute itself in one pass over the whole sequence. Knows the methods of transformers' image-text models (`get_rope_index`) and
+The trainer and the embedded engine both use this module, so their inputs are equal; and equal to those that the model would
+compute itself in one pass over the complete sequence. Knows the methods of transformers' image-text models (`get_rope_index`) and
 the arguments of their forward. Does not know model families by name.
 """
 

@@ -30,7 +30,7 @@ class _Cache:
     modified: int
     """Modification time of the indexed file, in nanoseconds."""
     last_line: str
-    """sha256 of the last line: it tells a file that has grown from one that was written again."""
+    """sha256 of the last line: it shows whether the file was extended or written again."""
 
 
 def line_offsets(path: Path) -> array[int]:

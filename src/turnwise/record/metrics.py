@@ -58,7 +58,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
 
 
 def template_mismatches(trajectories: Sequence[Trajectory]) -> str | None:
-    """What the sanity check has found in these conversations, told once, or None."""
+    """A single message about the mismatches that the sanity check found in these conversations; None if there are none."""
     mismatches = [
         trajectory.template_mismatch for trajectory in trajectories if trajectory.template_mismatch is not None
     ]

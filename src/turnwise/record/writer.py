@@ -45,7 +45,7 @@ def write_config(path: Path, config: Config) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file in one step: after a crash, it has its former or its new contents."""
+    """Write a file in one step: after a crash, the file has its old or its new contents."""
     temporary = path.with_suffix(".writing")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

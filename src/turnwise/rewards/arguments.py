@@ -3,7 +3,7 @@
 `plan_call` reads the signature of a function and returns a `CallPlan`. The plan then makes the arguments of each call, without
 reading the signature again. It does not call the function.
 
-Functions of a trajectory and of a turn can have the parameters in `VALUES`. Functions of a group or of the whole batch can have
+Functions of a trajectory and of a turn can have the parameters in `VALUES`. Functions of a group or of the batch can have
 those in `LISTS`: lists with one item for each trajectory. Every other parameter is a column of the data.
 """
 

@@ -80,7 +80,7 @@ class BatchReward(_Named):
     """A function of all trajectories of the batch that did not fail, in the order of the groups. Returns what a group function
     returns.
 
-    Example, rewards with mean 0 over the whole step::
+    Example, rewards with mean 0 over all trajectories of the step::
 
         def normalised(completions):
             lengths = [len(completion) for completion in completions]

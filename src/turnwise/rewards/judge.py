@@ -13,7 +13,7 @@ The judge answers with a JSON object, which is parsed and checked. A wrong answe
 last wrong answer, the trajectory fails, and no other.
 
 The conversation is written by the trained model, which may try to instruct the judge. It is therefore sent as one JSON text,
-and the instructions tell the judge that it is data.
+and the instructions say that it is data, not an instruction.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from turnwise.user_code.reward_number import reward_number
 __all__ = ["GuardedEnvironment"]
 
 T = TypeVar("T")
-_CLOSING_SECONDS = 30.0  # an environment that hangs in `close` must not stop the run
+_CLOSING_SECONDS = 30.0  # an environment whose `close` does not return must not stop the run
 _log = logging.getLogger(__name__)
 
 

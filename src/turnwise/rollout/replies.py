@@ -77,8 +77,8 @@ def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
         )
     if reply.tools is not None:
         raise ValueError(
-            "Reply(resume=..., tools=...): the resumed turn continues behind a prompt that lists the present tools; change the "
-            "tools in the reply to the whole turn"
+            "Reply(resume=..., tools=...): the prompt of the resumed turn already lists the present tools; change the tools in "
+            "the reply to the complete turn"
         )
     keep = resume.keep
     if keep is not None and not 0 <= keep <= len(turn.text):

@@ -6,8 +6,8 @@ the conversation continue in this segment, or must a new one begin?
 Many templates leave out the reasoning of earlier turns. The thinking policy (`RolloutContext.thinking`) says what follows:
 
 - `keep`: the segment continues with all of its tokens.
-- `branch`: a new segment begins wherever an inference server would send another prompt, because the template leaves out,
-  empties or inserts reasoning. The new segment begins with the server's prompt.
+- `branch`: a new segment begins if an inference server would send another prompt, because the template leaves out, empties
+  or inserts reasoning. The new segment begins with the server's prompt.
 - `strip_at_user`: a new segment without earlier reasoning begins at each user message, whatever the template does.
 
 Under each policy a new segment also begins when the offered tools change, because the template writes them into the prompt.

@@ -53,7 +53,7 @@ class RunState:
     options: OptimizationSection
     """The options of the optimizer: `train` or `sft` of the recipe."""
     steps: int
-    """The number of steps of the whole run."""
+    """The number of steps of the complete run."""
     weigh_turns: TurnWeighting
     """Sets the weight of each turn in the loss (`loss_mask`)."""
     normalization: Normalization

@@ -121,7 +121,7 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
             if turn in unknown and sampled_by != version:
                 return Failure(
                     "engine",
-                    f"turn {turn} was sampled by weights of version {sampled_by}, is learnt from by version {version}, and "
+                    f"turn {turn} was sampled by weights of version {sampled_by}, is used to train version {version}, and "
                     f"has log-probabilities of the kind '{unknown[turn]}'; importance correction needs "
                     f"{' or '.join(sorted(kinds))}. Use an engine that reports them, or train.overlap=false",
                 )

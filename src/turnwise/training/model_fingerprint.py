@@ -12,7 +12,7 @@ __all__ = ["of_model"]
 
 
 def of_model(model: Any) -> str:
-    """SHA-256 over the names, shapes, types and values of the model's parameters and buffers, wherever they lie."""
+    """SHA-256 over the names, shapes, types and values of the model's parameters and buffers, on any device."""
     state = model.state_dict()
     with ThreadPoolExecutor(4) as workers:
         parts = workers.map(lambda name: _of_tensor(name, state[name]), sorted(state))

@@ -157,8 +157,8 @@ class _Bucket:
         if not grouped:
             repeats = query_THD.shape[1] // key_THD.shape[1]
             key_NHKD, value_NHKD = (heads.repeat_interleave(repeats, dim=1) for heads in (key_NHKD, value_NHKD))
-        # keys have their rotary positions already, so a run continues at the position after its context, wherever it is in the
-        # flat row
+        # keys have their rotary positions already, so a run continues at the position after its context, and its place in the
+        # flat row does not matter
         output_NHRD = F.scaled_dot_product_attention(
             query_THD[self.query_NR].transpose(1, 2),
             key_NHKD,

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
-    """Run a sync function in a daemon thread of its own, so that it may block, hang or raise.
+    """Run a sync function in a daemon thread of its own, so that it may block, never return, or raise.
 
-    No executor is used: a call that hangs would occupy a worker forever and delay the interpreter's exit. The function has the
-    context variables of the caller, and the caller receives the variables that the function sets.
+    No executor is used: a call that does not return would occupy a worker forever and delay the interpreter's exit. The
+    function has the context variables of the caller, and the caller receives the variables that the function sets.
 
     Python allows signal handlers in the main thread only. A function that sets one (`signal.alarm` needs it) is stopped and run
     again in the event loop's thread, now and in all later calls.

@@ -30,7 +30,7 @@ class ThreadedObject(Generic[T]):
     """Holds the object that `make` returns. `end` closes it; None if the object needs no closing.
 
     If the conversation ends while the object is being created, the thread that creates it also closes it. If a call is still
-    running, it has a second to end. Then the object is closed anyway, which also frees a call that hangs.
+    running, it has a second to end. Then the object is closed anyway, which also ends a call that does not return.
     """
 
     def __init__(self, make: Callable[[], T], end: Callable[[T], Any] | None, *, name: str) -> None:

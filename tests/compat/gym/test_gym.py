@@ -94,7 +94,7 @@ def test_a_truncated_game_is_over_too() -> None:
 
 def test_what_is_no_action_is_reported_and_counted_and_ends_nothing() -> None:
     trajectory = play("dunno", "12", "99999999999999999999999", "7", invalid_reward=-0.25)
-    allowed = "Allowed is a whole number from 0 to 9."
+    allowed = "Allowed is an integer from 0 to 9."
     assert heard(trajectory) == [
         "Guess!\n\n3 tries.",
         f"There is no action in your answer. {allowed}",
@@ -139,7 +139,7 @@ def test_an_action_may_be_read_by_a_function() -> None:
     trajectory = play("six", "eleven", "seven", action=word)
     assert heard(trajectory)[1:] == [
         "Say seven, not six.",
-        "'11' is not allowed. Allowed is a whole number from 0 to 9.",
+        "'11' is not allowed. Allowed is an integer from 0 to 9.",
         "Right.",
     ]
 

@@ -23,7 +23,7 @@ _ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)
 
 
 class ThinkingModelTipsScheduler(MultiTurnScheduler):
-    """Tells a reasoning model once that its answer is wrong. The reasoning of earlier turns is removed from the history.
+    """Says once to a reasoning model that its answer is wrong. The reasoning of earlier turns is removed from the history.
 
     Each turn is a training record, and `run` returns one output for each turn.
     """

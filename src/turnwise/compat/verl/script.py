@@ -1,6 +1,6 @@
 """Reads the arguments of `python -m verl.trainer.main_ppo` from verl's shell scripts. Scripts are never run.
 
-Supported: variables and their defaults (`${NAME:-512}`), whole-number arithmetic, arrays, `$(pwd)` and the environment.
+Supported: variables and their defaults (`${NAME:-512}`), integer arithmetic, arrays, `$(pwd)` and the environment.
 """
 
 from __future__ import annotations

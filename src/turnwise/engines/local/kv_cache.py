@@ -56,7 +56,7 @@ class KVCache:
         return self.budget_bytes // (capacity * self.token_bytes)
 
     def max_capacity(self) -> int:
-        """The capacity of a single row that takes the whole budget."""
+        """The capacity of a single row that uses the entire budget."""
         return self.budget_bytes // self.token_bytes
 
     def resize(self, num_rows: int, capacity: int) -> None:

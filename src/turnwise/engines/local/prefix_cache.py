@@ -74,7 +74,7 @@ class PrefixCache:
         return computed, self._best_match(tokens_N, np.where(self._prefilling_S, shared_S, -1), no_limit_S)
 
     def _best_match(self, tokens_N: np.ndarray, shared_S: np.ndarray, limit_S: np.ndarray) -> PrefixMatch:
-        """Extend the best match in whole blocks (`shared_S`, -1 for slots that do not count) token by token."""
+        """Extend the best match in complete blocks (`shared_S`, -1 for slots that do not count) token by token."""
         best = int(shared_S.max())
         if best < 0:
             return PrefixMatch()

@@ -39,7 +39,7 @@ class PrefixIndex:
         self._hashes_SK = hashes_SK
 
     def shared_tokens(self, tokens_N: np.ndarray) -> np.ndarray:
-        """The number of leading tokens [S] that each slot shares with `tokens_N`, in whole blocks."""
+        """The number of leading tokens [S] that each slot shares with `tokens_N`, in complete blocks."""
         hashes_K = self._hash_blocks(tokens_N)[: self._hashes_SK.shape[1]]
         # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
         return (self._hashes_SK[:, : len(hashes_K)] == hashes_K).sum(axis=1) * BLOCK

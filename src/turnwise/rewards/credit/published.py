@@ -139,14 +139,14 @@ def turn_potential(
 
 def _shares(episode: Episode, decay: float, initial: float) -> list[float]:
     """The share of each turn in the changes of the score."""
-    shares, former = [0.0] * episode.turns, initial
+    shares, previous = [0.0] * episode.turns, initial
     for turn, score in enumerate(episode.potentials_T):
         if score is None:
             continue
         weights = [decay**distance for distance in range(turn + 1)]
         for distance, part in enumerate(weights):
-            shares[turn - distance] += (score - former) * part / sum(weights)
-        former = score
+            shares[turn - distance] += (score - previous) * part / sum(weights)
+        previous = score
     return shares
 
 

@@ -7,9 +7,9 @@ The template renders probe calls. The text around the names and the arguments gi
 - one by one between marks (`marked`), or
 - written as in Python (`python`).
 
-A format is accepted only if it parses the probe calls back. It needs an opening mark, because calls could otherwise not be told
-from content. Exception: GLM-4's shape, in which the name of a tool on offer is the first line of the turn and a JSON object
-follows.
+A format is accepted only if it parses the probe calls back. It needs an opening mark, because without an
+opening mark a call could not be distinguished from content. Exception: the format of GLM-4, in which the first line of the turn
+is the name of an offered tool, and a JSON object follows.
 """
 
 from turnwise.chat.tool_calls.learned.learn import learn
