@@ -104,7 +104,7 @@ def test_tokens_that_do_not_fit_the_images_are_refused_with_both_counts(vision: 
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     with pytest.raises(TurnwiseError, match=r"contain 5 image placeholders .* need 4"):
         vision.locate([*ids, PAD], found)
-    with pytest.raises(TurnwiseError, match=r"has 5 placeholders and its grid \[1, 4, 4\] makes 4"):
+    with pytest.raises(TurnwiseError, match=r"has 5 placeholders, and its grid \[1, 4, 4\] needs 4"):
         vision.locate([*ids, PAD], [replace(found[0], length=5)])
 
 
@@ -194,7 +194,9 @@ def test_making_ready_is_refused_where_it_can_do_nothing(vision: MediaProcessor)
         with pytest.raises(ConfigError, match=f"return_multi_modal_inputs={str(wanted).lower()} has no effect"):
             process_row_media([text], vision, wanted=wanted)
     seen = Row(id="7", messages=asked(image_part(picture(8, 8 * 201))))
-    with pytest.raises(DataError, match=r"row '7': image .* is refused"):
+    with pytest.raises(
+        DataError, match=r"row '7': the model's processor cannot process image .*must be smaller than 200"
+    ):
         process_row_media([seen], vision, wanted=True)
     with pytest.raises(TemplateError, match="the model does not accept"):
         process_row_media([seen], None, wanted=True)

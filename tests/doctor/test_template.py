@@ -44,8 +44,8 @@ def test_a_template_that_changes_earlier_text_fails_with_both_texts() -> None:
     assert user.text.startswith(
         "retry by user: writes different text around the answers when the conversation continues: expected "
     )
-    assert "not '\\n<|im_start|>user\\nonce-more<|im_end|>" in user.text
-    assert "but '|>\\n<|im_start|>user of many\\nonce-more<|im_end|>" in user.text
+    assert "expected '\\n<|im_start|>user\\nonce-more<|im_end|>" in user.text
+    assert "but got '|>\\n<|im_start|>user of many\\nonce-more<|im_end|>" in user.text
     assert "turnwise keeps the tokens that the model has seen" in user.text
 
 

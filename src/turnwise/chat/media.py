@@ -99,9 +99,7 @@ class MediaProcessor:
         try:
             for part in self.parts([message]):
                 if part.kind not in self.placeholders.tokens:
-                    raise TemplateError(
-                        f"the answer contains a {part.kind}, and the model does not accept {part.kind}s"
-                    )
+                    raise TemplateError(f"the answer contains {part.kind}s, and the model does not accept {part.kind}s")
                 self._cache.get(part)
         except TurnwiseError as error:
             message["content"] = f"Error: {self.placeholders.escape(str(error))}"[:_MAX_ERROR]
@@ -117,7 +115,7 @@ class MediaProcessor:
         """
         counts = Counter(part.kind for part in parts)
         if unknown := counts.keys() - self.placeholders.tokens.keys():
-            raise TemplateError(f"a message contains a {min(unknown)}, and the model does not accept {min(unknown)}s")
+            raise TemplateError(f"a message contains {min(unknown)}s, and the model does not accept {min(unknown)}s")
         for kind, token in self.placeholders.tokens.items():
             if (rendered := text.count(token)) != counts[kind]:
                 raise TemplateError(
@@ -192,7 +190,7 @@ class MediaProcessor:
         cells = math.prod(grid[0].tolist()) // merge_size**2
         if cells != item.length:
             raise TurnwiseError(
-                f"a {item.kind} has {item.length} placeholders, and its grid {grid[0].tolist()} needs {cells}; the numbers "
+                f"the {item.kind} has {item.length} placeholders, and its grid {grid[0].tolist()} needs {cells}; the numbers "
                 f"must be equal. Use the tokenizer that belongs to the processor"
             )
 

@@ -20,7 +20,9 @@ from turnwise.user_code.scoring_scope import scored_together
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 
 _BATCH = "all conversations"
-_TOGETHER = "conversations that are scored together need an instance each: provide as many instances as {} has conversations"
+_TOGETHER = (
+    "conversations that are scored together need an instance each: provide as many instances as {} has conversations"
+)
 EXHAUSTED: Final = object()
 """Marks an instance that could not be created."""
 

@@ -83,7 +83,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> list[str]:
-    """Remove the options that belong to the section's former name and not to its new name. Returns a note that lists them."""
+    """Remove the options that belong to the section's old name and not to its new name. Returns a note that lists them."""
     classes = _NAMED[section]
     former = node.get("name", next(iter(classes)))
     if former == name:

@@ -4,7 +4,7 @@ Sequences of a micro-batch share their prefixes (packing.py).
 
 The tokens to train on are a flat list of targets: which token, predicted from which column, with which advantage and which
 weight. A sampled token that several sequences share is one *prediction* and several targets, each with its own advantage and
-weight. The weights are those of the whole batch (normalizer.py), so the division into micro-batches changes memory use and never
+weight. The weights are those of the batch (normalizer.py), so the division into micro-batches changes memory use and never
 the result.
 """
 

@@ -1,6 +1,6 @@
 """How the loss of a batch is averaged over its tokens.
 
-The sum of a batch is divided by numbers of the whole batch (the batch of one optimizer step), so the division into micro-batches
+The sum of a batch is divided by numbers of the batch (the batch of one optimizer step), so the division into micro-batches
 does not change the result.
 """
 
