@@ -395,7 +395,9 @@ def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path:
     environments = build.environment_factory(Config.model_validate(tree))
     trajectory = hold(Says(call("say") + call("calculator", '{"expression": "1+1"}'), "b"), environments)
     assert tool_texts(trajectory)[0] == "go...(truncated)...ye"
-    assert tool_texts(trajectory)[1].startswith("Error: at most 1 tool call can be made in one turn, and this turn has 2")
+    assert tool_texts(trajectory)[1].startswith(
+        "Error: at most 1 tool call can be made in one turn, and this turn has 2"
+    )
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.5]
     file.write_text(file.read_text().replace("say", "calculator"))
     other = tmp_path / "other.py"
