@@ -81,7 +81,7 @@ def test_an_error_of_ours_that_no_line_of_a_user_led_to_has_no_traceback() -> No
     tool = Tool.of(print_text)
     trajectory = hold(Says("a"), lambda: Tools([tool]), renderer=Renderer(byte_tokenizer(STRANGE_CALLS)))
     assert trajectory.error is not None
-    assert "Name the format (tool_format=hermes, say)" in trajectory.error.message
+    assert "Set the format (for example tool_format=hermes)" in trajectory.error.message
     assert trajectory.error.traceback == ""
 
 

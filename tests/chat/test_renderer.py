@@ -509,7 +509,7 @@ def test_a_tool_format_that_cannot_be_read_is_refused_only_where_tools_are_used(
     renderer = Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end")))
     assert RENDERER.turn_parser.tool_format.name == "hermes"
     with pytest.raises(
-        TemplateError, match=r"in a format that cannot be read back.*Name the format \(tool_format=hermes, say\)"
+        TemplateError, match=r"in a format that cannot be read back.*Set the format \(for example tool_format=hermes\)"
     ):
         _ = renderer.turn_parser.tool_format
     assert hold(Says("Yo"), SingleTurn, renderer=renderer).stop == "done"
@@ -535,7 +535,7 @@ def test_a_saved_tokenizer_is_loaded_with_the_stop_tokens_of_its_generation_conf
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=rf"the directory '{tmp_path}' has no tokenizer"):
         Renderer.from_pretrained(tmp_path)
-    with pytest.raises(TemplateError, match=r"there is no model directory /nowhere; model\.path must be a directory"):
+    with pytest.raises(TemplateError, match=r"there is no model directory /nowhere; model\.path must be a hub id"):
         Renderer.from_pretrained("/nowhere")
 
 

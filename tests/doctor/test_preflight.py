@@ -62,7 +62,7 @@ def started(command: str, config: Config, out: Path) -> None:
         ("plain", "thinking=branch", "thinking=branch has no effect: .* does not support reasoning, .*Remove it"),
         ("plain", "thinking=strip_at_user", "thinking=strip_at_user has no effect: .* does not support reasoning"),
         ("plain", "use_inference_chat_template=true", "thinking=branch has no effect"),
-        ("strange", CALCULATOR, "in a format that cannot be read back.*Name the format"),
+        ("strange", CALCULATOR, "in a format that cannot be read back.*Set the format"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused_before_the_run(
