@@ -254,7 +254,7 @@ def test_a_missing_object_of_the_environment_or_column_of_a_row_fails_its_conver
             "trajectory",
             "it needs more than 1 arguments by position, and reward.trajectory calls it wi",
         ),
-        (lambda: 1.0, "trajectory", "so it does not depend on the conversation. Its parameters are: none"),
+        (lambda: 1.0, "trajectory", "so it does not depend on the conversation: add one of them"),
         (3, "trajectory", "f cannot be called as a reward function: 3 is not a callable object"),
     ],
 )

@@ -245,9 +245,15 @@ def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str
             _refuse_other_form(parameter.name, form, name)
             columns.append(parameter.name)
     if not positional and not by_name:
+        listed = ", ".join(signature.parameters)
+        hint = (
+            f"rename a parameter ({listed}), or give its type ({columns[0]}: Trajectory)"
+            if columns
+            else "add one of them"
+        )
         raise ConfigError(
             f"{name} cannot be called as a reward function: it has none of the parameters {', '.join(known)}, so it does not "
-            f"depend on the conversation. Its parameters are: {', '.join(signature.parameters) or 'none'}"
+            f"depend on the conversation: {hint}"
         )
     return CallPlan(
         form,
