@@ -188,6 +188,7 @@ def _finish_step(
         "ratio/max_deviation": update.max_deviation,
         "ratio/clip_fraction": update.clip_fraction,
         "tokens/trained": update.tokens,
+        **update.correction,
         "tokens/prefix_saved": saved,
     }
     if run.config.train.dynamic_sampling:

@@ -163,6 +163,19 @@ CHANGED = {
     "train.weight_decay": "train.weight_decay=0.5",
     "train.betas": "train.betas=[0.5, 0.5]",
     "train.max_grad_norm": "train.max_grad_norm=0.5",
+    "loss.kl_estimator": "loss.kl_estimator=k1",
+    "correction.action": "correction.action=measure",
+    "correction.level": "correction.level=sequence",
+    "correction.low": "correction.low=0.1",
+    "correction.high": "correction.high=3",
+    "correction.weight_level": "correction.weight_level=sequence",
+    "correction.normalize_weights": "correction.normalize_weights=true",
+    "correction.decoupled": "correction.decoupled=false",
+    "correction.off_policy_sequence_mask_delta": "correction.off_policy_sequence_mask_delta=0.5",
+    "correction.reject.level": "correction.reject.level=token",
+    "correction.reject.estimator": "correction.reject.estimator=k3",
+    "correction.reject.low": "correction.reject.low=0.1",
+    "correction.reject.high": "correction.reject.high=9",
     "loss.normalizer": "loss.normalizer=trajectory",
     "loss.constant_length": "loss.constant_length=7",
     "loss.dual_clip": "loss.dual_clip=3",
@@ -195,6 +208,14 @@ BASES = {
     "data.split": "data.max_rows=null",
     **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
     "loss.level": "loss.name=gspo",
+    **{f"correction.{name}": "correction.action=truncate" for name in ("level", "low", "high", "normalize_weights")},
+    "correction.weight_level": "correction.action=mask",
+    "correction.decoupled": "correction.action=reject",
+    "correction.reject.level": "correction.action=reject",
+    **{
+        f"correction.reject.{name}": "correction={action: measure, reject: {level: sequence}}"
+        for name in ("estimator", "low", "high")
+    },
     **dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), "loss.name=sapo"),
 }
 """What it is compared with, where that is not the recipe as it is."""

@@ -11,6 +11,7 @@ from turnwise.config.optimization import OptimizationSection, SftSection
 from turnwise.config.schema import Config
 from turnwise.training.options import (
     Cispo,
+    CorrectionConfig,
     Gspo,
     LossConfig,
     Nll,
@@ -18,6 +19,7 @@ from turnwise.training.options import (
     OptimizerConfig,
     PpoClip,
     Reinforce,
+    Rejection,
     Sapo,
     lr_at,
 )
@@ -35,6 +37,8 @@ def loss_config(config: Config) -> LossConfig:
     """The loss of `turnwise train`."""
     section = config.loss
     options = section.model_dump(exclude={"name", "normalizer", "constant_length"})
+    options["correction"] = _correction(config)
+    options["off_policy_sequence_mask_delta"] = config.correction.off_policy_sequence_mask_delta
     match section:
         case PpoClipSection():
             return PpoClip(**options)
@@ -46,6 +50,15 @@ def loss_config(config: Config) -> LossConfig:
             return Sapo(**options)
         case ReinforceSection():
             return Reinforce(**options)
+
+
+def _correction(config: Config) -> CorrectionConfig | None:
+    section = config.correction
+    if section.action is None:
+        return None
+    options = section.model_dump(exclude={"reject", "off_policy_sequence_mask_delta"})
+    reject = None if section.reject.level is None else Rejection(**section.reject.model_dump())
+    return CorrectionConfig(**options, reject=reject, rescale=config.loss.normalizer != "constant")
 
 
 def normalization(section: LossSection | SftSection) -> Normalization:

@@ -35,11 +35,14 @@ class LossSection(Section):
 
     normalizer: Normalizer = "token"
     constant_length: Positive | None = None
-    """The number of tokens by which `loss.normalizer: constant` divides the sum of a conversation, such as the largest number of
-    tokens of a conversation."""
+    """The number of tokens by which `loss.normalizer: constant` divides the sum of a conversation, such as the largest number
+    of tokens of a conversation."""
     kl_coef: NotNegative = 0.0
     """The weight of the KL term in the loss: the KL divergence from the model before training. 0: there is no KL term, and no
     reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    """The estimator of the KL term. `k3`: never negative, low variance. `k2`: its gradient is that of the KL divergence.
+    `k1`: its gradient is 0 on average. `k3_corrected`: k3 times the probability ratio, unbiased for off-policy tokens."""
     entropy_coef: float = 0.0
     """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
     bonus."""
@@ -60,7 +63,8 @@ class PpoClipSection(LossSection):
 
 
 class GspoSection(LossSection):
-    """The clipped surrogate of GSPO. All tokens of a sequence have one ratio: the geometric mean of their probability ratios."""
+    """The clipped surrogate of GSPO. All tokens of a sequence have one ratio: the geometric mean of their probability
+    ratios."""
 
     name: Literal["gspo"] = "gspo"
     normalizer: Normalizer = "sequence"

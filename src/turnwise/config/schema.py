@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from turnwise.config.correction import CorrectionSection
 from turnwise.config.data import DataSection, ModelSection
 from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
 from turnwise.config.generation import (
@@ -134,6 +135,7 @@ class Config(Section):
         | Annotated[ReinforceSection, Tag("reinforce")],
         by_name("ppo_clip"),
     ] = PpoClipSection()
+    correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
     """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the
     weight of a turn in the loss (docs/loss_masks.md)."""

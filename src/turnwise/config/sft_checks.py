@@ -107,6 +107,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
         "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
+        "correction": (config.correction, "nothing is sampled"),
         "loss": (config.loss, "its loss is the negative log-likelihood"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),
     }

@@ -96,7 +96,23 @@ def _loss_problems(config: Config) -> list[Problem]:
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
     of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
+    same_weights = config.engine.name == "local" and not train.overlap and config.model.dtype == "float32"
+    correction = config.correction
     return [
+        (
+            same_weights and correction.action is not None,
+            f"correction.action={correction.action} has no effect: the engine samples with the trainer's own weights in the same "
+            f"precision, so all ratios are 1. Remove it, or set train.overlap",
+        ),
+        (
+            same_weights and on_policy and correction.off_policy_sequence_mask_delta is not None,
+            "correction.off_policy_sequence_mask_delta has no effect with one optimizer step a batch on tokens of the same "
+            "weights: remove it, or set train.minibatches, train.ppo_epochs or train.overlap",
+        ),
+        (
+            loss.kl_coef == 0 and loss.kl_estimator != "k3",
+            f"loss.kl_estimator={loss.kl_estimator} has no effect without a KL term: set loss.kl_coef, or remove it",
+        ),
         (
             on_policy and bool(of_ratio),
             f"{options} {'have' if len(of_ratio) > 1 else 'has'} no effect with one optimizer step a batch (the probability "

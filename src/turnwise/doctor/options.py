@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_origin
 
 from turnwise import build
+from turnwise.config.correction import CorrectionSection, RejectionSection
 from turnwise.config.loss import LOSSES
 from turnwise.config.schema import Config, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
@@ -128,6 +129,8 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     **{f"train.optimizer.{name}": _optimization for name in ("name", "master_weights", "offload")},
     **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
     **{f"train.{name}": _optimization for name in ("weight_decay", "betas", "max_grad_norm")},
+    **{f"correction.{name}": _optimization for name in CorrectionSection.model_fields if name != "reject"},
+    **{f"correction.reject.{name}": _optimization for name in RejectionSection.model_fields},
     **{f"loss.{name}": _optimization for cls in LOSSES for name in cls.model_fields if name != "name"},
     "seed": _streams,
 }

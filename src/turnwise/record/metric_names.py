@@ -176,6 +176,61 @@ METRICS = (
         near=("clip_ratio/low_mean", "clip_ratio/high_mean", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"), lines=_TRAIN,
     ),
     Metric(
+        "correction/k1", "nats", "mean over trained tokens",
+        "Estimate k1 of the KL divergence of the trainer's policy from the engine's: mean of log(engine's probability / "
+        "trainer's probability), before the first optimizer step. All metrics of `correction` need `correction.action`.",
+        same=("rollout_corr/kl", "rollout_correction/kl"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/k3", "nats", "mean over trained tokens", "The same with estimator k3.",
+        same=("rollout_corr/k3_kl", "rollout_correction/k3_kl"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/k1/turn_<n>", "nats", "mean over trained tokens of the turns with this index",
+        "`correction/k1` of one turn index, counted from 0.", lines=_TRAIN,
+    ),
+    Metric(
+        "correction/k3/turn_<n>", "nats", "mean over trained tokens of the turns with this index",
+        "`correction/k3` of one turn index, counted from 0.", lines=_TRAIN,
+    ),
+    Metric(
+        "correction/ppl_ratio", "ratio", "mean over token sequences",
+        "Perplexity of a token sequence under the trainer's policy, divided by that under the engine's.",
+        same=("rollout_corr/ppl_ratio", "rollout_correction/ppl_ratio"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/chi2_token", "", "mean over trained tokens", "Chi-square divergence: mean squared ratio of a token, minus 1.",
+        same=("rollout_corr/chi2_token", "rollout_correction/chi2_token"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/chi2_sequence", "", "mean over token sequences",
+        "The same for the product of the ratios of a token sequence.",
+        same=("rollout_corr/chi2_seq",), near=("rollout_correction/chi2_seq",), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/weight", "", "mean over trained tokens", "Importance weight of a token.",
+        near=("rollout_corr/rollout_is_mean", "rollout_correction/is_weight_mean"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/ess", "share", "trained tokens",
+        "Effective sample size: squared mean of the weights, divided by the mean of their squares. 1: all weights are equal.",
+        near=("rollout_corr/rollout_is_eff_sample_size", "rollout_correction/ess"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/clip_fraction", "share", "trained tokens", "Tokens whose ratio is outside the bounds of `correction`.",
+        near=("rollout_corr/rollout_is_ratio_fraction_high", "rollout_correction/clipped_frac"), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/rejected", "share", "trained tokens", "Tokens that were removed from the loss and its average.",
+        same=("rollout_corr/rollout_rs_masked_fraction",), lines=_TRAIN,
+    ),
+    Metric(
+        "correction/unknown", "share", "trained tokens",
+        "Tokens for which the engine reported no log-probability of the kind that the loss needs. The trainer's own is used, so "
+        "that their ratio is 1. They count in no other metric of `correction` except the denominators of shares.",
+        lines=_TRAIN,
+    ),
+    Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
         "Version (number of finished steps) of the oldest weights that sampled a token. With `train.overlap` it is one step "
         "older.",

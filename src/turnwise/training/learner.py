@@ -7,7 +7,7 @@ no optimizer, no device. `LocalLearner` (local_learner.py) is the implementation
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +52,8 @@ class UpdateStats:
     """Targets that were in a forward pass, counted once for each epoch."""
     steps: int = 0
     """Optimizer steps."""
+    correction: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of rollout correction, by their names; empty without correction."""
 
 
 def _nothing() -> None:

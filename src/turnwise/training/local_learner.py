@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.batch import Batch
+from turnwise.training.correction import CorrectionSums, correct
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements, UpdateStats
@@ -30,29 +31,10 @@ from turnwise.training.options import OptimizerConfig, PpoClip
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_losses import nll
 from turnwise.training.targets import Targets
+from turnwise.training.update_sums import UpdateSums, update_stats
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Loss and metrics of one micro-batch, or of several added up."""
-
-    loss: float = 0.0
-    kl: float = 0.0
-    tokens: int = 0
-    clipped: float = 0.0
-    max_deviation: float = 0.0
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(
-            loss=self.loss + other.loss,
-            kl=self.kl + other.kl,
-            tokens=self.tokens + other.tokens,
-            clipped=self.clipped + other.clipped,
-            max_deviation=max(self.max_deviation, other.max_deviation),
-        )
 
 
 class LocalLearner:
@@ -165,8 +147,9 @@ class LocalLearner:
         current micro-batch.
         """
         # before the first step: afterwards the weights are no longer those that sampled
-        batches = await run_cancellable(lambda stop: [self._with_logprobs(batch, stop) for batch in batches])
-        sums: list[_Sums] = []
+        prepared = await run_cancellable(lambda stop: [self._prepared(batch, stop) for batch in batches])
+        batches = [batch for batch, _ in prepared]
+        sums: list[UpdateSums] = []
         norms: list[float] = []
         for _ in range(epochs):
             for batch in batches:
@@ -176,32 +159,47 @@ class LocalLearner:
                     on_first_step()
                 norms.append(self._optimizer.step(lr))
                 sums.append(total)
-        return _statistics(sums, norms)
+        return update_stats(sums, norms, sum((correction for _, correction in prepared), CorrectionSums()))
 
-    def _with_logprobs(self, batch: Batch, stop: StopFlag) -> Batch:
-        """The batch with log-probabilities of the current weights where the engine reported none that the loss can use."""
-        if not self._loss.needs_behaviour_logprobs or all(bool(m.targets.known_N.all()) for m in batch.micro_batches):
-            return batch
-        return replace(
-            batch, micro_batches=[self._with_own_logprobs(micro) for micro in stop.until_set(batch.micro_batches)]
-        )
+    def _prepared(self, batch: Batch, stop: StopFlag) -> tuple[Batch, CorrectionSums]:
+        """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
+
+        The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
+        """
+        correction = self._loss.correction
+        known = all(bool(micro.targets.known_N.all()) for micro in batch.micro_batches)
+        if not self._loss.needs_behaviour_logprobs or (known and correction is None):
+            return batch, CorrectionSums()
+        own = [self._with_own_logprobs(micro) for micro in stop.until_set(batch.micro_batches)]
+        if correction is None or not own:
+            return replace(batch, micro_batches=own), CorrectionSums()
+        corrected = correct([micro.targets for micro in own], correction)
+        kept = [
+            replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
+            for micro, targets, keep_N in zip(own, corrected.targets, corrected.kept, strict=True)
+            if bool(keep_N.any())
+        ]
+        return replace(batch, micro_batches=kept), corrected.sums
 
     def _with_own_logprobs(self, micro: MicroBatch[Targets]) -> MicroBatch[Targets]:
-        targets = micro.targets
-        if bool(targets.known_N.all()):
+        targets, correction = micro.targets, self._loss.correction
+        if correction is None and bool(targets.known_N.all()):
             return micro
         with torch.no_grad(), self._threads.during("measure", micro.token_ids_BL.numel()):
             logprob_N = self._forward.logprobs(micro.to(self._model.device))[0]
         reported_N = targets.behaviour_logprob_N
-        filled_N = torch.where(targets.known_N, reported_N, logprob_N.to(reported_N.device))
-        return replace(micro, targets=replace(targets, behaviour_logprob_N=filled_N))
+        own_N = logprob_N.to(reported_N.device, reported_N.dtype)
+        filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
+        if correction is not None:
+            filled = replace(filled, proximal_logprob_N=own_N, decoupled=correction.decoupled)
+        return replace(micro, targets=filled)
 
-    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], stop: StopFlag) -> _Sums:
+    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], stop: StopFlag) -> UpdateSums:
         """Add up the gradients of a batch in the parameters' `grad`, and its loss and metrics."""
         sums = self._gradients.of_batch(batch.micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
-        return sum(sums, _Sums())
+        return sum(sums, UpdateSums())
 
-    def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], _Sums]]:
+    def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
         """The loss of a micro-batch, and a function that computes its metrics."""
         targets = micro.targets
         logprob_N, entropy_N = self._forward.logprobs(micro, entropy=self._loss.needs_entropy)
@@ -211,7 +209,7 @@ class LocalLearner:
                 reference_logprob_N, _ = self._reference.logprobs(micro)
         terms = self._loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
         loss = (terms.loss_N * targets.weight_N).sum()
-        return loss, lambda: _Sums(
+        return loss, lambda: UpdateSums(
             loss=float(loss),
             kl=float((terms.kl_N * targets.weight_N).sum()),
             tokens=len(terms.loss_N),
@@ -253,22 +251,6 @@ class LocalLearner:
 
     def reference_fingerprint(self) -> str | None:
         return None if self._reference_model is None else of_model(self._reference_model)
-
-
-def _statistics(sums: Sequence[_Sums], norms: Sequence[float]) -> UpdateStats:
-    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each."""
-    if not sums:
-        return UpdateStats()
-    tokens = sum(one.tokens for one in sums)
-    return UpdateStats(
-        loss=sum(one.loss for one in sums) / len(sums),
-        kl=sum(one.kl for one in sums) / len(sums),
-        grad_norm=sum(norms) / len(norms),
-        max_deviation=sums[0].max_deviation,
-        clip_fraction=sum(one.clipped for one in sums) / max(tokens, 1),
-        tokens=tokens,
-        steps=len(sums),
-    )
 
 
 def _copy_before_training(model: Any) -> Any:

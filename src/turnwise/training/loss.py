@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from turnwise.training import policy_losses
-from turnwise.training.kl import kl_k3
-from turnwise.training.options import Cispo, Gspo, LossConfig, Nll, PpoClip, Reinforce, Sapo
+from turnwise.training.kl import kl_estimate
+from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Nll, PpoClip, Reinforce, Sapo
 from turnwise.training.targets import LossTerms, Objective, Targets
 
-__all__ = ["Loss", "make_loss"]
+__all__ = ["Loss", "make_loss", "off_policy_sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,10 @@ class Loss:
     needs_behaviour_logprobs: bool
     """Whether the objective uses `Targets.behaviour_logprob_N`."""
     kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
     entropy_coef: float = 0.0
+    correction: CorrectionConfig | None = None
+    off_policy_sequence_mask_delta: float | None = None
 
     @property
     def needs_reference(self) -> bool:
@@ -54,12 +58,30 @@ class Loss:
         entropy_N: torch.Tensor | None = None,
     ) -> LossTerms:
         terms = self.objective(logprob_N, targets)
+        if targets.correction_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
+        delta = self.off_policy_sequence_mask_delta
+        if delta is not None:
+            terms = replace(terms, loss_N=terms.loss_N * off_policy_sequence_mask(logprob_N, targets, delta))
         if reference_logprob_N is not None:
-            kl_N = kl_k3(logprob_N, reference_logprob_N)
+            kl_N = kl_estimate(logprob_N, reference_logprob_N, self.kl_estimator, targets.old_logprobs)
             terms = replace(terms, loss_N=terms.loss_N + self.kl_coef * kl_N, kl_N=kl_N.detach())
         if entropy_N is not None:
             terms = replace(terms, loss_N=terms.loss_N - self.entropy_coef * entropy_N)
         return terms
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(logprob_N: torch.Tensor, targets: Targets, delta: float) -> torch.Tensor:
+    """0 for tokens with a negative advantage in sequences that the present policy finds unlikely, else 1. Shape [N].
+
+    A sequence is unlikely if the mean of `behaviour_logprob - logprob` over its tokens is above `delta`. DeepSeek-V3.2, arXiv
+    2512.02556. The denominators of the average do not change.
+    """
+    divergence_N = policy_losses.mean_of_groups(
+        targets.behaviour_logprob_N - logprob_N, policy_losses.groups_of(targets, "sequence")
+    )
+    return torch.where((targets.advantage_N < 0) & (divergence_N > delta), 0.0, 1.0)
 
 
 def make_loss(config: LossConfig) -> Loss:
@@ -68,7 +90,10 @@ def make_loss(config: LossConfig) -> Loss:
         objective=_objective(config),
         needs_behaviour_logprobs=not isinstance(config, Nll),
         kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        off_policy_sequence_mask_delta=config.off_policy_sequence_mask_delta,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 __all__ = [
     "Cispo",
+    "CorrectionConfig",
     "Gspo",
     "LossConfig",
     "Nll",
@@ -16,6 +17,7 @@ __all__ = [
     "OptimizerConfig",
     "PpoClip",
     "Reinforce",
+    "Rejection",
     "Sapo",
     "Schedule",
     "lr_at",
@@ -37,13 +39,50 @@ class Normalization:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Removes tokens or sequences whose divergence is outside the bounds."""
+
+    level: Literal["token", "sequence", "geometric", "max"] = "sequence"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    low: float | None = None
+    """For k1, a ratio."""
+    high: float = 2.0
+    """For k1, a ratio; for k2 and k3, a divergence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionConfig:
+    """Rollout correction (`correction.correct`). The bounds are ratios at `level`."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    action: Literal["truncate", "mask", "icepop", "reject", "measure"] = "truncate"
+    weight_level: Literal["token", "sequence", "geometric"] | None = None
+    """The level of the weight where `mask` and `icepop` keep it; None: `level`."""
+    low: float | None = None
+    high: float | None = 2.0
+    reject: Rejection | None = None
+    """A second rule, beside `action`."""
+    normalize_weights: bool = False
+    """Whether the weights are divided by their mean."""
+    decoupled: bool = True
+    """Whether the ratios of the loss are those to the weights before the update; else to the policy that sampled."""
+    rescale: bool = True
+    """Whether the other tokens count more if tokens are rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
     """Options of all losses; a class below for each loss (`loss.make_loss` builds it, policy_losses.py has the formulas)."""
 
     kl_coef: float = 0.0
     """Coefficient of the KL divergence from the reference model. Above 0, the learner holds a reference model."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    """Estimator of the KL divergence in the loss (kl.py)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
+    correction: CorrectionConfig | None = None
+    off_policy_sequence_mask_delta: float | None = None
+    """Nats (`loss.off_policy_sequence_mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Losses for policies: pure functions from log-probabilities and targets to one number for each target token.
 
-In all formulas, `r = exp(logprob - behaviour_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
-gradient. `loss.make_loss` chooses a function by name.
+In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
+gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
+`loss.make_loss` chooses a function by name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from turnwise.training.kl import kl_k3
 from turnwise.training.targets import LossTerms, Targets
 
-__all__ = ["cispo", "gspo", "nll", "ppo_clip", "reinforce", "sapo"]
+__all__ = ["cispo", "groups_of", "gspo", "mean_of_groups", "nll", "ppo_clip", "reinforce", "sapo"]
 
 
 def ppo_clip(
@@ -56,8 +57,8 @@ def gspo(
     Paper: GSPO, arXiv 2507.18071.
     """
     with torch.no_grad():
-        log_ratio_N = logprob_N - targets.behaviour_logprob_N
-        mean_N = mean_of_groups(log_ratio_N, _groups(targets, level))
+        log_ratio_N = logprob_N - targets.old_logprobs
+        mean_N = mean_of_groups(log_ratio_N, groups_of(targets, level))
     ratio_N = (mean_N + logprob_N - logprob_N.detach()).exp()
     loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
     return _terms(logprob_N, targets, loss_N=loss_N, clipped=_outside(ratio_N, clip_low, clip_high).sum())
@@ -112,7 +113,7 @@ def mean_of_groups(value_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor
     return (sum_G / count_G)[group_N]
 
 
-def _groups(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tensor:
+def groups_of(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tensor:
     """A number for each sequence, or for each turn in a sequence, counted from 0."""
     number_N = targets.sequence_N
     if level == "turn":
@@ -121,7 +122,7 @@ def _groups(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tenso
 
 
 def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:
-    return (logprob_N - targets.behaviour_logprob_N).exp()
+    return (logprob_N - targets.old_logprobs).exp()
 
 
 def _clipped_surrogate(
@@ -139,7 +140,7 @@ def _terms(logprob_N: torch.Tensor, targets: Targets, *, loss_N: torch.Tensor, c
     """The loss with the metrics that all policy losses have."""
     with torch.no_grad():
         # a NaN would be lost when Python's `max` compares micro-batches, so it counts as infinite
-        deviation_N = (_ratio(logprob_N, targets) - 1.0).abs().nan_to_num(nan=torch.inf)
+        deviation_N = ((logprob_N - targets.behaviour_logprob_N).exp() - 1.0).abs().nan_to_num(nan=torch.inf)
         return LossTerms(
             loss_N=loss_N,
             kl_N=kl_k3(logprob_N.detach(), targets.behaviour_logprob_N),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -34,13 +34,40 @@ class Targets:
     known_N: torch.Tensor
     """Whether the engine reported `behaviour_logprob_N` of the distribution sampled from. Where it did not, the learner
     computes it before the first optimizer step."""
+    proximal_logprob_N: torch.Tensor | None = None
+    """Log-probability of the token under the weights before the first optimizer step. None if nothing needs it."""
+    correction_N: torch.Tensor | None = None
+    """Factor of the token's policy loss (rollout correction). None: 1."""
+    decoupled: bool = False
+    """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""
 
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """The log-probabilities in the denominator of the loss's probability ratios."""
+        return (
+            self.proximal_logprob_N
+            if self.decoupled and self.proximal_logprob_N is not None
+            else self.behaviour_logprob_N
+        )
+
+    def with_correction(self, correction_N: torch.Tensor, factor: float) -> Targets:
+        """With importance weights, and the weights of the average multiplied by `factor`."""
+        return replace(self, correction_N=correction_N, weight_N=self.weight_N * factor)
+
+    def select(self, keep_N: torch.Tensor) -> Targets:
+        """The targets for which `keep_N` is true."""
+        return replace(self, **{name: column[keep_N] for name, column in self._columns().items()})
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        values = {column.name: getattr(self, column.name) for column in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
     def to(self, device: torch.device) -> Targets:
         """The same on another device."""
-        return Targets(**{column.name: getattr(self, column.name).to(device) for column in fields(self)})
+        return replace(self, **{name: column.to(device) for name, column in self._columns().items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

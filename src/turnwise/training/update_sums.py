@@ -1,0 +1,48 @@
+"""Loss and metrics of optimizer steps, added up over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from turnwise.training.correction import CorrectionSums
+from turnwise.training.learner import UpdateStats
+
+__all__ = ["UpdateSums", "update_stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSums:
+    """Loss and metrics of one micro-batch, or of several added up."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    tokens: int = 0
+    clipped: float = 0.0
+    max_deviation: float = 0.0
+
+    def __add__(self, other: UpdateSums) -> UpdateSums:
+        return UpdateSums(
+            loss=self.loss + other.loss,
+            kl=self.kl + other.kl,
+            tokens=self.tokens + other.tokens,
+            clipped=self.clipped + other.clipped,
+            max_deviation=max(self.max_deviation, other.max_deviation),
+        )
+
+
+def update_stats(sums: Sequence[UpdateSums], norms: Sequence[float], correction: CorrectionSums) -> UpdateStats:
+    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each."""
+    if not sums:
+        return UpdateStats()
+    tokens = sum(step.tokens for step in sums)
+    return UpdateStats(
+        loss=sum(step.loss for step in sums) / len(sums),
+        kl=sum(step.kl for step in sums) / len(sums),
+        grad_norm=sum(norms) / len(norms),
+        max_deviation=sums[0].max_deviation,
+        clip_fraction=sum(step.clipped for step in sums) / max(tokens, 1),
+        tokens=tokens,
+        steps=len(sums),
+        correction=correction.metrics(),
+    )
