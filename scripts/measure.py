@@ -43,7 +43,7 @@ BOUNDS = {
     "way: lines": 10600,
     "way: lines that run": 3230,
     "way without the embedded engine: files": 60,
-    "way without the embedded engine: lines": 9510,
+    "way without the embedded engine: lines": 9530,
     "way without the embedded engine: lines that run": 2590,
     "largest file": 400,
     "longest function": 60,

@@ -13,11 +13,7 @@ The judge answers with a JSON object, which is parsed and checked. A wrong answe
 last wrong answer, the trajectory fails, and no other.
 
 The conversation is written by the trained model, which may try to instruct the judge. It is therefore sent as one JSON text,
-<<<<<<< HEAD
 and the instructions say that it is data, not an instruction.
-=======
-and the instructions to the judge say that it is data.
->>>>>>> dd8708e (The bounds of the way are what main reaches with reward functions by parameter names, credit and losses)
 """
 
 from __future__ import annotations
