@@ -18,7 +18,7 @@ from turnwise import build
 from turnwise.errors import RolloutError
 from turnwise.record.metrics import conversation_metrics, failures, has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.runs.evaluate import evaluate
+from turnwise.runs.evaluate import evaluate, sample_baselines
 from turnwise.runs.training_run import DataState, TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
@@ -116,6 +116,8 @@ async def _sample_groups(run: TrainingRun, step: int, rows: Sequence[Row], *, fi
         await score(trajectory)
 
     await rollout_groups(groups, run.context, on_finished=on_finished)
+    if run.credit.needs_baseline:
+        await sample_baselines(groups, run.context, run.scorer)
     return groups
 
 
@@ -207,6 +209,7 @@ def _finish_step(
             tolerance,
         )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories += [group.baseline for group in groups if group.baseline is not None]
     line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
     for problem in run.watch.problems(line, groups):
         _log.warning("step %d: %s", run.step, problem)

@@ -233,7 +233,7 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
             "tokenization_sanity_check=loose",
             "tokenization_sanity_check: input should be 'strict', 'ignore_strippable' or 'disable'; got 'loose'",
         ),
-        ("credit.name=gae", "credit.name: input should be 'grpo'; got 'gae'"),
+        ("credit.name=ppo", "credit.name: there is no credit 'ppo'; there are: auto, grpo, rloo, turn_return,"),
         ("train.betas=[0.9]", "train.betas"),
         ("model.path=null", "model.path: input should be a valid string; got None"),
         ("train=null", "train: input should be a valid dictionary"),

@@ -6,6 +6,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
+from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
     learner,
     learning_rate,
@@ -15,7 +16,7 @@ from turnwise.build.learners import (
     optimizer_config,
     sft_learner,
 )
-from turnwise.build.rewards import connect_engine, credit, scorer, turn_weighting
+from turnwise.build.rewards import connect_engine, scorer, turn_weighting
 from turnwise.build.rollouts import renderer, rollout_context
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
@@ -25,6 +26,7 @@ __all__ = [
     "Scripts",
     "connect_engine",
     "credit",
+    "credit_note",
     "curriculum",
     "drop_long_prompts",
     "engine",

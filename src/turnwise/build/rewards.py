@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from turnwise.config.schema import Config, RewardUse
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rewards.arguments import CallPlan, Form, plan_call
-from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
@@ -23,7 +21,7 @@ from turnwise.services.chat_model import ChatModel
 from turnwise.types import Sampling
 from turnwise.user_code.object_references import resolve
 
-__all__ = ["connect_engine", "credit", "scorer", "turn_weighting"]
+__all__ = ["connect_engine", "scorer", "turn_weighting"]
 
 
 def scorer(config: Config) -> Scorer:
@@ -73,11 +71,6 @@ def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
     for number, reward in enumerate(scorer.functions):
         if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
             reward.function.use_engine(maker(f"reward.{number}"))
-
-
-def credit(config: Config) -> Credit:
-    """The recipe's credit assignment: from rewards to advantages."""
-    return Credit("grpo", functools.partial(grpo, scale=config.credit.scale))
 
 
 def turn_weighting(config: Config) -> TurnWeighting:

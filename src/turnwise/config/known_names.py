@@ -75,7 +75,12 @@ CALLED: dict[str, tuple[str, ...]] = {
     "reward.batch": ("reward_funcs", "reward_functions"),
     "reward.trajectory": ("reward_fn", "custom_reward_function", "reward_model"),
     "credit.name": ("adv_estimator", "advantage_estimator"),
-    "credit.scale": ("scale_rewards", "norm_adv_by_std_in_grpo"),
+    "credit.scale": ("scale_rewards", "norm_adv_by_std_in_grpo", "f_norm"),
+    "credit.gamma": ("discount", "discount_factor"),
+    "credit.lam": ("gae_lambda", "lambda"),
+    "credit.turn_gamma": ("high_level_gamma",),
+    "credit.whiten": ("whiten_advantages", "whiten_rewards"),
+    "credit.omega": ("step_advantage_w",),
     "checkpoint.every": ("save_steps", "save_freq", "save_strategy"),
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
     "eval.every": ("eval_steps", "test_freq", "eval_strategy", "evaluation_strategy"),
@@ -109,9 +114,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
-    "turnwise has no critic: credit.name sets how advantages are computed from rewards": (
-        "critic", "gamma", "lam", "gae_lambda", "vf_coef",
-    ),
+    "turnwise has no critic: credit.name sets how advantages are computed from rewards": ("critic", "vf_coef"),
 }  # fmt: skip
 """For each hint: names of other libraries that have no counterpart in turnwise."""
 
@@ -143,6 +146,17 @@ RENAMED: dict[str, str] = {
 """Options of earlier versions of turnwise, and their present names."""
 
 VALUES: dict[str, dict[str, str]] = {
+    "credit.name": {
+        "reinforce_plus_plus": "credit.name=reinforce_pp",
+        "reinforce_plus_plus_baseline": "credit.name=reinforce_pp_baseline",
+        "grpo_vectorized": "credit.name=grpo",
+        "rloo_vectorized": "credit.name=rloo",
+        "dr_grpo": "credit.name=grpo credit.scale=none",
+        "turn_ppo": "credit.name=turn_gae",
+        "bi_level_gae": "credit.name=bilevel_gae",
+        "gigpo_mean_norm": "credit.name=gigpo",
+        "gigpo_mean_std_norm": "credit.name=gigpo credit.scale=std",
+    },
     "loss.name": {
         "grpo": "loss.name=ppo_clip loss.normalizer=trajectory",
         "bnpo": "loss.name=ppo_clip loss.normalizer=token",

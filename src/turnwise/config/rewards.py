@@ -1,12 +1,10 @@
-"""The sections `reward` and `credit` of a recipe."""
+"""The section `reward` of a recipe."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 from turnwise.config.section import NonEmpty, Seconds, Section, Use
 
-__all__ = ["CreditSection", "RewardSection", "RewardUse"]
+__all__ = ["RewardSection", "RewardUse"]
 
 
 class RewardUse(Use):
@@ -38,12 +36,3 @@ class RewardSection(Section):
     """The time limit of reward functions, in seconds. For async functions: one limit for all functions of a trajectory and its
     turns together, and one for each call of a group or batch function. For sync functions: one limit for each call, which is
     then interrupted. Null: no limit."""
-
-
-class CreditSection(Section):
-    """How rewards become advantages."""
-
-    name: Literal["grpo"] = "grpo"
-    """How advantages are computed from rewards. `grpo`: a trajectory's reward minus the mean reward of its group."""
-    scale: Literal["std", "none"] = "std"
-    """Whether advantages are divided by the standard deviation of the group's rewards (`std`, GRPO) or not (`none`, Dr. GRPO)."""

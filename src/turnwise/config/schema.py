@@ -14,6 +14,7 @@ from pydantic import Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.config.correction import CorrectionSection
+from turnwise.config.credit import AnyCredit, AutoCreditSection, CreditSection
 from turnwise.config.data import DataSection, ModelSection
 from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
 from turnwise.config.generation import (
@@ -26,7 +27,7 @@ from turnwise.config.generation import (
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
-from turnwise.config.rewards import CreditSection, RewardSection, RewardUse
+from turnwise.config.rewards import RewardSection, RewardUse
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
 from turnwise.errors import nearest
 
@@ -126,7 +127,7 @@ class Config(Section):
     tool_format: NonEmpty = "auto"
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
-    credit: CreditSection = CreditSection()
+    credit: Annotated[AnyCredit, by_name("auto")] = AutoCreditSection()
     loss: Annotated[
         Annotated[PpoClipSection, Tag("ppo_clip")]
         | Annotated[GspoSection, Tag("gspo")]

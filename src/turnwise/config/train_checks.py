@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
@@ -23,13 +24,6 @@ __all__ = [
 Problem = tuple[bool, str]
 """Whether the recipe has the problem, and the error message for it."""
 
-WITHOUT_REWARD = (
-    "turnwise.environments.environment:SingleTurn",
-    "turnwise.environments.users:ScriptedUser",
-    "turnwise.environments.modelled_user:ModelledUser",
-)
-"""Built-in environments that never give a reward."""
-
 
 def refuse_without_effect(config: Config) -> None:
     """Refuse options of a training run that have no effect or that contradict each other. The first problem is raised.
@@ -39,6 +33,7 @@ def refuse_without_effect(config: Config) -> None:
     problems = [
         *_row_problems(config),
         *_loss_problems(config),
+        *credit_problems(config),
         *_optimization_problems(config),
         *_conversation_problems(config),
         *_evaluation_problems(config),
@@ -54,15 +49,10 @@ def refuse_without_effect(config: Config) -> None:
 
 
 def _optimization_problems(config: Config) -> list[Problem]:
-    """Problems of the sections train, credit and sampling."""
+    """Problems of the sections train and sampling."""
     train = config.train
     trajectories = train.batch_size * train.group_size
     return [
-        (
-            config.credit.name == "grpo" and train.group_size < 2,
-            f"train.group_size={train.group_size} is too small: credit.name=grpo compares the trajectories of one row. Set "
-            f"train.group_size to 2 or more",
-        ),
         (
             config.sampling.temperature == 0,
             "sampling.temperature=0 makes all trajectories of a row identical: set a temperature above 0",

@@ -61,13 +61,14 @@ def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     )
 
 
-def lost(groups: Sequence[Group], normalization: Normalization) -> str | None:
-    """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward."""
+def lost(groups: Sequence[Group], normalization: Normalization, *, proportional: bool = True) -> str | None:
+    """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward.
+
+    `proportional`: advantages must be proportional to the rewards minus their mean, the same for all turns (GRPO).
+    """
     credited = [trajectory for group in groups for trajectory in group.trajectories if trajectory.advantages]
-    for group in groups:
-        if (
-            problem := _wrong_advantages([trajectory for trajectory in group.trajectories if trajectory.advantages])
-        ) is not None:
+    for group in groups if proportional else ():
+        if (problem := _wrong_advantages([each for each in group.trajectories if each.advantages])) is not None:
             return problem
     trained = [trajectory for trajectory in credited if any(turn.weight > 0 for turn in trajectory.turns)]
     for trajectory in trained:

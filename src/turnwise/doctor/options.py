@@ -8,10 +8,12 @@ options are read only while a run goes on; the test suite of turnwise has a test
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from turnwise import build
 from turnwise.config.correction import CorrectionSection, RejectionSection
+from turnwise.config.credit import ESTIMATORS
 from turnwise.config.loss import LOSSES
 from turnwise.config.schema import Config, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
@@ -36,12 +38,23 @@ def _optimization(config: Config) -> list[Any]:
 
 
 def _advantages(config: Config) -> list[Any]:
-    """Of a group with these rewards."""
-    group = Group(id="g", row=_ROW, trajectories=[_trajectory(str(n)) for n in range(4)])
-    for trajectory, reward in zip(group.trajectories, (1.0, 0.0, 0.0, 3.0), strict=True):
-        trajectory.reward = reward
-    build.credit(config)([group])
-    return [trajectory.advantages for trajectory in group.trajectories]
+    """Of two groups with these rewards, states, scores of states and values."""
+    trajectories = [_trajectory(str(n)) for n in range(5)]
+    for trajectory, reward in zip(trajectories, (1.0, 0.0, 0.0, 3.0, 0.5), strict=True):
+        for turn in trajectory.turns:
+            turn.add_reward(0.25 * turn.index * reward, "environment")
+            turn.info = {"potential": reward * turn.index, "state": turn.index % 2, "other": -reward}
+        trajectory.rewards = {"turns": sum(turn.reward for turn in trajectory.turns), "judge": reward}
+        trajectory.reward = sum(trajectory.rewards.values())
+        trajectory.values = [[0.5], [0.25], [0.125]]
+    greedy = trajectories.pop()
+    shorter = [replace(trajectory, turns=trajectory.turns[:2], values=trajectory.values[:2]) for trajectory in trajectories[2:]]
+    groups = [
+        Group(id="g", row=_ROW, trajectories=trajectories[:2] + shorter, baseline=greedy),
+        Group(id="h", row=_ROW, trajectories=[replace(trajectory) for trajectory in trajectories], baseline=greedy),
+    ]
+    build.credit(config, build.scorer(config))(groups)
+    return [trajectory.advantages for group in groups for trajectory in group.trajectories]
 
 
 def _weights(config: Config) -> list[float] | str:
@@ -124,7 +137,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
         for name in ("use", "arguments", "weight", "name")
     },
     "reward.timeout": _reward_functions,
-    "credit.scale": _advantages,
+    **{f"credit.{name}": _advantages for cls in ESTIMATORS for name in cls.model_fields if name != "name"},
     "loss_mask": _weights,
     **{f"train.optimizer.{name}": _optimization for name in ("name", "master_weights", "offload")},
     **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},

@@ -12,6 +12,8 @@ from turnwise import build
 from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
+from turnwise.config.credit import GrpoSection, RlooSection
+from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
@@ -76,7 +78,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     scored = [trajectory for trajectory in trajectories if not trajectory.failed and trajectory.reward is not None]
     if not scored:
         return Check(name, "fail", f"all {len(trajectories)} conversations failed: {'; '.join(failures(groups)[:2])}")
-    for problem in (_wrong_sum(scored, config), lost(groups, build.normalization(config.loss))):
+    for problem in (_wrong_sum(scored, config), _lost(groups, config)):
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
     examples = ", ".join(f"{trajectory.reward:g}" for trajectory in scored[:4])
@@ -91,9 +93,16 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     return Check(name, "ok", text)
 
 
+def _lost(groups: Sequence[Group], config: Config) -> str | None:
+    estimator = chosen_estimator(config)
+    proportional = isinstance(estimator, GrpoSection | RlooSection) and estimator.model_dump().get("scale") != "batch"
+    return lost(groups, build.normalization(config.loss), proportional=proportional)
+
+
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
     """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
-    scorer, mask, credit = build.scorer(config), build.turn_weighting(config), build.credit(config)
+    scorer, mask = build.scorer(config), build.turn_weighting(config)
+    credit = build.credit(config, scorer)
     scorer.refuse_unknown_columns(rows)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
@@ -112,6 +121,9 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     for group in groups:
         for trajectory in group.trajectories:
             mask(trajectory)
+    if credit.needs_baseline:
+        for group in groups:  # in place of a greedy conversation
+            group.baseline = group.trajectories.pop()
     credit(groups)
     return groups
 

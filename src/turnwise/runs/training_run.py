@@ -91,8 +91,11 @@ def assemble(config: Config) -> TrainingRun:
     """
     refuse_without_effect(config)
     refuse_without_reward(config)
-    scorer, credit, weigh_turns = build.scorer(config), build.credit(config), build.turn_weighting(config)
+    scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
+    credit = build.credit(config, scorer)
     inputs = read_inputs(config, "train", _read_rows)
+    if (note := build.credit_note(config)) is not None:
+        inputs.notes.append(note)
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
     opened, renderer = inputs.opened, inputs.renderer
     environments = build.environment_factory(config, encode=renderer.encode)

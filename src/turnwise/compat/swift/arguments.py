@@ -18,6 +18,7 @@ from turnwise.compat.swift.convert_data import convert_data, note_hub_names
 from turnwise.compat.swift.convert_optimization import (
     convert_batches,
     convert_clipping,
+    convert_credit,
     convert_sample_filters,
     convert_steps,
 )
@@ -58,6 +59,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_clipping(builder, minibatches)
     convert_sample_filters(builder)
     convert_steps(builder, minibatches)
+    convert_credit(builder)
     convert_rewards(builder)
     _report_other_arguments(builder)
     return builder.report()

@@ -8,7 +8,7 @@ from turnwise.compat.swift.convert_data import count_rows
 from turnwise.compat.swift.flags import SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
 
-__all__ = ["convert_batches", "convert_clipping", "convert_sample_filters", "convert_steps"]
+__all__ = ["convert_batches", "convert_clipping", "convert_credit", "convert_sample_filters", "convert_steps"]
 
 _BATCH_KEYS = (
     "per_device_train_batch_size",
@@ -60,6 +60,34 @@ def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
         builder.set("loss.clip_low", low, "epsilon")
     if high is not None or low is not None:
         builder.set("loss.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
+
+
+_SCALES = {"group": "std", "true": "std", "batch": "batch", "none": "none", "false": "none"}
+"""Values of scale_rewards, and of credit.scale."""
+
+
+def convert_credit(builder: SwiftRecipeBuilder) -> None:
+    """Set credit from advantage_estimator and scale_rewards."""
+    keys = ("advantage_estimator", "scale_rewards")
+    estimator = str(builder.values.get(keys[0]) or "grpo").lower()
+    scale = builder.values.get(keys[1])
+    scale = str({"rloo": "none"}.get(estimator, "group") if scale is None else scale).lower()
+    if estimator == "rloo" and scale in ("none", "false"):
+        builder.set("credit.name", "rloo", *keys)
+    elif estimator == "grpo" and scale == "gdpo":
+        builder.set("credit.name", "gdpo", *keys)
+    elif estimator == "grpo" and scale in _SCALES:
+        builder.set("credit.name", "grpo", keys[0])
+        builder.set("credit.scale", _SCALES[scale], keys[1])
+    else:
+        builder.set("credit.name", "grpo")
+        reason = (
+            "these values can be converted: advantage_estimator=grpo with scale_rewards=group, batch, none or gdpo, and "
+            "advantage_estimator=rloo with scale_rewards=none; credit.name=reinforce_pp_baseline is like reinforce_plus_plus, "
+            "but whitens tokens instead of conversations"
+        )
+        for key in keys:
+            builder.reject(key, reason, changes_training=True)
 
 
 def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:

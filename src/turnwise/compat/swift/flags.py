@@ -89,10 +89,6 @@ OPTIONS: Mapping[str, str] = {
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torch_dtype": ("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
     "loss_type": ("loss.normalizer", {"grpo": "trajectory", "bnpo": "token", "dapo": "token"}),
-    "scale_rewards": (
-        "credit.scale",
-        {"group": "std", "true": "std", "none": "none", "false": "none"},
-    ),
     "lr_scheduler_type": (
         "train.lr_schedule",
         {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
@@ -104,7 +100,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # argument: the accepted values, and why no other value is possible
     "rlhf_type": (("grpo",), "only GRPO can be converted"),
     "tuner_type": (("full",), "all parameters are trained here, there is no LoRA; use a lower train.lr than for LoRA"),
-    "advantage_estimator": (("grpo",), "credit.name must be grpo"),
     "importance_sampling_level": (("token",), "the ratio is computed per token here"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
     "delta": ((None,), "the ratio has no upper bound other than loss.clip_high"),

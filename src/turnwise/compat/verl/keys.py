@@ -15,6 +15,7 @@ TURNS = f"{ROLLOUT}.multi_turn"
 
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
     "algorithm.norm_adv_by_std_in_grpo": True,
     f"{ACTOR}.clip_ratio": 0.2,
     f"{ACTOR}.entropy_coeff": 0.0,
@@ -172,8 +173,8 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Keys that must have a given value, and why no other value is possible."""
 
 IDLE: dict[str, str] = {
-    "algorithm.gamma": "has no effect with adv_estimator=grpo, also not in verl",
-    "algorithm.lam": "has no effect with adv_estimator=grpo, also not in verl",
+    "algorithm.gamma": "has no effect with this adv_estimator, also not in verl",
+    "algorithm.lam": "has no effect with this adv_estimator, also not in verl",
     "algorithm.kl_penalty": "has no effect without use_kl_in_reward",
     "algorithm.kl_ctrl.*": "has no effect without use_kl_in_reward",
     "algorithm.pf_ppo.*": "has no effect without use_pf_ppo",
@@ -187,9 +188,9 @@ IDLE: dict[str, str] = {
     "data.custom_cls.name": "has no effect without custom_cls.path",
     "data.sampler.class_name": "has no effect without sampler.class_path",
     "data.datagen.name": "has no effect without datagen.path",
-    "critic.*": "adv_estimator=grpo has no critic, also not in verl",
-    "trainer.critic_warmup": "adv_estimator=grpo has no critic, also not in verl",
-    "trainer.max_critic_ckpt_to_keep": "adv_estimator=grpo has no critic, also not in verl",
+    "critic.*": "this adv_estimator has no critic, also not in verl",
+    "trainer.critic_warmup": "this adv_estimator has no critic, also not in verl",
+    "trainer.max_critic_ckpt_to_keep": "this adv_estimator has no critic, also not in verl",
     "reward_model.*": "has no effect without reward_model.enable",
     "reward.reward_model.*": "has no effect without reward_model.enable",
     "reward.reward_manager.*": "has no effect with the reward managers naive and batch",

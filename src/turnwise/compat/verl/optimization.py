@@ -8,6 +8,20 @@ from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 __all__ = ["lengths", "optimization", "steps", "trainer"]
 
 
+_ESTIMATORS = {
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+}
+"""verl's estimators that need no critic, and their names here."""
+
+
 def lengths(builder: VerlRecipeBuilder) -> None:
     """Set the limits. verl bounds the prompt, and everything after it: messages of tools and users count too."""
     prompt = builder.count(f"{ROLLOUT}.prompt_length") or builder.count("data.max_prompt_length") or 0
@@ -22,15 +36,7 @@ def lengths(builder: VerlRecipeBuilder) -> None:
 
 def optimization(builder: VerlRecipeBuilder) -> None:
     """Set credit, loss and optimizer."""
-    key = "algorithm.adv_estimator"
-    if builder.value(key) == "grpo":
-        builder.set("credit.name", "grpo", key)
-    else:
-        builder.reject(
-            key, "only grpo can be converted: algorithm.adv_estimator=grpo", changes_training=True, even_default=True
-        )
-    key = "algorithm.norm_adv_by_std_in_grpo"
-    builder.set("credit.scale", "std" if builder.value(key) else "none", key)
+    _credit(builder)
     builder.set("sampling.top_k", builder.count(f"{ROLLOUT}.top_k") or 0, f"{ROLLOUT}.top_k")
     builder.choice(
         f"{ACTOR}.loss_agg_mode", "loss.normalizer", {"token-mean": "token", "seq-mean-token-mean": "trajectory"}
@@ -69,6 +75,30 @@ def _filter_groups(builder: VerlRecipeBuilder) -> None:
         builder.reject(metric, "groups are compared by their rewards", changes_training=True)
     else:
         builder.convert("train.dynamic_sampling (groups are compared by their rewards)", metric)
+
+
+def _credit(builder: VerlRecipeBuilder) -> None:
+    key, scale = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    name = _ESTIMATORS.get(str(builder.value(key)))
+    if name is None:
+        builder.set("credit.name", "grpo")
+        builder.reject(
+            key,
+            f"these estimators can be converted: {', '.join(_ESTIMATORS)}",
+            changes_training=True,
+            even_default=True,
+        )
+    else:
+        builder.set("credit.name", name, key)
+    if name in (None, "grpo"):
+        builder.set("credit.scale", "std" if builder.value(scale) else "none", scale)
+    else:
+        builder.reject(scale, f"has no effect with adv_estimator={builder.value(key)}, also not in verl")
+    if name == "reinforce_pp":
+        builder.set("credit.gamma", float(builder.number("algorithm.gamma")), "algorithm.gamma")
+    if name == "gpg":
+        reason = "alpha counts conversations without a gradient here, and rewards of 0 in verl"
+        builder.assume(key, builder.value(key), reason)
 
 
 def _divergence(builder: VerlRecipeBuilder) -> None:
