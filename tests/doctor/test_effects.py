@@ -155,6 +155,19 @@ CHANGED = {
     "reward.group[].name": f"reward.group=[{{use: '{PLACES}:ranked', name: short}}]",
     "reward.timeout": "reward.timeout=3",
     "credit.scale": "credit.scale=none",
+    "credit.gamma": "credit.gamma=0.5",
+    "credit.baseline": "credit.baseline=none",
+    "credit.omega": "credit.omega=2",
+    "credit.state_key": "credit.state_key=other",
+    "credit.outcome_weight": "credit.outcome_weight=2",
+    "credit.normalise": "credit.normalise=joint",
+    "credit.key": "credit.key=other",
+    "credit.decay": "credit.decay=0.25",
+    "credit.weight": "credit.weight=2",
+    "credit.initial": "credit.initial=1",
+    "credit.lam": "credit.lam=0.5",
+    "credit.whiten": "credit.whiten=false",
+    "credit.turn_gamma": "credit.turn_gamma=0.5",
     "loss_mask": "loss_mask=last_turn",
     "train.steps": "train.steps=3",
     "train.lr": "train.lr=0.5",
@@ -208,6 +221,7 @@ BASES = {
     "data.split": "data.max_rows=null",
     **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
     "loss.level": "loss.name=gspo",
+<<<<<<< HEAD
     **{f"correction.{name}": "correction.action=truncate" for name in ("level", "low", "high", "normalize_weights")},
     "correction.weight_level": "correction.action=mask",
     "correction.decoupled": "correction.action=reject",
@@ -216,6 +230,17 @@ BASES = {
         f"correction.reject.{name}": "correction={action: measure, reject: {level: sequence}}"
         for name in ("estimator", "low", "high")
     },
+=======
+    "credit.gamma": "credit.name=turn_return",
+    "credit.baseline": "credit.name=shared",
+    "credit.omega": "credit={name: gigpo, state_key: state}",
+    "credit.state_key": "credit.name=gigpo",
+    "credit.outcome_weight": "credit.name=mt_grpo",
+    "credit.normalise": "credit.name=igpo",
+    **dict.fromkeys(("credit.key", "credit.decay", "credit.weight", "credit.initial"), "credit.name=turn_potential"),
+    **dict.fromkeys(("credit.lam", "credit.whiten"), "credit.name=turn_gae"),
+    "credit.turn_gamma": "credit.name=bilevel_gae",
+>>>>>>> a9fd597 (Tests follow credit by name)
     **dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), "loss.name=sapo"),
 }
 """What it is compared with, where that is not the recipe as it is."""

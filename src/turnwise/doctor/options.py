@@ -48,7 +48,9 @@ def _advantages(config: Config) -> list[Any]:
         trajectory.reward = sum(trajectory.rewards.values())
         trajectory.values = [[0.5], [0.25], [0.125]]
     greedy = trajectories.pop()
-    shorter = [replace(trajectory, turns=trajectory.turns[:2], values=trajectory.values[:2]) for trajectory in trajectories[2:]]
+    shorter = [
+        replace(trajectory, turns=trajectory.turns[:2], values=trajectory.values[:2]) for trajectory in trajectories[2:]
+    ]
     groups = [
         Group(id="g", row=_ROW, trajectories=trajectories[:2] + shorter, baseline=greedy),
         Group(id="h", row=_ROW, trajectories=[replace(trajectory) for trajectory in trajectories], baseline=greedy),

@@ -105,6 +105,7 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         },
         "sampling": {"temperature": 1.0, "top_k": 0, "stop": ["Observation:"]},
         "limits": {"turns": 3, "tokens_per_turn": 1024, "context": 4096},
+        "credit": {"name": "grpo", "scale": "std"},
         "train": {
             # 2 processes, 4 each, 4 such batches a generation: 32 conversations, in two optimizer steps, twice
             "batch_size": 4,
@@ -144,7 +145,6 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "made_up": True,
         "kl_in_reward": True,
         "loss_type": True,
-        "advantage_estimator": True,
         "epsilon": False,  # one optimizer step on each batch
         "truncation_strategy": True,
         "data_seed": False,

@@ -127,7 +127,8 @@ def test_what_is_not_said_has_verl_s_value(grpo: list[str]) -> None:
     assert (config.limits.context, config.limits.tokens_per_turn) == (1024, 512)
     found = from_verl_arguments([one for one in grpo if "adv_estimator" not in one and "mini" not in one])
     assert matters(found) == {
-        "algorithm.adv_estimator": "only grpo can be converted: algorithm.adv_estimator=grpo",
+        "algorithm.adv_estimator": "these estimators can be converted: grpo, grpo_vectorized, rloo, rloo_vectorized, "
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "the 4 rows of data.train_batch_size cannot be divided by it",
     }
     assert {left.key: left.value for left in found.unsupported}["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
@@ -268,8 +269,8 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has other options"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "turnwise uses one process"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "turnwise uses one process"),
-        ("critic.optim.lr=1e-5", "adv_estimator=grpo has no critic, also not in verl"),
-        ("algorithm.gamma=1.0", "has no effect with adv_estimator=grpo, also not in verl"),
+        ("critic.optim.lr=1e-5", "this adv_estimator has no critic, also not in verl"),
+        ("algorithm.gamma=1.0", "has no effect with this adv_estimator, also not in verl"),
         ("actor_rollout_ref.actor.kl_loss_coef=0.01", "belongs to use_kl_loss, which is off"),
         ("data.return_multi_modal_inputs=False", "no row contains an image"),
         ("actor_rollout_ref.rollout.val_kwargs.temperature=0", "there are no held-out rows: data.val_files"),

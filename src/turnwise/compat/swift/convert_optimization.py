@@ -71,7 +71,9 @@ def convert_credit(builder: SwiftRecipeBuilder) -> None:
     keys = ("advantage_estimator", "scale_rewards")
     estimator = str(builder.values.get(keys[0]) or "grpo").lower()
     scale = builder.values.get(keys[1])
-    scale = str({"rloo": "none"}.get(estimator, "group") if scale is None else scale).lower()
+    if scale is None and not builder.has(keys[1]):  # a written `none` is None
+        scale = {"rloo": "none", "reinforce_plus_plus": "batch"}.get(estimator, "group")
+    scale = str(scale).lower()
     if estimator == "rloo" and scale in ("none", "false"):
         builder.set("credit.name", "rloo", *keys)
     elif estimator == "grpo" and scale == "gdpo":
