@@ -221,7 +221,6 @@ BASES = {
     "data.split": "data.max_rows=null",
     **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
     "loss.level": "loss.name=gspo",
-<<<<<<< HEAD
     **{f"correction.{name}": "correction.action=truncate" for name in ("level", "low", "high", "normalize_weights")},
     "correction.weight_level": "correction.action=mask",
     "correction.decoupled": "correction.action=reject",
@@ -230,7 +229,6 @@ BASES = {
         f"correction.reject.{name}": "correction={action: measure, reject: {level: sequence}}"
         for name in ("estimator", "low", "high")
     },
-=======
     "credit.gamma": "credit.name=turn_return",
     "credit.baseline": "credit.name=shared",
     "credit.omega": "credit={name: gigpo, state_key: state}",
@@ -240,7 +238,6 @@ BASES = {
     **dict.fromkeys(("credit.key", "credit.decay", "credit.weight", "credit.initial"), "credit.name=turn_potential"),
     **dict.fromkeys(("credit.lam", "credit.whiten"), "credit.name=turn_gae"),
     "credit.turn_gamma": "credit.name=bilevel_gae",
->>>>>>> a9fd597 (Tests follow credit by name)
     **dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), "loss.name=sapo"),
 }
 """What it is compared with, where that is not the recipe as it is."""
