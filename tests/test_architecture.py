@@ -388,6 +388,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "build/engines.py",
         "doctor/examine.py",
         "models/merging.py",
+        "doctor/memory.py",
     }
 
 

@@ -99,7 +99,7 @@ def test_a_recipe_adds_what_it_does_with_the_model(
     recipe = write_recipe(tmp_path)
     assert main(["doctor", str(model), "--recipe", str(recipe), "loss_mask=last_turn", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["checks"]] == ["options", *OF_A_MODEL, "rows", "rewards"]
+    assert [one["name"] for one in found["checks"]] == ["options", *OF_A_MODEL, "rows", "rewards", "memory"]
     assert (found["model"], found["status"]) == (str(model), "note" if "note" in str(found["checks"]) else "ok")
     (mask,) = [one for one in found["checks"] if one["name"] == "mask"]
     assert [(run["turn"], run["weight"]) for run in mask["runs"]] == [(-1, 0.0), (0, 0.0), (-1, 0.0), (1, 1.0)]

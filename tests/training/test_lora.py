@@ -24,7 +24,7 @@ from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
-from turnwise.training.options import LossConfig
+from turnwise.training.options import PpoClip
 from turnwise.types import Sampling
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=16")
@@ -108,7 +108,7 @@ def test_other_base_weights_do_not_resume(recipe: Path, model: Path, tmp_path: P
 
 
 def learner(model: object, **loss: float) -> LocalLearner:
-    return LocalLearner(model, sampling=Sampling(), loss=make_loss(LossConfig(**loss)), threads=1)
+    return LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip(**loss)), threads=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}, {"target_modules": ("q_proj", "down_proj")}])

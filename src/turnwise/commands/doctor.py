@@ -31,12 +31,20 @@ def register(commands: Subparsers) -> None:
         default="auto",
         help="whether to load the model's weights; auto: only if loading does not take long",
     )
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="GIB",
+        help="the memory that a training step of the recipe may use; default: that of the GPU, or of this machine",
+    )
     parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
     if options.overrides and options.recipe is None:
         raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and no recipe is given: add --recipe FILE")
+    if options.memory_gb is not None and options.recipe is None:
+        raise ConfigError("--memory-gb is compared with a recipe's memory, and there is no recipe: add --recipe FILE")
     from turnwise.config.recipe import load
     from turnwise.doctor.check import as_json, show, worst
     from turnwise.doctor.examine import examine
@@ -44,7 +52,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     config = None
     if options.recipe is not None:
         config, _ = load(options.recipe, [*options.overrides, f"model.path={json.dumps(options.model)}"])
-    checks = examine(options.model, config, weights=options.weights)
+    checks = examine(options.model, config, weights=options.weights, memory_gb=options.memory_gb)
     if options.json:
         context.console.out(as_json(options.model, checks), highlight=False)
     else:

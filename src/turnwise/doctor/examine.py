@@ -10,7 +10,7 @@ from typing import Any, Literal
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.stop_tokens import generation_config_stops
-from turnwise.config.schema import Config
+from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
@@ -32,12 +32,17 @@ _QUICK_GB = 3.0
 """Without a GPU: the largest size of weights, in GB, that `auto` loads."""
 
 
-def examine(path: str, config: Config | None = None, *, weights: Weights = "auto") -> list[Check]:
-    """Run all checks of the model at `path`, and of the recipe.
+def examine(
+    path: str, config: Config | None = None, *, weights: Weights = "auto", memory_gb: float | None = None
+) -> list[Check]:
+    """Run all checks of the model at `path`, and of the recipe. `memory_gb` is the memory that a training step may use, in GiB.
 
     A TurnwiseError becomes a failed check and is not raised.
     """
-    return list(_checks(path, config, weights))
+    checks = list(_checks(path, config, weights))
+    if config is not None and not isinstance(config.engine, ScriptedEngineSection):
+        checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
+    return checks
 
 
 def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
@@ -104,6 +109,12 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except TurnwiseError as error:
         return wrong(name, error)
+
+
+def _memory(path: str, config: Config, memory_gb: float | None) -> Check:
+    from turnwise.doctor.memory import memory_check  # torch
+
+    return memory_check(config, path, section="sft" if fine_tunes(config) else "train", memory_gb=memory_gb)
 
 
 def _rule(config: Config | None) -> TurnWeighting | None:

@@ -20,7 +20,7 @@ from turnwise.models.attention import ignored_by_sdpa, set_text_attention
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
 from turnwise.models.recompute import recompute_layers
 
-__all__ = ["ModelOptions", "load_model"]
+__all__ = ["ModelOptions", "adapt", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,13 +63,21 @@ def load_model(options: ModelOptions) -> Any:
             load_model(replace(options, path=base, lora=None, adapter=None, gradient_checkpointing=False)), options.path
         )
         model.name_or_path = str(options.path)
+    adapt(model, options)
+    return model
+
+
+def adapt(model: Any, options: ModelOptions) -> None:
+    """Add the adapter and the gradient checkpointing of the options to a loaded model, in place.
+
+    Raises ConfigError if the model does not support them.
+    """
     if options.lora is not None:
         add_adapter(model, options.lora)
         if options.adapter is not None:
             load_adapter(model, options.adapter)
     if options.gradient_checkpointing:
         recompute_layers(model)
-    return model
 
 
 def _load_base(options: ModelOptions) -> Any:

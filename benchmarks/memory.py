@@ -1,0 +1,209 @@
+"""How much memory a training step needs, beside what `turnwise doctor` predicts.
+
+    python benchmarks/memory.py                                  # both rows below at 0.5b; about 20 minutes on 2 idle cores
+    python benchmarks/memory.py --size 135m --only lora
+    python benchmarks/memory.py --size tiny --micro-batches 0    # all micro-batches of the step
+
+A training step on 32 conversations of 1,000 tokens (4 prompts of 200 tokens, 8 conversations each), with a random model of the
+shape of Qwen2.5-0.5B (or SmolLM2-135M), in bfloat16: with a LoRA adapter of rank 16 on all linear layers, and with all
+parameters, AdamW and float32 master weights. Each step runs in a process of its own, whose peak resident memory (`ru_maxrss`) is
+printed. The keys and values of all 32 conversations are in memory during the step, as the embedded engine keeps them.
+
+The step is taken twice, because the optimizer's state exists from the end of the first step on. Memory does not depend on the
+number of micro-batches: each frees its activations before the next begins. So the step is cut to the first two micro-batches
+unless `--micro-batches 0` asks for all of them; the optimizer step follows in either case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+CONVERSATIONS, PROMPTS, PROMPT_TOKENS, TOKENS = 32, 4, 200, 1000
+SHAPES = {
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+LIMITS = {("0.5b", "lora"): 12.0, ("0.5b", "all"): 20.0}
+"""GiB that the step must stay in."""
+
+
+def options(size: str, kind: str, args: argparse.Namespace) -> dict[str, object]:
+    """The recipe of a row of the table."""
+    model: dict[str, object] = {"path": size, "dtype": args.dtype, "device": "cpu"}
+    if kind == "lora":
+        model["lora"] = {"rank": 16}
+    if args.gradient_checkpointing:
+        model["gradient_checkpointing"] = True
+    return {
+        "model": model,
+        "data": {"train": "rows.jsonl"},
+        "train": {"batch_size": PROMPTS, "group_size": CONVERSATIONS // PROMPTS},
+        "limits": {"context": TOKENS},
+    }
+
+
+def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
+    """Peak resident memory in GiB, and the seconds of the step. Runs in a process of its own."""
+    import asyncio
+    from dataclasses import replace
+
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.initialization import no_init_weights
+
+    from turnwise import build
+    from turnwise.config.schema import Config
+    from turnwise.engines.local.kv_cache import KVCache, KVShape
+    from turnwise.models.loading import adapt
+    from turnwise.training.batch import pack
+    from turnwise.training.local_learner import LocalLearner
+    from turnwise.types import Sampling
+
+    config = Config.model_validate(options(size, kind, args))
+    shape = Qwen2Config(**SHAPES[size], max_position_embeddings=2048, tie_word_embeddings=True)
+    with no_init_weights():
+        model = Qwen2ForCausalLM._from_config(shape, dtype=getattr(torch, args.dtype))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02)
+    model.eval()
+    heads, width = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
+    kv = KVCache(
+        [KVShape(2, heads, width)] * shape.num_hidden_layers,
+        dtype=model.dtype,
+        device=model.device,
+        budget_bytes=int(config.engine.memory_gb * 2**30),  # type: ignore[union-attr]
+    )
+    kv.resize(CONVERSATIONS, 1024)
+    for tensor in kv.tensors:
+        tensor.fill_(0.1)  # pages that nothing has written to are not resident
+    adapt(model, build.model_options(config))
+    learner = LocalLearner(
+        model, sampling=Sampling(), optimizer=build.optimizer_config(config.train), threads=torch.get_num_threads()
+    )
+    required = learner.requirements
+    batch = pack(
+        trajectories(shape.vocab_size),
+        micro_batch_tokens=args.micro_batch_tokens or required.micro_batch_tokens,
+        share_prompts=required.share_prompts,
+        kinds=required.logprob_kinds,
+    )
+    if args.micro_batches:
+        batch = replace(batch, micro_batches=batch.micro_batches[: args.micro_batches])
+    started = time.perf_counter()
+    # twice: the optimizer's state exists from the end of the first step on
+    asyncio.run(learner.update([batch], lr=1e-5, epochs=2))
+    seconds = time.perf_counter() - started
+    return {"gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "seconds": seconds}
+
+
+def trajectories(vocabulary: int) -> list:
+    """Conversations of random tokens: a prompt, and one turn to the end, each with an advantage of its own."""
+    import numpy as np
+
+    from turnwise.types import Completion, LogprobKind, Row, Segment, Trajectory, Turn
+
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, vocabulary, (PROMPTS, PROMPT_TOKENS)).tolist()
+    found = []
+    for number in range(CONVERSATIONS):
+        group = number % PROMPTS
+        one = Trajectory(id=str(number), group=str(group), row=Row(id=str(group), messages=[]), segments=[Segment()])
+        ids = random.integers(0, vocabulary, TOKENS - PROMPT_TOKENS).tolist()
+        said = Completion(
+            token_ids=ids,
+            logprobs=[-10.0] * len(ids),
+            versions=[0] * len(ids),
+            finish_reason="stop",
+            logprob_kind=LogprobKind.SAMPLED,
+        )
+        one.segments[0].append_context(prompts[group])
+        one.segments[0].append_completion(0, said)
+        one.turns.append(Turn(index=0, message={}, text="", completion=said))
+        one.advantages = [1.0 + number / 8]
+        found.append(one)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SHAPES), default="0.5b")
+    parser.add_argument("--only", choices=("lora", "all"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=2, help="how many of the step's; 0: all")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="0: turnwise's default")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure(args.size, args.child, args)))
+        return
+    table = Table("trained", "predicted GiB", "measured GiB", "predicted / measured", "limit", "seconds")
+    for kind in ("lora", "all"):
+        if args.only in (None, kind):
+            table.add_row(*row(kind, args))
+    Console().print(table)
+
+
+def row(kind: str, args: argparse.Namespace) -> list[str]:
+    from transformers import Qwen2Config
+
+    from turnwise.config.schema import Config
+    from turnwise.doctor.memory import Workload, predict
+
+    config = Config.model_validate(options(args.size, kind, args))
+    if args.micro_batch_tokens:
+        train = config.train.model_copy(update={"micro_batch_tokens": args.micro_batch_tokens})
+        config = config.model_copy(update={"train": train})
+    shape = Qwen2Config(**SHAPES[args.size], max_position_embeddings=2048, tie_word_embeddings=True)
+    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS)
+    predicted = predict(config, shape, workload)
+    command = [sys.executable, str(Path(__file__)), *sys.argv[1:], "--child", kind]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    measured = json.loads(output.strip().splitlines()[-1])
+    limit = LIMITS.get((args.size, kind))
+    for part in predicted.parts:
+        print(f"  {kind:5} {part.name:24} {part.bytes / 2**30:7.2f} GiB")
+    return [
+        "LoRA, rank 16" if kind == "lora" else "all parameters",
+        f"{predicted.gib:.2f}",
+        f"{measured['gib']:.2f}",
+        f"{predicted.gib / measured['gib']:.2f}",
+        "" if limit is None else f"{limit:g}: {'kept' if measured['gib'] <= limit else 'NOT KEPT'}",
+        f"{measured['seconds']:.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

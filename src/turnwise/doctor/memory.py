@@ -1,0 +1,341 @@
+"""Predicts the peak memory of a training step, before any weights are loaded.
+
+The learner's forward and backward pass run on tensors without contents (torch's fake tensors), and the bytes that are alive at
+the same time are counted. So activations, logits and gradients are those of this architecture with this recipe. The rest is
+arithmetic: weights, optimizer, KV cache. Knows the recipe and the model's configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from turnwise import build
+from turnwise.config.optimization import OptimizationSection
+from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.doctor.check import Check
+from turnwise.errors import Failed, boundary
+from turnwise.models.loading import ModelOptions, adapt
+from turnwise.models.lora import adapter_base
+from turnwise.models.model_config import context_length
+from turnwise.training.options import OptimizerConfig
+from turnwise.training.token_logprobs import TokenLogprobs
+from turnwise.types import Sampling
+
+__all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "predict"]
+
+_PROGRAM = 600 * 2**20
+"""Bytes of Python with torch, transformers and the other libraries."""
+_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
+"""Tokens of a forward pass where the recipe gives no number, as in the learner."""
+_STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
+_MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
+_UNKNOWN_TOKENS = 2048
+"""Tokens of a conversation if neither the recipe nor the model bounds them more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The conversations of a step."""
+
+    conversations: int
+    tokens: int
+    """Tokens of each conversation, the prompt included."""
+    prompt_tokens: int = 0
+    """Tokens that are not trained on, at the start of each conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One use of memory."""
+
+    name: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The uses of memory at the peak of a training step. They add up to the peak."""
+
+    parts: Sequence[MemoryPart]
+
+    @property
+    def gib(self) -> float:
+        """The peak in GiB."""
+        return sum(part.bytes for part in self.parts) / 2**30
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have returned and that are still referenced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def freed(_: object) -> None:
+            self.live -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    """What a pass over one micro-batch keeps in memory, in bytes."""
+
+    weights: int
+    trained: int
+    """Trained weights: as many bytes as their gradients."""
+    trained_count: int
+    largest: int
+    """Parameters of the largest trained tensor."""
+    lower_precision: bool
+    """Whether trained weights are not float32."""
+    activations: int
+    """Tensors that the model's body keeps for the backward pass."""
+    peak: int
+    """The most bytes at once in forward and backward pass, gradients included."""
+
+
+def predict(config: Config, model_config: Any, workload: Workload, *, section: str = "train") -> Prediction:
+    """The peak of a training step of the recipe, on a model with this transformers configuration.
+
+    `section` is `train` or `sft`; fine-tuning has no engine. Raises ConfigError if the adapter does not fit the model.
+    """
+    options: OptimizationSection = config.sft if section == "sft" else config.train
+    optimizer = build.optimizer_config(options)
+    model_options = build.model_options(config)
+    trace = _trace(model_options, model_config, workload, options.micro_batch_tokens or _default_tokens(config))
+    on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
+    step = _step_bytes(trace, optimizer)
+    passes = max(trace.peak, trace.trained + step)
+    references = section == "train" and config.loss.kl_coef > 0 and model_options.lora is None
+    parts = [
+        MemoryPart("weights", trace.weights),
+        MemoryPart("reference model", trace.weights if references else 0),
+        MemoryPart("gradients", trace.trained),
+        MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
+        MemoryPart("activations", trace.activations),
+        MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
+        MemoryPart("KV cache", _kv_bytes(config, model_config, workload) if section == "train" else 0),
+        MemoryPart("program", _PROGRAM),
+    ]
+    return Prediction([part for part in parts if part.bytes])
+
+
+def memory_check(config: Config, path: str, *, section: str, memory_gb: float | None = None) -> Check:
+    """The predicted peak of a training step, and the options to change if it does not fit.
+
+    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. Raises ConfigError if the recipe's adapter does not
+    fit the model. If the model's configuration is missing, or the model cannot run on tensors without contents, there is no
+    prediction, and the check is a note.
+    """
+    try:
+        with boundary("model"):
+            model_config = _model_config(path)
+            workload = _workload(config, model_config, section)
+            found = predict(config, model_config, workload, section=section)
+    except Failed as failed:
+        return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+    details = [(part.name, f"{part.bytes / 2**30:.1f} GiB") for part in found.parts]
+    text = (
+        f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
+        f"{workload.tokens:,} tokens)"
+    )
+    limit = memory_gb if memory_gb is not None else _machine_gib(config)
+    if found.gib <= limit:
+        return Check("memory", "ok", text, details=details)
+    changes = sorted((_gib(changed, model_config, section), name) for name, changed in _savings(config, section))
+    details += [(f"with {name}", f"{gib:.1f} GiB") for gib, name in changes if gib < found.gib]
+    fitting = [name for gib, name in changes if gib <= limit]
+    advice = f"set {fitting[-1]}" if fitting else "combine the changes below, or use a smaller model"
+    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
+
+
+def _gib(config: Config, model_config: Any, section: str) -> float:
+    return predict(config, model_config, _workload(config, model_config, section), section=section).gib
+
+
+def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
+    """Changes of the recipe that need less memory: `option=value`, and the changed recipe."""
+    options = config.sft if section == "sft" else config.train
+    tokens = options.micro_batch_tokens or _default_tokens(config)
+    values: dict[str, Any] = {f"{section}.micro_batch_tokens": max(tokens // 4, 256)}
+    if config.model.dtype == "float32":
+        values["model.dtype"] = "bfloat16"
+    if not config.model.gradient_checkpointing:
+        values["model.gradient_checkpointing"] = True
+    if config.model.lora.rank is None:
+        values["model.lora.rank"] = 16
+        if options.optimizer.name == "adamw":
+            values[f"{section}.optimizer.name"] = "adamw_8bit"
+    if section == "train" and isinstance(config.engine, LocalEngineSection):
+        values["engine.memory_gb"] = config.engine.memory_gb / 4
+    for name, value in values.items():
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        yield f"{name}={shown}", _changed(config, name.split("."), value)
+
+
+def _changed(part: Any, names: Sequence[str], value: Any) -> Any:
+    """A copy of a section with another value of an option, by its dotted name."""
+    first, *rest = names
+    return part.model_copy(update={first: _changed(getattr(part, first), rest, value) if rest else value})
+
+
+def _model_config(path: str) -> Any:
+    """transformers' configuration of the model, or of the base model of an adapter."""
+    from transformers import AutoConfig
+
+    while (base := adapter_base(path)) is not None:
+        path = base
+    return AutoConfig.from_pretrained(path)
+
+
+def _workload(config: Config, model_config: Any, section: str) -> Workload:
+    """The conversations of a step, as long as the recipe and the model allow."""
+    limits = config.limits
+    bounds = [limits.context, limits.tokens, context_length(model_config.to_dict())]
+    if limits.context is None and limits.tokens is None:
+        bounds.append(_UNKNOWN_TOKENS)
+    conversations = config.sft.batch_size if section == "sft" else config.train.batch_size * config.train.group_size
+    return Workload(conversations=conversations, tokens=min(bound for bound in bounds if bound is not None))
+
+
+def _on_gpu(config: Config) -> bool:
+    device = config.model.device
+    return not config.deterministic and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
+
+
+def _default_tokens(config: Config) -> int:
+    return _GPU_TOKENS if _on_gpu(config) else _CPU_TOKENS
+
+
+def _machine_gib(config: Config) -> float:
+    """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here."""
+    if _on_gpu(config):
+        return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _optimizer_bytes(trace: _Trace, optimizer: OptimizerConfig) -> float:
+    masters = _MASTER_BYTES[optimizer.master_weights] if trace.lower_precision else 0
+    return trace.trained_count * (_STATE_BYTES[optimizer.name] + masters)
+
+
+def _step_bytes(trace: _Trace, optimizer: OptimizerConfig) -> int:
+    """Temporary tensors of the optimizer step: those of the largest parameter, in float32."""
+    copies = (1 + (optimizer.master_weights != "float32")) if trace.lower_precision else 0
+    return 4 * trace.largest * (2 + copies)
+
+
+def _kv_bytes(config: Config, model_config: Any, workload: Workload) -> float:
+    """The embedded engine's cache with all conversations of a step."""
+    engine, text = config.engine, model_config.get_text_config()
+    if not isinstance(engine, LocalEngineSection):
+        return 0
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    rows = min(engine.slots, config.max_concurrent, workload.conversations)
+    rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
+    capacity = max(256, 1 << (workload.tokens - 1).bit_length())
+    size = getattr(torch, config.model.dtype).itemsize
+    return min(engine.memory_gb * 2**30, 2.0 * text.num_hidden_layers * heads * width * size * rows * capacity)
+
+
+def _trace(options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int) -> _Trace:
+    """Run the learner's forward and backward pass on tensors without contents."""
+    model = _empty_model(options, model_config)
+    with FakeTensorMode() as fake:
+        for module, name, tensor, shared in _tensors(model):
+            _replace(module, name, tensor, shared)
+        fake.allow_non_fake_inputs = True
+        parameters = list(model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # a conversation is never divided
+        ids = torch.zeros((max(1, micro_batch_tokens // workload.tokens), workload.tokens), dtype=torch.long)
+        live, activations = _LiveBytes(), 0
+        with live:
+            for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
+                before = live.live
+                hidden_BLD = _body(model)(input_ids=ids, use_cache=False)[0]
+                activations = live.live - before
+                _backward(model, hidden_BLD[:, min(workload.prompt_tokens, workload.tokens - 1) :])
+                del hidden_BLD
+    return _Trace(
+        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        trained_count=sum(parameter.numel() for parameter in trained),
+        largest=max(parameter.numel() for parameter in trained),
+        lower_precision=any(parameter.dtype != torch.float32 for parameter in trained),
+        activations=activations,
+        peak=live.peak,
+    )
+
+
+def _empty_model(options: ModelOptions, model_config: Any) -> Any:
+    """The model on torch's meta device, with the adapter and the gradient checkpointing of the options."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sees = model_config.get_text_config() is not model_config
+    family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = family.from_config(model_config, dtype=getattr(torch, options.dtype))
+        model.eval()
+        adapt(model, replace(options, adapter=None))
+    return model
+
+
+def _tensors(model: Any) -> Iterator[tuple[Any, str, torch.Tensor, dict[int, torch.Tensor]]]:
+    """All parameters and buffers of a model by module and name, and a mapping for those that are shared."""
+    shared: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield module, name, tensor, shared
+
+
+def _replace(module: Any, name: str, tensor: torch.Tensor, shared: dict[int, torch.Tensor]) -> None:
+    """Replace a tensor on the meta device by a fake tensor on the CPU."""
+    if id(tensor) not in shared:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        shared[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    registry = module._parameters if name in module._parameters else module._buffers
+    registry[name] = shared[id(tensor)]
+
+
+def _body(model: Any) -> Any:
+    return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
+
+
+def _backward(model: Any, hidden_BLD: torch.Tensor) -> None:
+    """Compute log-probabilities of the hidden states' targets, and their backward pass."""
+    hidden_ND = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
+    vocabulary = model.config.get_text_config().vocab_size
+    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
+    logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
+    logprob_N.sum().backward()

@@ -1,0 +1,133 @@
+"""The predicted memory of a training step: counted parts against known numbers, and the whole against a measured process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import Qwen3Config
+
+from support.tiny import save_model, save_rows, tiny_model
+from turnwise.cli import main
+from turnwise.config.schema import Config
+from turnwise.doctor.memory import Prediction, Workload, memory_check, predict
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+WORK = Workload(conversations=8, tokens=256, prompt_tokens=64)
+
+
+def config(**sections: Any) -> Config:
+    model = {"path": "m", "device": "cpu", **sections.pop("model", {})}
+    return Config.model_validate({"model": model, "data": {"train": "rows.jsonl"}, **sections})
+
+
+def parts(prediction: Prediction) -> dict[str, float]:
+    return {part.name: part.bytes for part in prediction.parts}
+
+
+def shape(**options: Any) -> Qwen3Config:
+    return tiny_model(**options).config
+
+
+def test_weights_gradients_optimizer_and_cache_are_counted() -> None:
+    count = sum(parameter.numel() for parameter in tiny_model().parameters())
+    full = parts(predict(config(), shape(), WORK))
+    assert full["weights"] == full["gradients"] == 4 * count
+    assert full["optimizer"] == 8 * count
+    assert full["KV cache"] == 2 * 2 * 2 * 8 * 4 * 8 * 256  # layers, keys and values, heads, width, bytes, rows, tokens
+    assert "reference model" not in full
+    half = parts(predict(config(model={"dtype": "bfloat16"}, loss={"kl_coef": 0.1}), shape(), WORK))
+    assert half["weights"] == half["gradients"] == half["reference model"] == 2 * count
+    assert half["optimizer"] == 12 * count
+    kahan = config(model={"dtype": "bfloat16"}, train={"optimizer": {"master_weights": "kahan"}})
+    assert parts(predict(kahan, shape(), WORK))["optimizer"] == 10 * count
+
+
+def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:
+    linear = config(model={"lora": {"rank": 4, "target_modules": ["q_proj"]}}, loss={"kl_coef": 0.1})
+    found = parts(predict(linear, shape(), WORK))
+    trained = 2 * 4 * (32 + 32)  # layers, rank, inputs and outputs
+    assert found["gradients"] == 4 * trained
+    assert found["optimizer"] == 8 * trained
+    assert "reference model" not in found
+
+
+def test_gradient_checkpointing_and_smaller_passes_keep_fewer_activations() -> None:
+    deep = shape(num_hidden_layers=6)
+    full, less, small = (
+        parts(predict(one, deep, WORK))["activations"]
+        for one in (
+            config(),
+            config(model={"gradient_checkpointing": True}),
+            config(train={"micro_batch_tokens": 512}),
+        )
+    )
+    assert less < full / 4
+    assert small == pytest.approx(full / 4, rel=0.05)
+
+
+def test_logits_are_counted_in_chunks() -> None:
+    """Without chunks, logits of 1,536 targets and 200,000 tokens would have 1.2 GB, several times over."""
+    wide = config(model={"lora": {"rank": 4, "target_modules": ["q_proj"]}})
+    found = parts(predict(wide, shape(vocabulary=200_000), WORK))
+    assert 128 * 2**20 <= found["logits and other temporary tensors"] < 5 * 128 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "all"])
+def test_the_prediction_is_what_a_process_needs(kind: str) -> None:
+    command = [sys.executable, str(BENCHMARK), "--size", "tiny", "--child", kind, "--micro-batches", "0"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
+    measured = json.loads(output.splitlines()[-1])["gib"]
+    sys.path.insert(0, str(BENCHMARK.parent))
+    import argparse
+
+    from memory import SHAPES, options  # type: ignore[import-not-found]
+    from transformers import Qwen2Config
+
+    args = argparse.Namespace(dtype="bfloat16", gradient_checkpointing=False)
+    model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
+    workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
+    predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> None:
+    fits = memory_check(config(), str(model), section="train")
+    assert fits.status == "ok"
+    assert "predicted peak of a training step" in fits.text
+    assert "128 conversations of up to 1,024 tokens" in fits.text
+    large = memory_check(config(), str(model), section="train", memory_gb=0.6)
+    assert large.status == "fail"
+    assert "and there are 0.6 GiB: " in large.text
+    changes = dict(large.details)
+    assert {"with train.micro_batch_tokens=512", "with model.gradient_checkpointing=true"} <= changes.keys()
+    hopeless = memory_check(config(), str(model), section="sft", memory_gb=0.1)
+    assert "there are 0.1 GiB: combine the changes below, or use a smaller model" in hopeless.text
+    assert not any("engine" in name for name, _ in hopeless.details)
+
+
+def test_the_command_compares_with_the_memory_that_it_is_given(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    tree = {
+        "model": {"path": str(model), "device": "cpu"},
+        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
+        "reward": {"trajectory": f"{Path(__file__).parents[1] / 'support' / 'places.py'}:length"},
+    }
+    recipe.write_text(yaml.safe_dump(tree))
+    assert main(["doctor", str(model), "--recipe", str(recipe), "--weights", "never", "--memory-gb", "0.5"]) == 1
+    told = capsys.readouterr().out
+    assert "and there are 0.5 GiB" in told
+    assert main(["doctor", str(model), "--memory-gb", "0.5"]) == 1
