@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,14 +29,18 @@ from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
 from turnwise.training.options import OptimizerConfig
 from turnwise.training.token_logprobs import TokenLogprobs
+from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
 __all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "predict"]
 
-_PROGRAM = 600 * 2**20
+_PROGRAM = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
 _CPU_TOKENS, _GPU_TOKENS = 2048, 16384
 """Tokens of a forward pass where the recipe gives no number, as in the learner."""
+_KEPT_BLOCKS = 0.5
+"""On a CPU: memory that the C library keeps after activations were freed, as a share of the activations (measured with the
+benchmark). Tensors of more than 32 MB, such as logits, are returned at once."""
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
 _MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
 _UNKNOWN_TOKENS = 2048
@@ -141,6 +146,7 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("activations", trace.activations),
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
+        MemoryPart("freed, but kept by the allocator", 0 if _on_gpu(config) else _KEPT_BLOCKS * trace.activations),
         MemoryPart("KV cache", _kv_bytes(config, model_config, workload) if section == "train" else 0),
         MemoryPart("program", _PROGRAM),
     ]
@@ -150,9 +156,8 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
 def memory_check(config: Config, path: str, *, section: str, memory_gb: float | None = None) -> Check:
     """The predicted peak of a training step, and the options to change if it does not fit.
 
-    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. Raises ConfigError if the recipe's adapter does not
-    fit the model. If the model's configuration is missing, or the model cannot run on tensors without contents, there is no
-    prediction, and the check is a note.
+    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. If the model's configuration is missing, or the
+    model cannot run on tensors without contents, there is no prediction, and the check is a note.
     """
     try:
         with boundary("model"):
@@ -269,22 +274,25 @@ def _kv_bytes(config: Config, model_config: Any, workload: Workload) -> float:
 def _trace(options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int) -> _Trace:
     """Run the learner's forward and backward pass on tensors without contents."""
     model = _empty_model(options, model_config)
-    with FakeTensorMode() as fake:
+    row, places_N = _micro_batch(workload, micro_batch_tokens)
+    with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
         for module, name, tensor, shared in _tensors(model):
             _replace(module, name, tensor, shared)
         fake.allow_non_fake_inputs = True
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # a conversation is never divided
-        ids = torch.zeros((max(1, micro_batch_tokens // workload.tokens), workload.tokens), dtype=torch.long)
         live, activations = _LiveBytes(), 0
         with live:
             for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
                 before = live.live
-                hidden_BLD = _body(model)(input_ids=ids, use_cache=False)[0]
+                hidden_TD = _body(model)(
+                    input_ids=torch.from_numpy(row.token_ids[None]),
+                    position_ids=torch.from_numpy(row.position[None]),
+                    use_cache=False,
+                )[0][0]
                 activations = live.live - before
-                _backward(model, hidden_BLD[:, min(workload.prompt_tokens, workload.tokens - 1) :])
-                del hidden_BLD
+                _backward(model, hidden_TD[torch.from_numpy(places_N)])
+                del hidden_TD
     return _Trace(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
@@ -306,7 +314,17 @@ def _empty_model(options: ModelOptions, model_config: Any) -> Any:
         model = family.from_config(model_config, dtype=getattr(torch, options.dtype))
         model.eval()
         adapt(model, replace(options, adapter=None))
+    use_tree_attention(model)
     return model
+
+
+def _micro_batch(workload: Workload, micro_batch_tokens: int) -> tuple[FlatRow, np.ndarray]:
+    """Conversations with a common prompt in one flat row, as many as fit into a forward pass, and the places of the targets."""
+    own = workload.tokens - workload.prompt_tokens
+    count = max(1, (micro_batch_tokens - workload.prompt_tokens) // own)
+    prompt = np.zeros(workload.prompt_tokens, dtype=np.int64)
+    row = FlatRow.of([np.concatenate([prompt, np.full(own, 1 + number)]) for number in range(count)])
+    return row, np.concatenate([places[workload.prompt_tokens :] for places in row.places])
 
 
 def _tensors(model: Any) -> Iterator[tuple[Any, str, torch.Tensor, dict[int, torch.Tensor]]]:
@@ -332,9 +350,8 @@ def _body(model: Any) -> Any:
     return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
 
 
-def _backward(model: Any, hidden_BLD: torch.Tensor) -> None:
+def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
     """Compute log-probabilities of the hidden states' targets, and their backward pass."""
-    hidden_ND = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
     vocabulary = model.config.get_text_config().vocab_size
     head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
     logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
