@@ -68,7 +68,7 @@ def test_gradient_checkpointing_and_smaller_passes_keep_fewer_activations() -> N
         )
     )
     assert less < full / 4
-    assert small == pytest.approx(full / 4, rel=0.05)
+    assert small < full / 3
 
 
 def test_logits_are_counted_in_chunks() -> None:
@@ -124,7 +124,7 @@ def test_the_command_compares_with_the_memory_that_it_is_given(
     tree = {
         "model": {"path": str(model), "device": "cpu"},
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "reward": {"trajectory": f"{Path(__file__).parents[1] / 'support' / 'places.py'}:length"},
+        "reward": {"trajectory": [f"{Path(__file__).parents[1] / 'support' / 'places.py'}:length"]},
     }
     recipe.write_text(yaml.safe_dump(tree))
     assert main(["doctor", str(model), "--recipe", str(recipe), "--weights", "never", "--memory-gb", "0.5"]) == 1
