@@ -22,7 +22,8 @@ def save_recipe(folder: Path, model: Path, **options: Any) -> Path:
         "output": str(folder / "run"),
         **options,
     }
-    recipe.setdefault("data", {"train": str(save_rows(folder / "train.jsonl"))})
+    if "data" not in options:  # rows of the caller may be in the same file
+        recipe["data"] = {"train": str(save_rows(folder / "train.jsonl"))}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
     return path
