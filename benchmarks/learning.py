@@ -131,8 +131,11 @@ def finish(runs: list[Run], out: Path, jobs: int) -> None:
     missing = [run for run in runs if not result_file(run, out).exists()]
     print(f"{len(runs) - len(missing)} runs have a result, {len(missing)} are to be done", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
-        for number, line in enumerate(pool.map(lambda run: do(run, out), missing), 1):
-            print(f"{number}/{len(missing)} {line}", flush=True)
+        try:
+            for number, line in enumerate(pool.map(lambda run: do(run, out), missing), 1):
+                print(f"{number}/{len(missing)} {line}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)  # after a failure no further run is started
 
 
 def do(run: Run, out: Path) -> str:

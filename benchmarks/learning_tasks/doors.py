@@ -6,8 +6,8 @@ other answers have no effect. The marks after the deciding turn show the result:
 right answer and 0 after a wrong one, and it is given after the last turn.
 
 The start policy prefers a wrong digit for each letter (0.55) and chooses the others with equal probability: mean reward 0.15.
-The optimum is 1. (With equal probabilities for all digits the start model has not learned to look at the letter, and 6,400
-conversations with `grpo` were not enough to find that out.)
+The optimum is 1. (With equal probabilities for all digits the start model has not learned to look at the letter, and `grpo` did
+not find that out in 6,400 conversations.)
 
 Expectation: all estimators here are unbiased, or nearly so, and differ only in noise. `grpo` gives all six turns the advantage
 of the conversation. Five of these have no effect on the reward and contribute only noise. If the only reward comes at the end,
@@ -26,11 +26,11 @@ from typing import Any
 from turnwise import Opening, Reply, Row, Turn, environment, user_message
 
 TURNS = 6
-LETTERS = "abcd"
+LETTERS = "ab"
 DIGITS = "1234"
-RIGHT = dict(zip(LETTERS, "3142", strict=True))
+RIGHT = dict(zip(LETTERS, "31", strict=True))
 """The digit that opens the door of each letter."""
-WRONG = dict(zip(LETTERS, "1324", strict=True))
+WRONG = dict(zip(LETTERS, "13", strict=True))
 """The digit that the start policy prefers."""
 PREFERENCE = 0.4
 """The start policy takes the wrong digit with this probability, and any digit otherwise."""
