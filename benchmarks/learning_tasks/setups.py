@@ -35,8 +35,9 @@ class Task:
 
 
 def setups(names: tuple[str, ...], steps: int, quick_steps: int) -> tuple[Setup, ...]:
-    """A setup for each estimator, with the default options of the estimator."""
-    return tuple(Setup(name, (f"credit.name={name}",), steps, quick_steps) for name in names)
+    """A setup for each estimator, with the default options of the estimator. A critic learns with the policy's learning rate."""
+    critic = {"turn_gae": ("critic.lr=1.0e-3",)}
+    return tuple(Setup(name, (f"credit.name={name}", *critic.get(name, ())), steps, quick_steps) for name in names)
 
 
 ESTIMATORS = ("grpo", "turn_return", "turn_gae", "gigpo")
