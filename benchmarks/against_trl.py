@@ -1,15 +1,14 @@
-"""turnwise beside TRL: `python benchmarks/against_trl.py`, two minutes if the environment of TRL exists.
+"""Compare turnwise with TRL: `python benchmarks/against_trl.py`, two minutes if the environment of TRL exists.
 
 Both sides train the same tiny model on the same questions with the same settings (`against_trl/`): 16 prompts x 8 conversations
-a step, up to three rounds of a calculator, GRPO. The sides take turns, one step each, with the same number of threads, so that
-other load on the machine affects both. The seconds of a step are wall time, from the end of the step before.
+a step, up to three rounds of a calculator, GRPO. The sides run alternately, one step each, with the same number of threads, so
+that other load on the machine affects both. The seconds of a step are wall time since the end of the previous step.
 
 `--size 135m` compares speed and peak memory with a random model of SmolLM2-135M's shape, 4 prompts x 8 conversations, and
-`--dtype bfloat16` with matrix products in bfloat16 (minutes for each step). `--learn` compares what is learned: 60 steps and
-three seeds of each side, with a picture of the rewards.
+`--dtype bfloat16` with matrix products in bfloat16 (minutes for each step). `--learn` compares the rewards: 60 steps and three
+seeds of each side, with a picture.
 
-The first run makes the following under `benchmarks/.peers/`, in about five minutes: an environment of TRL's own (1.5 GB) and the
-models.
+The first run creates a Python environment for TRL (1.5 GB) and the models in `benchmarks/.peers/`, in about five minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 PARTS, PEERS = HERE / "against_trl", HERE / ".peers"
-# torch first and pinned: what comes after it must not fetch another one
+# torch first, with a pinned version: the packages after it must not install another version
 PACKAGES = (["torch==2.13.0", "numpy"], ["torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "datasets", "jinja2"])
 TEMPLATE = "trl/chat_templates/qwen3_instruct_2507.jinja"
 LAST = 3
@@ -42,7 +41,7 @@ LEARNED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What both sides read from their command line, as JSON."""
+    """The settings that both sides read from their command line, as JSON."""
 
     folder: str
     size: str
@@ -71,8 +70,8 @@ class Side:
         self.cpu: list[float] = []
         """CPU seconds of each step."""
         self.peak = 0.0
-        """The process's largest memory so far, in GiB."""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        """The peak memory of the process so far, in GiB."""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
             command,
             cwd=HERE.parent,
@@ -128,11 +127,11 @@ class Side:
 
 
 def peer() -> Path:
-    """TRL's own Python, with its environment made where there is none."""
+    """The Python of TRL's environment, which is created if it does not exist."""
     place = PEERS / "trl"
     python = place / "bin" / "python"
     if not (place / "ready").exists():
-        print(f"making TRL's environment in {place} (a few minutes, once)", flush=True)
+        print(f"creating TRL's environment in {place} (a few minutes, once)", flush=True)
         venv.create(place, with_pip=True, clear=True)
         for packages in PACKAGES:
             pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -142,24 +141,24 @@ def peer() -> Path:
 
 
 def model(threads: int) -> Path:
-    """The model and the questions, made where there are none of this version of the makers."""
+    """The folder of the model and the questions. They are created if the programs that create them have changed."""
     template = next((PEERS / "trl").glob(f"lib/python*/site-packages/{TEMPLATE}"))
     makers = (template, PARTS / "make_model.py", PARTS / "task.py")
     place = PEERS / f"arithmetic-{hashlib.sha256(b''.join(file.read_bytes() for file in makers)).hexdigest()[:8]}"
     if not (place / "train.jsonl").exists():
-        print(f"making the model in {place} (two minutes, once)", flush=True)
+        print(f"creating the model in {place} (two minutes, once)", flush=True)
         command = [sys.executable, PARTS / "make_model.py", template, place]
         subprocess.run(command, check=True, env=_environment(threads))
     return place
 
 
 def large_model(threads: int) -> Path:
-    """The model of `--size 135m` and its prompts, made if there are none of this version of the program that makes them."""
+    """The folder of the model of `--size 135m` and its prompts. They are created if the program that creates them has changed."""
     tiny = model(threads)
     makers = (PARTS / "make_large.py", PARTS / "task.py")
     place = PEERS / f"135m-{hashlib.sha256(b''.join(file.read_bytes() for file in makers)).hexdigest()[:8]}"
     if not (place / "train.jsonl").exists():
-        print(f"making the model in {place}", flush=True)
+        print(f"creating the model in {place}", flush=True)
         command = [sys.executable, PARTS / "make_large.py", tiny, place]
         subprocess.run(command, check=True, env=_environment(threads))
     return place
@@ -171,7 +170,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def run(settings: Settings) -> tuple[Side, Side]:
-    """Both sides, one step each in turn: TRL and turnwise."""
+    """Run both sides, TRL and turnwise, alternately one step each."""
     argument = json.dumps(asdict(settings))
     trl = Side("TRL 1.16", [peer(), PARTS / "trl_side.py", argument], settings.threads)
     ours = Side("turnwise", [sys.executable, PARTS / "turnwise_side.py", argument], settings.threads)
@@ -210,7 +209,7 @@ def show(console: Console, sides: Sequence[Side]) -> None:
 
 
 def show_learning(console: Console, runs: Sequence[tuple[Side, Side]], picture: Path) -> float:
-    """Table and picture of the rewards. Returns the difference of the mean last rewards: turnwise less TRL."""
+    """Print the table and draw the picture of the rewards. Returns the mean last reward of turnwise minus that of TRL."""
     table = Table("", f"first {LEARNED}", "middle", f"last {LEARNED}", "of each seed", "all steps")
     lasts: list[float] = []
     for sides in zip(*runs, strict=True):

@@ -1,20 +1,20 @@
-"""How fast the embedded engine is, beside the two simple ways to sample conversations of several turns.
+"""Speed of the embedded engine, compared with two simple ways to sample conversations of several turns.
 
     python benchmarks/local_engine.py                    # about a minute on 2 cores
     python benchmarks/local_engine.py --conversations 32 --repeats 5 --group 8
     python benchmarks/local_engine.py --device cuda --size 0.5B --conversations 32 256
 
-Every conversation has a prompt of about 128 tokens and four turns; after each turn its environment says 16 tokens. Turns
-are of different lengths, 32 tokens on average. Prompts are all different; `--group 8` gives every 8 conversations the same, as
-training does, which favours the embedded engine. The model is a random Qwen3 of 0.92M parameters, made here; `--size 0.5B`
-makes one of the shape of Qwen2.5-0.5B, in bfloat16. Compared:
+Each conversation has a prompt of about 128 tokens and four turns. After each turn its environment adds 16 tokens. Turns have
+different lengths, 32 tokens on average. All prompts are different; with `--group 8`, groups of 8 conversations have the same
+prompt, as in training, which favours the embedded engine. The model is a Qwen3 of 0.92M parameters with random weights;
+`--size 0.5B` uses the shape of Qwen2.5-0.5B, in bfloat16. The benchmark compares:
 
 - embedded: `LocalEngine`, as turnwise uses it;
-- re-prefilling: the same engine, but it forgets a conversation after every turn, and shares nothing;
-- lock-step: `model.generate` of transformers on a left-padded batch: everybody waits for the longest turn, and every turn
-  computes the whole history again. It gives no log-probabilities here, which spares it work that the others do.
+- re-prefilling: the same engine, but its cache is cleared after each turn, and no prefix is shared;
+- lock-step: `model.generate` of transformers on a left-padded batch: all conversations wait for the longest turn, and each turn
+  computes the complete history again. It computes no log-probabilities here, so it does less work than the other two.
 
-Prints sampled tokens a second, and last `local_engine_speedup <embedded / lock-step at 32 conversations>`.
+Prints the sampled tokens per second, and in the last line `local_engine_speedup <embedded / lock-step at 32 conversations>`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VOCABULARY, TURNS, BRIDGE = 1024, 4, 16
 
 @dataclass(frozen=True)
 class Script:
-    """One conversation: what it starts with, how long each turn is, and what is said after it."""
+    """One conversation: its prompt, the length of each turn, and the tokens after each turn."""
 
     name: str
     prompt: list[int]
@@ -100,7 +100,7 @@ def make_scripts(count: int, seed: int, group: int = 1) -> list[Script]:
 
 
 async def converse(engine: LocalEngine, scripts: list[Script], *, forget: bool) -> None:
-    """All conversations at once, each at its own pace."""
+    """All conversations concurrently; none waits for another."""
 
     async def one(script: Script) -> None:
         history = list(script.prompt)
@@ -110,7 +110,7 @@ async def converse(engine: LocalEngine, scripts: list[Script], *, forget: bool) 
                 Request(conversation=script.name, token_ids=history, sampling=sampling, seed=turn)
             )
             history += [*said.token_ids, *script.bridges[turn]]
-            if forget:  # as after a change of the weights, nothing that is resident is continued or shared
+            if forget:  # as after a change of the weights: cached keys and values are not used again
                 await engine.load_weights(0)
         engine.release(script.name)
 
@@ -118,7 +118,7 @@ async def converse(engine: LocalEngine, scripts: list[Script], *, forget: bool) 
 
 
 def lock_step(model: Qwen3ForCausalLM, scripts: list[Script]) -> None:
-    """Turn by turn, all conversations in one padded batch, which ends with its longest turn."""
+    """Turn by turn, all conversations in one padded batch, which takes as long as its longest turn."""
     histories = [list(script.prompt) for script in scripts]
     for turn in range(TURNS):
         longest = max(map(len, histories))
@@ -133,7 +133,7 @@ def lock_step(model: Qwen3ForCausalLM, scripts: list[Script]) -> None:
 
 
 def measure(ways: dict[str, Callable[[list[Script]], None]], count: int, repeats: int, group: int) -> dict[str, float]:
-    """Median sampled tokens a second of each way, taken in turns."""
+    """The median of the sampled tokens per second of each way. The ways run alternately."""
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(repeats):
         scripts = make_scripts(count, repeat, group)
@@ -147,16 +147,18 @@ def measure(ways: dict[str, Callable[[list[Script]], None]], count: int, repeats
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, nargs="+", default=[1, 8, 32, 128], help="how many at once")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, of which the median counts")
     parser.add_argument(
-        "--group", type=int, default=1, help="conversations that share a prompt, as samples of a row do"
+        "--conversations", type=int, nargs="+", default=[1, 8, 32, 128], help="numbers of concurrent conversations"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each way; the median is reported")
+    parser.add_argument(
+        "--group", type=int, default=1, help="conversations that share a prompt, like the samples of a row"
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=1,
-        help="torch threads of all three; more only on an idle machine (0: as by default)",
+        help="torch threads of each way; use more than the default only on an idle machine (0: torch's default)",
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=SIZES, default="0.9M")
@@ -173,10 +175,10 @@ def main() -> None:
         "re-prefilling": lambda scripts: asyncio.run(converse(forgetful, scripts, forget=True)),
         "lock-step": lambda scripts: lock_step(model, scripts),
     }
-    table = Table(title=f"sampled tokens a second, {TURNS} turns, {torch.get_num_threads()} threads at most")
+    table = Table(title=f"sampled tokens per second, {TURNS} turns, {torch.get_num_threads()} threads at most")
     for column in ("at once", *ways, "x re-prefilling", "x lock-step"):
         table.add_column(column, justify="right")
-    measure(ways, 4, 1, options.group)  # to warm up
+    measure(ways, 4, 1, options.group)  # warm-up
     speedup = None
     for count in options.conversations:
         speeds = measure(ways, count, options.repeats, options.group)

@@ -1,14 +1,15 @@
-"""The loop alone: `python benchmarks/loop.py`, a minute.
+"""Cost of the rollout loop without a model: `python benchmarks/loop.py`, about a minute.
 
-No model is run: a scripted engine says lines that were encoded beforehand. What is measured is everything around it: the
-conversation's bookkeeping, the chat template, the tokenizer, tool calls, the event loop. The model calls a calculator and
-answers by turns; numbers differ from conversation to conversation, so nothing is encoded once for all.
+A scripted engine returns completions that were encoded before the measurement. So the benchmark measures the rest: the
+bookkeeping of conversations, the chat template, the tokenizer, tool calls and the event loop. The completions are alternately
+a call of a calculator and an answer. The numbers in them differ between conversations, so texts are not cached.
 
-* turns per second, with 64 to 10,000 conversations live at once
-* memory of a conversation that is live and waits: what Python has allocated since they began, divided by their number
-* what a late turn costs compared with an early one: a conversation's past must not be paid for again
+* turns per second, with 64 to 10,000 concurrent conversations
+* memory of a waiting conversation: the memory that Python has allocated since the start, divided by the number of conversations
+* the cost of a late turn divided by the cost of an early turn: it must not grow with the length of the conversation
 
-Seconds are the process's own CPU seconds, so that neighbours on the machine do not count; alone they are wall seconds.
+Seconds are CPU seconds of this process, so other processes on the machine have little effect. On an idle machine they are about
+equal to wall time.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from turnwise.types import Group, Opening, Reply, Row, Sampling, Stop, Turn
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"
 TOOL = Tool.of(calculator)
 LIVE = ((64, 64), (1_000, 1), (10_000, 1))
-"""(conversations at once, how many times over)"""
+"""(concurrent conversations, repetitions)"""
 TURNS = 6
 LATE, EARLY, AROUND = 100, 5, 3
 LONG, REPEATS = 110, 24
@@ -48,7 +49,7 @@ def row(number: int) -> Row:
 
 
 def script(number: int, turns: int) -> list[str]:
-    """Calls and answers by turns: `<tool_call>...`, `#### 7`, ..."""
+    """Calls and answers alternately: `<tool_call>...`, `#### 7`, ..."""
     lines: list[str] = []
     for turn in range(2, turns + 2, 2):
         call = f'{{"name": "calculator", "arguments": {{"expression": "{number}*{turn}+1"}}}}'
@@ -58,14 +59,14 @@ def script(number: int, turns: int) -> list[str]:
 
 @environment
 async def customer(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Asks for the next number until the script is over."""
+    """Asks for the next number until the script ends."""
     yield Opening(messages=row.messages)
     for question in range(1, TURNS // 2):
         yield user_message(f"Thank you. Customer {row.id} wants number {question}, too.")
 
 
 class Parked:
-    """Somebody who is silent after the model's second answer, until `leave` is set."""
+    """A user who does not answer the model's second answer until `leave` is set."""
 
     def __init__(self, arrived: Callable[[], None], leave: asyncio.Event) -> None:
         self._arrived, self._leave = arrived, leave
@@ -83,7 +84,7 @@ class Parked:
 
 
 class Timed:
-    """An environment with a clock: from one answer of its own to the next question to it."""
+    """An environment that measures the time from each of its answers to the next request."""
 
     def __init__(self, inner: Environment, seconds: list[float]) -> None:
         self._inner, self._seconds = inner, seconds
@@ -117,7 +118,7 @@ class Bench:
     def table(
         self, groups: Sequence[Group], make: Callable[[], Environment], *, turns: int, live: int
     ) -> RolloutContext:
-        """A table with an engine that has its lines ready."""
+        """A rollout context whose engine has encoded completions."""
         scripts = {one.id: script(int(one.row.id), turns) for group in groups for one in group.trajectories}
         lines = [line for lines in scripts.values() for line in lines]
         encoded = self.renderer.tokenizer(lines, add_special_tokens=False)["input_ids"]
@@ -144,7 +145,7 @@ async def turns_per_second(bench: Bench, live: int, times: int) -> float:
 
 
 async def memory(bench: Bench, steps: Sequence[int]) -> list[float]:
-    """Kilobytes for each live conversation, parked in its second turn, as more and more of them come."""
+    """Kilobytes for each conversation that waits in its second turn, for growing numbers of conversations."""
     leave, arrived = asyncio.Event(), 0
 
     def count() -> None:
@@ -170,7 +171,7 @@ async def memory(bench: Bench, steps: Sequence[int]) -> list[float]:
 
 
 async def late_and_early(bench: Bench) -> tuple[float, float]:
-    """Seconds of a turn around number 100 and around number 5, one conversation at a time."""
+    """Seconds of a turn near turn 100 and near turn 5, with one conversation at a time."""
     groups = bench.groups(range(REPEATS))
     every: list[list[float]] = []
 
@@ -183,7 +184,7 @@ async def late_and_early(bench: Bench) -> tuple[float, float]:
     _whole(groups, turns=LONG)
 
     def around(turn: int) -> float:
-        # entry n is the time between the answers to turns n and n + 1; an even number of turns, because two kinds alternate
+        # entry n is the time between the answers to turns n and n + 1; an even number, because calls and answers alternate
         return statistics.median(sum(one[turn - AROUND : turn + AROUND]) for one in every) / (2 * AROUND)
 
     return around(LATE), around(EARLY)
@@ -191,7 +192,7 @@ async def late_and_early(bench: Bench) -> tuple[float, float]:
 
 @environment
 async def asking(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Asks on for ever."""
+    """Asks without an end."""
     yield Opening(messages=row.messages)
     number = 0
     while True:
@@ -200,7 +201,7 @@ async def asking(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
 
 
 def _whole(groups: Sequence[Group], *, turns: int) -> None:
-    """A benchmark of conversations that broke would be a fast one."""
+    """Raises if a conversation failed: failed conversations would make the benchmark look fast."""
     for group in groups:
         for one in group.trajectories:
             if (
@@ -217,7 +218,7 @@ def _whole(groups: Sequence[Group], *, turns: int) -> None:
 
 async def measure(console: Console) -> float:
     bench = Bench()
-    await turns_per_second(bench, 64, 4)  # everything is imported and warm
+    await turns_per_second(bench, 64, 4)  # warm-up: imports and caches
     table = Printed("live conversations", "turns/s", "KiB each", title="the loop with a scripted engine")
     steps = [live for live, _ in LIVE if live >= 1_000]
     kilobytes = dict(zip(steps, await memory(bench, steps), strict=True))

@@ -1,13 +1,13 @@
-"""What a turn costs in tokens and time: `python benchmarks/tokens.py`, half a minute.
+"""Cost of a turn in encoded tokens and time: `python benchmarks/tokens.py`, half a minute.
 
-No model is run: what it would have sampled is encoded beforehand. A conversation of calls and answers is written down turn by
+No model is run: the completions are encoded before the measurement. A conversation of calls and answers is tokenized turn by
 turn in three ways:
 
-* turnwise: the opening once, then what the template puts between two turns
-* deltas: document 4's way, the conversation rendered before and after each message and the difference encoded
-* anew: the whole conversation rendered and encoded before each turn, as a chat API does
+* turnwise: the opening once, then only the text that the template writes between two turns
+* deltas: as in document 4, the conversation is rendered before and after each message, and the difference is encoded
+* full: the complete conversation is rendered and encoded before each turn, as in a chat API
 
-For each: tokens encoded for every token kept, and the CPU time of a turn around the 5th, the 40th and the 200th.
+For each way: the number of encoded tokens for each token in the result, and the CPU time of a turn near turns 5, 40 and 200.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOOLS = [Tool.of(calculator).schema]
 TURNS, REPEATS, AROUND = 204, 5, 4
 PLACES = (5, 40, 200)
 Cost = tuple[list[float], list[int], int]
-"""Seconds of each turn, tokens encoded up to each turn, tokens kept after forty."""
+"""Seconds of each turn, tokens encoded up to each turn, and tokens in the result after 40 turns."""
 
 
 class Counting:
@@ -57,7 +57,7 @@ class Counting:
 
 
 def conversation(turns: int) -> tuple[list[Message], list[tuple[str, Message]]]:
-    """The opening, and by turns what the model says and what it is answered; no two answers are alike."""
+    """The opening, and alternately the model's messages and the answers to them. All answers are different."""
     opening: list[Message] = [{"role": "user", "content": "What is 3*4, and what comes after it?"}]
     rounds: list[tuple[str, Message]] = []
     for n in range(turns):
@@ -130,7 +130,7 @@ def deltas(tokenizer: Counting) -> Cost:
     return seconds, encoded, kept
 
 
-def anew(tokenizer: Counting) -> Cost:
+def full(tokenizer: Counting) -> Cost:
     messages, rounds = conversation(TURNS)
     tokenizer.encoded = 0
     seconds, encoded, kept = [], [], 0
@@ -146,7 +146,7 @@ def anew(tokenizer: Counting) -> Cost:
 
 
 def around(costs: list[Cost], place: int) -> float:
-    """Milliseconds of a turn near a place: the median over neighbours and repeats."""
+    """Milliseconds of a turn near a position: the median over neighbouring turns and repetitions."""
     return 1e3 * statistics.median(
         seconds for one, _, _ in costs for seconds in one[max(0, place - AROUND) : place + AROUND]
     )
@@ -154,12 +154,12 @@ def around(costs: list[Cost], place: int) -> float:
 
 def main() -> int:
     tokenizer = Counting(Renderer.from_pretrained(MODEL).tokenizer)
-    ways: dict[str, Callable[[Counting], Cost]] = {"turnwise": ours, "deltas": deltas, "anew": anew}
+    ways: dict[str, Callable[[Counting], Cost]] = {"turnwise": ours, "deltas": deltas, "full": full}
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
-    for _ in range(REPEATS):  # in turn, so that neighbours on the machine meet all of them
+    for _ in range(REPEATS):  # alternately, so that other load on the machine affects all ways
         for name, way in ways.items():
             costs[name].append(way(tokenizer))
-    shown = Table(title="a conversation of calls and answers, written down turn by turn")
+    shown = Table(title="a conversation of calls and answers, tokenized turn by turn")
     for column in (
         "",
         "tokens encoded for each kept, 40 turns",

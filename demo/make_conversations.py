@@ -1,7 +1,7 @@
-"""Write conversations to be learnt from (recipes/sft.yaml): `python demo/make_conversations.py`, a second.
+"""Write conversations for supervised fine-tuning (recipes/sft.yaml): `python demo/make_conversations.py`, about a second.
 
-The careful student of `student.py` answers questions that are in neither data file of the demo; calls stand in `tool_calls`,
-as other programs write them. What it gets wrong has `"weight": 0`: it is in the conversation, and is not learnt.
+The careful student of `student.py` answers questions that are in neither data file of the demo. Calls are in `tool_calls`, as
+in the files of other programs. A wrong turn has `"weight": 0`: it is in the conversation, but it is not trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAIN, HELDOUT = 512, 64
 
 
 def conversation(trace: Trace) -> dict[str, Any]:
-    """A row as `turnwise sft` takes it."""
+    """A row in the format of `turnwise sft`."""
     mistakes = iter(trace.mistakes)
     messages: list[dict[str, Any]] = []
     called = ""
@@ -43,7 +43,7 @@ def conversation(trace: Trace) -> dict[str, Any]:
 def _with_calls(text: str, name: str) -> dict[str, Any]:
     reading = Hermes().parse(text)
     if not reading.calls or reading.calls[0].error is not None:
-        return {"role": "assistant", "content": text}  # what cannot be read has no other form
+        return {"role": "assistant", "content": text}  # a call that cannot be parsed has no other form
     (call,) = reading.calls
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {
@@ -54,7 +54,7 @@ def _with_calls(text: str, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write conversations to be learnt from.")
+    parser = argparse.ArgumentParser(description="Write conversations for supervised fine-tuning.")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder to write to (default: demo/)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

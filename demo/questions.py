@@ -1,7 +1,7 @@
-"""Arithmetic in words: the questions that the demo's model is warm-started on and then trained with.
+"""Arithmetic word questions: the demo's model is fine-tuned on conversations about them, and then trained by RL on them.
 
-Each kind of question knows its text, the expression that answers it and how to compute the answer; all answers are exact
-integers. This module knows nothing of models, and evaluates no text.
+Each kind of question has its text, the expression that answers it, and a function that computes the answer. All answers are
+exact integers. This module does not know models, and evaluates no text.
 
 Example: `questions(seed=1, count=2)` draws two rows such as::
 
@@ -31,7 +31,7 @@ class Kind:
     answer: Callable[..., int]
     """The same as `expression`, computed from the numbers."""
     numbers: Callable[[random.Random], tuple[int, ...]]
-    """Draws numbers for which the question makes sense: nothing negative, no fractions."""
+    """Draws numbers for which the answer is not negative and not a fraction."""
 
 
 def _between(*ranges: tuple[int, int]) -> Callable[[random.Random], tuple[int, ...]]:
@@ -135,7 +135,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def questions(seed: int, count: int, *, without: Container[str] = ()) -> list[dict[str, Any]]:
-    """Draw `count` rows, no two with the same text and none with a text in `without`; the same seed draws the same rows."""
+    """Draw `count` rows with different texts, none of which is in `without`. The same seed draws the same rows."""
     rng = random.Random(seed)
     rows: dict[str, dict[str, Any]] = {}
     while len(rows) < count:

@@ -1,8 +1,8 @@
-"""A sloppy student, simulated: the conversations that the demo's model is warm-started on.
+"""A simulated student who makes mistakes: the conversations on which the demo's model is fine-tuned before RL.
 
-It knows how to answer every question, and often does something else: it mixes up a digit, an operator or two numbers, guesses
-instead of calculating, or garbles the call. The tool and the user answer as they will in training, so that what follows a
-mistake is true. This module knows conversations, and nothing of tokens or models.
+The student knows the right call for each question, but often makes a mistake: a wrong digit or operator, two exchanged numbers,
+an answer without a calculation, or a malformed call. The tool and the user answer as in training, so the messages after a
+mistake are realistic. This module knows conversations. It does not know tokens or models.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _READER = Hermes()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """How often the student does what it should not; the rest of the time its call is right."""
+    """The probability of each kind of mistake. Otherwise the student's call is right."""
 
     wrong: float
-    """A call that computes something else, at the first try."""
+    """A call of a wrong expression, at the first try."""
     wrong_again: float
     """The same after the user said that the answer is not right."""
     guess: float
-    """No call at all, but an answer out of the air."""
+    """No call, but a guessed answer."""
     garbled: float
     """A call that the tool cannot execute."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """A conversation, and which of the student's turns were mistakes."""
+    """A conversation, and whether each turn of the student is a mistake."""
 
     messages: list[dict[str, Any]]
     mistakes: list[bool] = field(default_factory=list)
@@ -80,17 +80,17 @@ def _attempt(rng: random.Random, trace: Trace, row: dict[str, Any], habits: Habi
     result = calculate(expression)
     trace.say(_call(expression), mistake=result != row["answer"])
     trace.hear("tool", result)
-    trace.say(f"#### {result}", mistake=False)  # to report what the tool said is right, whatever it was asked
+    trace.say(f"#### {result}", mistake=False)  # reporting the tool's result is right, even if the call was wrong
     return result
 
 
 def _call(expression: str, *, name: str = "calculator", argument: str = "expression") -> str:
-    # written out, as the template would from `tool_calls`: a garbled call has no other form
+    # written as text, as the template writes `tool_calls`: a malformed call has no other form
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {argument: expression}})}\n</tool_call>"
 
 
 def _mixed_up(rng: random.Random, expression: str) -> str:
-    """The expression with one slip in it, such that it can be computed and its value is another."""
+    """The expression with one mistake. It can still be computed, and has another value."""
     right = calculate(expression)
     while True:
         wrong = rng.choice((_other_digit, _other_digit, _other_operator, _swapped))(rng, expression)
@@ -119,7 +119,7 @@ def _swapped(rng: random.Random, expression: str) -> str:
 
 
 def _garbled(rng: random.Random, expression: str) -> tuple[str, str]:
-    """A call that cannot be executed, and what the tool says to it, as `turnwise.environments.tools.toolbox` would."""
+    """A call that cannot be executed, and the error of the tool, as in `turnwise.environments.tools.toolbox` would."""
     match rng.randrange(4):
         case 0:  # a bracket or a quotation mark is missing
             text = _call(expression).replace('"}}', rng.choice(('"}', "}}")))

@@ -14,7 +14,7 @@ def correctness(trajectory: Trajectory, answer: object) -> float:
 
 
 def efficiency(turns: Sequence[Turn], cost: float = 0.1) -> float:
-    """1 less `cost` for each turn of the model, at least 0."""
+    """1 minus `cost` for each turn of the model, at least 0."""
     return max(0.0, 1.0 - cost * len(turns))
 
 

@@ -1,6 +1,6 @@
-"""An MCP server of two tools, over stdin and stdout. It needs Python and nothing else, so that it starts everywhere.
+"""An MCP server with two tools, over stdin and stdout. It needs no packages besides Python.
 
-With the official SDK (`pip install mcp`) the same is ten lines: docs/tools.md describes how a recipe names servers.
+With the official SDK (`pip install mcp`) such a server has ten lines: docs/tools.md describes how a recipe names servers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def calculator(expression: str) -> str:
 
 
 def called(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a call gives; an error of the tool is an answer too."""
+    """The answer to a call. An error of the tool is an answer too."""
     try:
         text = calculator(arguments["expression"]) if name == "calculator" else arguments["text"][::-1]
     except (ArithmeticError, KeyError, ValueError) as error:
@@ -77,7 +77,7 @@ def answer(method: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """A JSON-RPC message a line; one without an id wants no answer."""
+    """Reads one JSON-RPC message per line. A message without an id gets no answer."""
     for line in sys.stdin:
         message = json.loads(line)
         if "id" not in message or "method" not in message:

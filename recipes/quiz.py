@@ -1,4 +1,4 @@
-"""A quiz as a gymnasium environment: word questions, one after the other. It knows nothing of turnwise."""
+"""A quiz as a gymnasium environment: word questions, one after the other. It does not import turnwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 
 class Quiz(gymnasium.Env[str, int]):
-    """Asks `questions` questions, drawn by the seed. Each right answer earns its part of 1; a wrong one is told."""
+    """Asks `questions` questions, drawn with the seed. A right answer has the reward 1 / `questions`; a wrong one is corrected."""
 
     def __init__(self, questions: int = 2) -> None:
         self.action_space = spaces.Discrete(10_000)

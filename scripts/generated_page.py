@@ -1,4 +1,4 @@
-"""What the scripts that write a block of a page in docs/ have in common: replace the block, then write or check the page."""
+"""Shared by the scripts that write a block of a page in docs/: replace the block, then write or check the page."""
 
 from __future__ import annotations
 

@@ -57,17 +57,15 @@ The figures of the way have a margin: a few functions, such as a report of slow 
 """
 
 READ_FIRST = 15
-"""How many files a reader who wants the main idea reads."""
+"""The number of files that a reader of the main idea reads."""
 
-_ON_THE_WAY = (
-    "a training step runs through more code: put new code where the step passes, and what other commands need elsewhere"
-)
+_ON_THE_WAY = "a training step runs through more code: keep code that only other commands need out of these files"
 ADVICE = {
     **{name: _ON_THE_WAY for name in BOUNDS if name.startswith("way")},
-    "largest file": "split the file by what its parts know, not by length",
-    "longest function": "give the steps of the function names of their own",
-    "hidden state of one class": "ask once, at the start, into a frozen value; or divide the class",
-    "class names defined more than once": "rename one of the classes: a name means one thing",
+    "largest file": "split the file into parts with separate tasks, not by length",
+    "longest function": "move parts of the function into functions with names",
+    "hidden state of one class": "compute the state once, at the start, as a frozen value; or divide the class",
+    "class names defined more than once": "rename one of the classes: each name must have one meaning",
     "unclear words": "write plain English (CONTRIBUTING.md): the field's term, short sentences, a noun",
 }
 
@@ -98,7 +96,7 @@ UNCLEAR = (
     "told", "tell", "tells", "heard", "hear", "hears", "whole", "anew", "afresh", "nobody", "somebody", "learnt", "whoever",
     "whatsoever", "wherever", "former", "cue", "spoken", "gallery", "rehearsal", "eyes", "mouth", "hangs", "lest", "thereof",
 )  # fmt: skip
-"""Words that a plain sentence for an international reader does without."""
+"""Words that are hard to read for an international reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,7 @@ def step_figures(source: Path = SOURCE) -> list[Figure]:
 
 
 def source_figures(source: Path = SOURCE, pages: tuple[Path, ...] = ()) -> list[Figure]:
-    """The figures that are read off the source and the Markdown pages."""
+    """The figures that are computed from the source and the Markdown pages."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(source.rglob("*.py"))}
 
     def named(path: Path, line: int = 0) -> str:
@@ -259,7 +257,7 @@ def hidden_state(node: ast.ClassDef) -> list[str]:
 
 
 def unclear_words(source: Path, pages: tuple[Path, ...]) -> dict[str, Counter[str]]:
-    """How often each unclear word stands in the prose of each file."""
+    """How often each unclear word occurs in the prose of each file."""
     pattern = re.compile(rf"\b({'|'.join(UNCLEAR)})\b", re.IGNORECASE)
     found: dict[str, Counter[str]] = {}
     texts = [(path.relative_to(source).as_posix(), prose(path)) for path in sorted(source.rglob("*.py"))]
@@ -293,7 +291,7 @@ def problems(figures: list[Figure], bounds: dict[str, int]) -> Iterator[str]:
 
 
 def pages() -> tuple[Path, ...]:
-    """The Markdown pages that are read by people."""
+    """The Markdown pages for readers."""
     folders = ("", "docs", "recipes", "benchmarks", "demo")
     return tuple(page for folder in folders for page in sorted((ROOT / folder).glob("*.md")))
 

@@ -76,7 +76,7 @@ def tried(name: str, *, sample: int, seed: int, jobs: int) -> int:
     folder = WORK / name
     _copy(folder)
     _configure(folder, PARTS[name])
-    _mutmut(folder, "run", "--max-children", str(jobs), "turnwise.nothing")  # writes the mutants, and tries none
+    _mutmut(folder, "run", "--max-children", str(jobs), "turnwise.nothing")  # writes the mutants without running them
     names = sorted(_fates(folder))
     if sample:
         names = random.Random(seed).sample(names, min(sample, len(names)))

@@ -1,7 +1,7 @@
 """Draw the pictures of the README from a real run: docs/images/curve.svg and docs/images/conversation.svg.
 
 make demo
-python scripts/readme_images.py runs/demo                 # the conversation: one that was corrected and then right
+python scripts/readme_images.py runs/demo                 # a conversation whose second answer is right
 python scripts/readme_images.py runs/demo --id 1.0:489/1  # another conversation
 """
 
@@ -81,7 +81,7 @@ def curve(run: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens that stand behind each other and have one origin: `turn` of the model, or -1."""
+    """Consecutive tokens with the same origin: the `turn` of the model, or -1."""
 
     turn: int
     tokens: list[str]
@@ -108,7 +108,7 @@ def conversation(trajectory: Trajectory, run: Path) -> str:
 
 
 def _blocks(trajectory: Trajectory, run: Path) -> Iterator[Block]:
-    """The blocks of the segment in order, with the roles of the messages that they hold."""
+    """The blocks of the segment in order, with the roles of their messages."""
     (segment,), decode = trajectory.segments, token_texts(run)
     if decode is None:
         raise SystemExit(f"{run} has no tokenizer.json")
@@ -130,7 +130,7 @@ def _blocks(trajectory: Trajectory, run: Path) -> Iterator[Block]:
 
 
 def _draw(block: Block, y: float, parts: list[str]) -> float:
-    """Draw one block from `y` on; returns where the next one begins."""
+    """Draw one block at `y`. Returns the `y` of the next block."""
     parts.append(_text(16, y + 14, block.title, INK if block.turn >= 0 else PALE))
     x = float(LABEL)
     for token in block.tokens:

@@ -1,8 +1,8 @@
-"""TRL's side, run in the peer's own environment: `python trl_side.py SETTINGS`, where SETTINGS is a JSON object.
+"""TRL's side, which runs in TRL's own Python environment: `python trl_side.py SETTINGS`, where SETTINGS is a JSON object.
 
 Writes one JSON object for each step to stdout, and begins a step when it reads a line from stdin.
 
-GRPOTrainer with a tool, as its documentation has it, generating with transformers: what TRL does where there is no GPU.
+GRPOTrainer with a tool, as in its documentation. It generates with transformers, as TRL does without a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""turnwise's side: `python turnwise_side.py SETTINGS`, from the repository's root; like trl_side.py.
+"""turnwise's side: `python turnwise_side.py SETTINGS`, in the repository's root. Its output has the format of trl_side.py.
 
-`turnwise train` with recipe.yaml, where a clock takes the place of the progress on the terminal.
+It runs `turnwise train` with recipe.yaml, and writes times instead of the progress report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from turnwise.types import Group
 
 
 class Clock:
-    """Begins a step when it reads a line, and writes the wall time since then, whatever the run does between two steps."""
+    """Begins a step when it reads a line, and writes the wall time since then, with all work between two steps."""
 
     started = cpu = 0.0
 
@@ -74,7 +74,7 @@ LARGE = (
     "limits.turns=1",
     "train.lr=1.0e-6",
 )
-"""What `--size 135m` changes in recipe.yaml."""
+"""The changes of recipe.yaml for `--size 135m`."""
 
 
 def main() -> None:
