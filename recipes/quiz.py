@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 
 class Quiz(gymnasium.Env[str, int]):
-    """Asks `questions` questions, drawn with the seed. A right answer has the reward 1 / `questions`; a wrong one is corrected."""
+    """Asks `questions` questions drawn with the seed. Each right answer has the reward 1 / `questions`."""
 
     def __init__(self, questions: int = 2) -> None:
         self.action_space = spaces.Discrete(10_000)
