@@ -205,6 +205,9 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
         ('--reward_funcs \'["accuracy", "format"]\'', "reward.batch.1.name", "format"),
         ("--vllm_max_model_len=2048", "limits.context", 2048),
         ("--num_iterations 2 --epsilon 0.1", "loss.clip_high", 0.1),
+        ("--num_iterations 2 --off_policy_sequence_mask_delta 0.5", "correction.off_policy_sequence_mask_delta", 0.5),
+        ("--async_generate true --rollout_importance_sampling_mode token_mask", "correction.action", "mask"),
+        ("--async_generate true --rollout_importance_sampling_mode sequence_mask", "correction.weight_level", "token"),
     ],
 )
 def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> None:

@@ -141,6 +141,10 @@ def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
         )
     )
     assert (config.train.minibatches, config.loss.clip_low, config.loss.clip_high) == (2, 0.2, 0.28)
+    dual = from_verl_arguments(
+        [*grpo, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"]
+    )
+    assert Config.model_validate(dual.recipe).loss.dual_clip == 3.0  # type: ignore[union-attr]
     found = from_verl_arguments([*grpo, "actor_rollout_ref.actor.clip_ratio=0.3"])
     assert [str(left) for left in found.unsupported] == [
         "actor_rollout_ref.actor.clip_ratio=0.3: has no effect with one optimizer step per batch: the ratio is 1"
@@ -243,7 +247,6 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
         ),
         (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
         (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the chat template is rendered without extra arguments"),
-        (["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"], "no second bound"),
         (["trainer.resume_mode=resume_path"], "resume supports these values of verl: auto, disable"),
         (["trainer.device=npu"], "model.device supports these values of verl: cuda, cpu"),
         (["actor_rollout_ref.actor.use_kl_los=True"], "did you mean 'actor_rollout_ref.actor.use_kl_loss'?"),

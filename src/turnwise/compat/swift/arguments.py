@@ -34,7 +34,7 @@ COMPUTED = (
     "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "global_batch_size", "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon",
-    "epsilon_high", "top_k",
+    "epsilon_high", "off_policy_sequence_mask_delta", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     *REWARD_ARGUMENTS,

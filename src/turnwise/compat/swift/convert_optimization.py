@@ -51,10 +51,13 @@ def convert_batches(builder: SwiftRecipeBuilder) -> int:
 def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     """Set the bounds of the ratio. They have no effect if each batch is used for one optimizer step only."""
     off_policy = minibatches > 1 or builder.value("num_iterations") > 1 or bool(builder.values.get("async_generate"))
+    _convert_correction(builder)
     if not off_policy:
-        for key in ("epsilon", "epsilon_high"):
+        for key in ("epsilon", "epsilon_high", "off_policy_sequence_mask_delta"):
             builder.reject(key, "it has no effect with one optimizer step on each batch: the ratio is 1")
         return
+    if (delta := builder.values.get("off_policy_sequence_mask_delta")) is not None:
+        builder.set("correction.off_policy_sequence_mask_delta", delta, "off_policy_sequence_mask_delta")
     low, high = builder.values.get("epsilon"), builder.values.get("epsilon_high")
     if low is not None:
         builder.set("loss.clip_low", low, "epsilon")
@@ -102,6 +105,27 @@ def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:
         builder.reject("max_resample_times", "it has no effect without dynamic_sample")
     if builder.values.get("overlong_filter"):
         builder.set("train.overlong_filter", True, "overlong_filter")
+
+
+_CORRECTIONS = {
+    "token_truncate": {"action": "truncate"},
+    "token_mask": {"action": "mask"},
+    "sequence_truncate": {"action": "truncate", "level": "geometric"},
+    "sequence_mask": {"action": "mask", "level": "geometric", "weight_level": "token"},
+}
+"""The modes of ms-swift's importance sampling. Its ratio of a sequence is the geometric mean."""
+
+
+def _convert_correction(builder: SwiftRecipeBuilder) -> None:
+    """Set the correction, if tokens may come from older weights; else there is no mismatch to correct."""
+    mode, key = builder.values.get("rollout_importance_sampling_mode"), "rollout_importance_sampling_mode"
+    if mode not in _CORRECTIONS or not builder.values.get("async_generate"):
+        return
+    for option, value in _CORRECTIONS[mode].items():
+        builder.set(f"correction.{option}", value, key)
+    threshold = builder.values.get("rollout_importance_sampling_threshold")
+    if threshold is not None:
+        builder.set("correction.high", threshold, "rollout_importance_sampling_threshold")
 
 
 def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:

@@ -106,7 +106,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kl_in_reward": ((False,), "the KL divergence is part of the loss here (loss.kl_coef)"),
     "sync_ref_model": ((False,), "the reference model stays the model before training"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
-    "off_policy_sequence_mask_delta": ((None,), "off-policy sequences are not masked"),
     "reward_model": ((None, []), "call the reward model in a reward function: reward.trajectory"),
     "reward_model_plugin": (
         (None, []),

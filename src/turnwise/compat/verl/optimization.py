@@ -148,7 +148,8 @@ def _minibatches(builder: VerlRecipeBuilder) -> None:
     for clip in clips[:3]:
         if clip not in builder.converted:  # null, or replaced by the other two keys
             builder.convert("loss.clip_low, loss.clip_high, from the other clip_ratio keys", clip)
-    builder.reject(clips[3], "the loss has no second bound for negative advantages", changes_training=True)
+    if builder.is_set(clips[3]):
+        builder.set("loss.dual_clip", builder.value(clips[3]), clips[3])
 
 
 def steps(builder: VerlRecipeBuilder, rows: int | None) -> int | None:
