@@ -100,6 +100,6 @@ def test_what_is_over_its_bound_is_reported_with_the_value_the_bound_and_what_to
 @pytest.mark.slow
 def test_a_training_step_passes_through_the_loop_and_neither_through_the_record_nor_the_terminal() -> None:
     ran = MEASURE["trace_step"]()
-    assert {"train.py", "data/rows.py", "rollout/rollout.py", "rollout/session.py", "types.py"} <= ran.keys()
+    assert {"train.py", "data/order.py", "rollout/rollout.py", "rollout/session.py", "types.py"} <= ran.keys()
     assert {"training/batch.py", "training/forward.py", "engines/local/engine.py"} <= ran.keys()
     assert not any(name.startswith(("terminal/", "record/", "config/", "commands/", "doctor/")) for name in ran)
