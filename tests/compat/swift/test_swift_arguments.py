@@ -141,7 +141,7 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "vllm_mode": False,
         "deepspeed": False,
         "report_to": False,
-        "lora_rank": False,
+        "lora_rank": False,  # no effect with tuner_type full
         "made_up": True,
         "kl_in_reward": True,
         "loss_type": True,
@@ -175,9 +175,39 @@ def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
     assert (config.train.lr_schedule, config.train.weight_decay, config.train.betas) == ("cosine", 0.1, (0.9, 0.95))
     assert (config.loss.normalizer, config.train.batch_size, config.seed) == ("trajectory", 2, 42)
     assert config.data.columns == {"prompt": "messages"}
-    (lora,) = found.unsupported
-    assert (lora.key, lora.value, lora.changes_training) == ("tuner_type", "lora", True)
-    assert "all parameters are trained here" in lora.reason
+    assert found.unsupported == []
+    assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.target_modules) == (8, 32.0, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--tuner_type lora --lora_rank 4 --lora_alpha 16", {"rank": 4, "alpha": 16.0}),
+        ("--train_type lora --target_modules all-linear", {"rank": 8, "alpha": 32.0}),
+        ("--target_modules q_proj v_proj --use_rslora true", {"target_modules": ["q_proj", "v_proj"], "rslora": True}),
+        ("--use_dora true --lora_dropout 0", {"dora": True, "rank": 8}),
+        ("--tuner_type full", {"rank": None}),
+    ],
+)
+def test_an_adapter_is_converted(words: str, expected: dict[str, object]) -> None:
+    found = converted(f"--model M --dataset d --max_steps 10 {words}")
+    lora = Config.model_validate(found.recipe).model.lora.model_dump()
+    assert {name: lora[name] for name in expected} == expected
+    assert found.unsupported == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        ("--tuner_type adalora", "tuner_type", "all weights (full) or a LoRA adapter (lora)"),
+        ("--lora_dropout 0.05", "lora_dropout", "there is no dropout"),
+        ("--target_modules all-router", "target_modules", "name the layers"),
+    ],
+)
+def test_an_adapter_that_turnwise_does_not_have_is_refused(words: str, key: str, message: str) -> None:
+    (rejected,) = converted(f"--model M --dataset d --max_steps 10 {words}").refused()
+    assert rejected.key == key
+    assert message in rejected.reason
 
 
 @pytest.mark.parametrize(

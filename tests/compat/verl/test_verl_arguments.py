@@ -216,6 +216,17 @@ def test_groups_without_differences_are_replaced_as_often_as_verl_would(grpo: li
     assert whole(from_verl_arguments(grpo)).train.dynamic_sampling == 0
 
 
+def test_an_adapter_is_converted(grpo: list[str]) -> None:
+    model = "actor_rollout_ref.model"
+    plain = whole(from_verl_arguments(grpo)).model
+    assert (plain.lora.rank, plain.gradient_checkpointing) == (None, False)
+    lora = whole(from_verl_arguments([*grpo, f"{model}.lora_rank=8"])).model.lora
+    assert (lora.rank, lora.alpha, lora.target_modules) == (8, 16.0, None)
+    words = [f"{model}.lora_rank=8", f"{model}.lora_alpha=32", f"{model}.target_modules=[q_proj]"]
+    found = whole(from_verl_arguments([*grpo, *words, f"{model}.enable_gradient_checkpointing=True"])).model
+    assert (found.lora.alpha, found.lora.target_modules, found.gradient_checkpointing) == (32.0, ["q_proj"], True)
+
+
 def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, f"{TURNS}.tool_config_path=t.yaml"])
     calls = whole(found).tool_calls
@@ -245,7 +256,10 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
             ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],
             "loss.normalizer supports these values of verl: token-mean, seq-mean-token-mean",
         ),
-        (["actor_rollout_ref.model.lora_rank=8"], "all parameters are trained"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
+            "name the layers with an adapter in target_modules",
+        ),
         (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the chat template is rendered without extra arguments"),
         (["trainer.resume_mode=resume_path"], "resume supports these values of verl: auto, disable"),
         (["trainer.device=npu"], "model.device supports these values of verl: cuda, cpu"),

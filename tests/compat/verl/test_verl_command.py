@@ -117,10 +117,13 @@ def test_verl_s_command_line_trains(words: list[str], tmp_path: Path, capsys: py
 
 
 def test_what_would_be_another_training_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *words, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.lora_rank=8"]) == 1
+    assert (
+        main(["train", *words, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.trust_remote_code=True"])
+        == 1
+    )
     told = capsys.readouterr().err
     assert "algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss" in told
-    assert "actor_rollout_ref.model.lora_rank=8: all parameters are trained" in told
+    assert "actor_rollout_ref.model.trust_remote_code=True: turnwise does not run code of a model repository" in told
     assert "Change these keys, or remove them (~key)" in told
 
 

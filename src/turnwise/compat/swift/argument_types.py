@@ -116,7 +116,7 @@ def _guess(value: Any) -> Any:
 ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
-            "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
+            "lora_rank", "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
             "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
             "global_batch_size", "cosine_max_len", "repetition_n_grams", "soft_max_length",
         ),
@@ -124,7 +124,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     ),
     **dict.fromkeys(
         (
-            "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
+            "lora_alpha", "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
             "soft_cache_length",
         ),
         _integer,
@@ -132,7 +132,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "temperature", "top_p", "min_p", "beta", "learning_rate", "weight_decay", "max_grad_norm", "warmup_ratio",
-            "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "reward_weights", "split_dataset_ratio",
+            "lora_dropout", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "reward_weights", "split_dataset_ratio",
             "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
             "cosine_max_len_value_correct", "repetition_max_penalty",
         ),
@@ -140,9 +140,15 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     ),
     "num_train_epochs": _above_zero,
     **dict.fromkeys(("save_steps", "eval_steps"), _steps),
-    **dict.fromkeys(("async_generate", "dataset_shuffle", "use_gym_env", "use_hf"), _flag),
     **dict.fromkeys(
         (
+            "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
+        ),
+        _flag,
+    ),
+    **dict.fromkeys(
+        (
+            "tuner_type", "target_modules",
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
         ),

@@ -13,6 +13,7 @@ from typing import Any
 
 from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.swift.command_line import read_arguments
+from turnwise.compat.swift.convert_adapter import convert_adapter
 from turnwise.compat.swift.convert_conversation import convert_conversation
 from turnwise.compat.swift.convert_data import convert_data, note_hub_names
 from turnwise.compat.swift.convert_optimization import (
@@ -37,6 +38,8 @@ COMPUTED = (
     "epsilon_high", "off_policy_sequence_mask_delta", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
+    "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
+    "gradient_checkpointing",
     *REWARD_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
@@ -61,6 +64,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_steps(builder, minibatches)
     convert_credit(builder)
     convert_rewards(builder)
+    convert_adapter(builder)
     _report_other_arguments(builder)
     return builder.report()
 
@@ -114,7 +118,7 @@ def _convert_system_file(builder: SwiftRecipeBuilder, value: str) -> bool:
 def _report_other_arguments(builder: SwiftRecipeBuilder) -> None:
     """Record every argument that has not been looked at yet."""
     reported = {*builder.converted, *(rejected.key for rejected in builder.unsupported)}
-    for key in sorted({*builder.values, "tuner_type"} - reported):
+    for key in sorted(set(builder.values) - reported):
         _report_other(builder, key)
     for key, value in builder.given.overridden.items():
         used = builder.values[key]

@@ -28,6 +28,8 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.95,
     "loss_type": "grpo",
     "tuner_type": "lora",
+    "lora_rank": 8,
+    "lora_alpha": 32,
     "max_resample_times": 3,
     "num_iterations": 1,
     "per_device_train_batch_size": 1,
@@ -59,7 +61,16 @@ ALIASES: Mapping[str, str] = {
 """Other names of arguments."""
 
 LISTS = frozenset(
-    {"dataset", "val_dataset", "external_plugins", "reward_funcs", "reward_weights", "stop_words", "report_to"}
+    {
+        "dataset",
+        "val_dataset",
+        "external_plugins",
+        "reward_funcs",
+        "reward_weights",
+        "stop_words",
+        "report_to",
+        "target_modules",
+    }
 )
 """Arguments that take several values."""
 
@@ -99,7 +110,6 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # argument: the accepted values, and why no other value is possible
     "rlhf_type": (("grpo",), "only GRPO can be converted"),
-    "tuner_type": (("full",), "all parameters are trained here, there is no LoRA; use a lower train.lr than for LoRA"),
     "importance_sampling_level": (("token",), "the ratio is computed per token here"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
     "delta": ((None,), "the ratio has no upper bound other than loss.clip_high"),
@@ -127,7 +137,7 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_generations_eval": ((None, 1), "set eval.samples_per_row"),
     "quant_method": ((None,), "models are not quantized here"),
     "quant_bits": ((None,), "models are not quantized here"),
-    "adapters": ((None, []), "there is no LoRA here: merge the adapter into the model"),
+    "adapters": ((None, []), "training does not start from an adapter: merge the adapter into the model first"),
     "freeze_parameters": ((None, []), "all parameters are trained here"),
     "streaming": ((False,), "a data set is read into memory"),
     "tree_rollout": ((False,), "the conversations of a group are independent"),
@@ -142,7 +152,7 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|host|port|"
      r"api_key|max_logprobs", "the embedded engine is used: options under engine"),
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
-     r"gradient_checkpointing.*|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
+     r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|optim|"
      r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"
      r"optimizer_cpu_offload|use_precision_aware_optimizer|colocate_groups|gpus",
@@ -153,8 +163,8 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      r"load_best_model_at_end|no_save_(optim|rng)|no_load_(optim|rng)|finetune|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
      "about files and logs: everything is written to the run's directory (docs/record.md)"),
     (r"model_type|template|template_backend", "the architecture is read from config.json, and the model's chat template is used"),
-    (r"lora_.*|target_modules|target_regex|target_parameters|modules_to_save|use_rslora|use_dora|init_weights|"
-     r"merge_lora|vera_.*|adalora_.*|galore.*|lorap_.*", "there is no LoRA here"),
+    (r"vera_.*|adalora_.*|galore.*|lorap_.*", "belongs to another tuner_type"),
+    (r"merge_lora", "`turnwise merge` writes a model with the adapter merged into its weights"),
     (r"freeze_vit|freeze_aligner|freeze_llm|vit_lr|aligner_lr|max_pixels|min_pixels", "about vision models: all parameters "
      "are trained at train.lr; the model's processor sets the number of pixels"),
     (r"resume_from_checkpoint|resume_only_model", "a run is resumed by resume=auto"),

@@ -123,6 +123,7 @@ class _Conversion:
         interactive = self._conversation()
         optimization.lengths(self._builder)
         optimization.optimization(self._builder)
+        optimization.adapter(self._builder)
         optimization.trainer(self._builder, optimization.steps(self._builder, self._count()))
         self._reward(interactive)
         self._others()

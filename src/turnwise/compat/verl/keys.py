@@ -17,6 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
     "algorithm.norm_adv_by_std_in_grpo": True,
+    "actor_rollout_ref.model.lora_alpha": 16,
     f"{ACTOR}.clip_ratio": 0.2,
     f"{ACTOR}.entropy_coeff": 0.0,
     f"{ACTOR}.grad_clip": 1.0,
@@ -81,7 +82,9 @@ PLAIN: dict[str, str] = {
 """Keys that become one option, with the same value."""
 
 HANDLED: tuple[str, ...] = (
-    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_alpha",
+    "actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.exclude_modules",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
     "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric",
     f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c",
@@ -134,7 +137,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.custom_chat_template": ((None,), "put the template into the model's directory"),
     "actor_rollout_ref.model.trust_remote_code": ((False,), "turnwise does not run code of a model repository"),
     "actor_rollout_ref.model.external_lib": ((None,), "turnwise does not run code of a model repository"),
-    "actor_rollout_ref.model.lora_rank": ((0,), "all parameters are trained"),
     "actor_rollout_ref.model.lora_adapter_path": ((None,), "merge the adapter into the model first"),
     "actor_rollout_ref.model.override_config": (({}, None), "change the model's config.json"),
     "actor_rollout_ref.model.tokenizer_path": ((None,), "the tokenizer is that of the model's directory"),
@@ -181,9 +183,6 @@ IDLE: dict[str, str] = {
     "algorithm.rollout_correction.*": "has no effect without an importance-sampling correction",
     f"{ACTOR}.policy_loss.*": "has no effect with loss_mode=vanilla",
     f"{ACTOR}.tau_*": "has no effect with loss_mode=vanilla",
-    "actor_rollout_ref.model.lora_alpha": "has no effect without lora_rank",
-    "actor_rollout_ref.model.target_modules": "has no effect without lora_rank",
-    "actor_rollout_ref.model.exclude_modules": "has no effect without lora_rank",
     "actor_rollout_ref.model.mtp.*": "has no effect without mtp.enable",
     "data.custom_cls.name": "has no effect without custom_cls.path",
     "data.sampler.class_name": "has no effect without sampler.class_path",
@@ -246,7 +245,6 @@ MACHINERY: dict[str, str] = {
             "use_remove_padding",
             "use_liger",
             "use_fused_kernels",
-            "enable_gradient_checkpointing",
             "enable_activation_offload",
             "enable_activation_offloading",
         )

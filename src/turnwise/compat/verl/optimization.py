@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.compat.verl.keys import ACTOR, ROLLOUT
 from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 
-__all__ = ["lengths", "optimization", "steps", "trainer"]
+__all__ = ["adapter", "lengths", "optimization", "steps", "trainer"]
 
 
 _ESTIMATORS = {
@@ -32,6 +32,31 @@ def lengths(builder: VerlRecipeBuilder) -> None:
     builder.set("limits.tokens_per_turn", answer)
     builder.set("limits.response_tokens", answer)
     builder.convert("limits.response_tokens, limits.context", "data.max_response_length", f"{ROLLOUT}.response_length")
+
+
+def adapter(builder: VerlRecipeBuilder) -> None:
+    """Set model.lora and model.gradient_checkpointing. With `lora_rank` 0, verl trains all weights."""
+    rank, alpha, targets, excluded, checkpointing = (
+        f"actor_rollout_ref.model.{name}"
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "enable_gradient_checkpointing")
+    )
+    if builder.is_set(checkpointing):
+        builder.set("model.gradient_checkpointing", bool(builder.value(checkpointing)), checkpointing)
+    if not builder.count(rank):
+        builder.convert("nothing: without model.lora.rank, all weights are trained", rank)
+        for key in (alpha, targets, excluded):
+            builder.reject(key, "has no effect without lora_rank")
+        return
+    builder.set("model.lora.rank", builder.count(rank), rank)
+    builder.set("model.lora.alpha", builder.number(alpha), alpha)
+    names = builder.value(targets)
+    if names in (None, "all-linear"):
+        builder.convert("nothing: all linear layers have an adapter", targets)
+    else:
+        builder.set("model.lora.target_modules", [names] if isinstance(names, str) else list(names), targets)
+    if builder.is_set(excluded):
+        builder.reject(excluded, "name the layers with an adapter in target_modules", changes_training=True)
+    builder.convert("nothing: no layer is excluded", excluded)
 
 
 def optimization(builder: VerlRecipeBuilder) -> None:
