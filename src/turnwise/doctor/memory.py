@@ -38,9 +38,6 @@ _PROGRAM = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
 _CPU_TOKENS, _GPU_TOKENS = 2048, 16384
 """Tokens of a forward pass where the recipe gives no number, as in the learner."""
-_KEPT_BLOCKS = 0.5
-"""On a CPU: memory that the C library keeps after activations were freed, as a share of the activations (measured with the
-benchmark). Tensors of more than 32 MB, such as logits, are returned at once."""
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
 _MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
 _UNKNOWN_TOKENS = 2048
@@ -146,7 +143,6 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("activations", trace.activations),
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
-        MemoryPart("freed, but kept by the allocator", 0 if _on_gpu(config) else _KEPT_BLOCKS * trace.activations),
         MemoryPart("KV cache", _kv_bytes(config, model_config, workload) if section == "train" else 0),
         MemoryPart("program", _PROGRAM),
     ]

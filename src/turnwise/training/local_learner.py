@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.models.allocator import return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
@@ -35,6 +36,10 @@ from turnwise.training.update_sums import UpdateSums, update_stats
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
+
+
+_LARGE = 20_000_000
+"""On a CPU, models with more parameters return freed memory to the system at once."""
 
 
 class LocalLearner:
@@ -77,6 +82,8 @@ class LocalLearner:
                 try_tree_attention(self._reference_model)
             self._reference = Forward(self._reference_model, sampling)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if model.device.type == "cpu" and model.num_parameters() > _LARGE:
+            return_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)
         self._requirements = BatchRequirements(
