@@ -12,6 +12,7 @@ table is written to `learning.md`.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import hashlib
 import json
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from learning_tasks.report import Curve, Point, draw, markdown, print_tables
 from learning_tasks.setups import TASKS, Setup, Task
-from learning_tasks.start_model import prepare
+from learning_tasks.start_model import make_data, prepare
 from rich.console import Console
 
 from turnwise.config.recipe import load
@@ -47,6 +48,8 @@ class Run:
     setup: Setup
     seed: int
     steps: int
+    version: str
+    """A hash of the model, the rows and the code of the task."""
 
     @property
     def name(self) -> str:
@@ -67,11 +70,12 @@ class Run:
 def main() -> None:
     """Run everything that has no result yet, and write the report."""
     options = parse()
-    start = options.out / f"start-{start_version()}"
+    data = make_data()
+    start = options.out / f"start-{version_of('start_model', data['conversations'])}"
     os.environ.update(environment(start))
-    prepare(start)
+    prepare(start, data)
     runs = [
-        Run(task, setup, seed, steps)
+        Run(task, setup, seed, steps, version_of(task.name, start.name, *(data[name] for name in task.data)))
         for seed in range(1 if options.quick else options.seeds)
         for task in TASKS
         if task.name in options.tasks
@@ -110,10 +114,18 @@ def environment(start: Path) -> dict[str, str]:
     return {"LEARNING": str(start), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def start_version() -> str:
-    """A hash of the files that make the model and the rows: a change of them makes a new model."""
-    files = [TASK_FILES / f"{name}.py" for name in ("digging", "doors", "guessing", "start_model")]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+def version_of(module: str, *data: str) -> str:
+    """A hash of data and of a module's code, without its comments and docstrings."""
+    tree = ast.parse((TASK_FILES / f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            node.body = [part for part in node.body if not is_text(part)]
+    return hashlib.sha256("\n".join([ast.dump(tree), *data]).encode()).hexdigest()[:8]
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def refusal(run: Run) -> str | None:
@@ -170,7 +182,7 @@ def read_curve(run: Run, folder: Path) -> Curve:
 
 def result_file(run: Run, out: Path) -> Path:
     """The file with the result of a run. Another model or another recipe has another file."""
-    about = f"{start_version()} {run.recipe.read_text(encoding='utf-8')} {run.overrides}"
+    about = f"{run.version} {run.recipe.read_text(encoding='utf-8')} {run.overrides}"
     return out / "results" / f"{run.name}-{hashlib.sha256(about.encode()).hexdigest()[:8]}.json"
 
 

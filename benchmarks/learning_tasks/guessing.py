@@ -1,7 +1,7 @@
 """A second try is worth having: the answer is not certain from the question.
 
-The user's message is a letter. Each letter has a first digit, which is the hidden answer with probability 0.6, and a second
-digit, which is the answer otherwise. A right answer has the reward 1. After a wrong answer, if the row allows two tries, the
+The user's message is a letter. It has a first digit, which is the hidden answer with probability 0.6, and a second digit, which
+is the answer otherwise. A right answer has the reward 1. After a wrong answer, if the row allows two tries, the
 user says the letter again with the mark `x`, and a right second answer has the reward 0.8.
 
 Rows with one try train single-turn, rows with two tries train multi-turn. Both are evaluated with two tries.
@@ -14,6 +14,9 @@ Training with one try never sees the second turn. Its policy for the second turn
 repeats the first digit, its reward with two tries is 0.6; if it is that of the start, 0.6 + 0.4 * 0.15 * 0.8 = 0.648. So
 single-turn training should end between 0.60 and 0.65, and multi-turn training should approach 0.92, but it sees fewer first
 turns for the same number of sampled tokens.
+
+The start model knows four letters; the rows have one. With four letters, single-turn and multi-turn `grpo` both stayed at 0.46
+for 25,000 sampled tokens, with a policy that ignores the letter. That is not a question of credit.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ RETRY = 0.8
 
 
 def new_row(rng: random.Random, tries: int) -> dict[str, Any]:
-    """A letter, its hidden answer, and the number of tries."""
-    letter = rng.choice(LETTERS)
+    """The letter, its hidden answer, and the number of tries."""
+    letter = LETTERS[0]
     answer = (FIRST if rng.random() < LIKELY else SECOND)[letter]
     return {"prompt": f"{letter}?", "letter": letter, "answer": answer, "tries": tries}
 

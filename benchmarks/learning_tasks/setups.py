@@ -30,6 +30,8 @@ class Task:
     """The largest expected reward of any policy."""
     level: float
     """The reward whose first step is reported."""
+    data: tuple[str, ...]
+    """The data files of the task."""
     evaluated: bool = False
     """Whether the curve shows evaluations on held-out rows over sampled tokens, instead of training steps."""
 
@@ -52,6 +54,7 @@ TASKS = (
         start=0.15,
         optimum=1.0,
         level=0.8,
+        data=("doors",),
     ),
     Task(
         "digging",
@@ -60,6 +63,7 @@ TASKS = (
         start=0.575,
         optimum=1.0,
         level=0.9,
+        data=("digging",),
     ),
     Task(
         "guessing",
@@ -75,6 +79,7 @@ TASKS = (
         start=0.252,
         optimum=0.92,
         level=0.75,
+        data=("one_try", "two_tries", "held_out"),
         evaluated=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""The model that all runs start from, and the rows of all tasks: `prepare(folder)`.
+"""The model that all runs start from, and the data of all tasks: `make_data`, `prepare(folder)`.
 
 A Qwen3 of 40,000 parameters with a byte-level tokenizer. `turnwise sft` fine-tunes it on conversations of a random policy, so
 that it writes valid actions with known probabilities, and the docstrings of the tasks can compute with them. The model is the
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from learning_tasks import digging, doors, guessing
 
-__all__ = ["prepare"]
+__all__ = ["make_data", "prepare"]
 
 MARKS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 PAD, END = 0, 1
@@ -32,22 +32,31 @@ CONVERSATIONS, STEPS = 4096, 240
 ROWS, HELD_OUT = 2048, 128
 
 
-def prepare(folder: Path) -> None:
-    """Write the model to `folder/start` and the rows beside it, unless a former call has done this."""
+def make_data() -> dict[str, str]:
+    """The data files by name, as JSON lines: the conversations of the warm start, and the rows of the tasks."""
+    rng = random.Random(0)
+    makers = (doors.random_conversation, digging.random_conversation, guessing.random_conversation)
+    files: dict[str, list[dict[str, Any]]] = {
+        "conversations": [{"messages": makers[number % 3](rng)} for number in range(CONVERSATIONS)],
+        "doors": [doors.new_row(rng) for _ in range(ROWS)],
+        "digging": [digging.new_row(rng) for _ in range(ROWS)],
+        "one_try": [guessing.new_row(rng, 1) for _ in range(ROWS)],
+        "two_tries": [guessing.new_row(rng, 2) for _ in range(ROWS)],
+        "held_out": [guessing.new_row(rng, 2) for _ in range(HELD_OUT)],
+    }
+    return {name: "".join(json.dumps(row) + "\n" for row in rows) for name, rows in files.items()}
+
+
+def prepare(folder: Path, data: dict[str, str]) -> None:
+    """Write the data, and the model to `folder/start/checkpoint` unless it is there, which takes 40 seconds on one core."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in data.items():
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     if (folder / "ready").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     make_model(tokenizer).save_pretrained(folder / "random")
     tokenizer.save_pretrained(folder / "random")
-    rng = random.Random(0)
-    makers = (doors.random_conversation, digging.random_conversation, guessing.random_conversation)
-    conversations = [{"messages": makers[number % 3](rng)} for number in range(CONVERSATIONS)]
-    write(folder / "conversations.jsonl", conversations)
-    write(folder / "doors.jsonl", [doors.new_row(rng) for _ in range(ROWS)])
-    write(folder / "digging.jsonl", [digging.new_row(rng) for _ in range(ROWS)])
-    for name, tries, count in (("one_try", 1, ROWS), ("two_tries", 2, ROWS), ("held_out", 2, HELD_OUT)):
-        write(folder / f"{name}.jsonl", [guessing.new_row(rng, tries) for _ in range(count)])
     options = {
         "model.path": folder / "random",
         "data.train": folder / "conversations.jsonl",
@@ -100,8 +109,3 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     model.generation_config.eos_token_id = END
     model.generation_config.pad_token_id = PAD
     return model
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows as JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
