@@ -126,6 +126,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
+    "a KL divergence is a term of the loss here, not of the reward: set loss.kl_coef": ("kl_in_reward", "use_kl_in_reward"),
     "turnwise has no critic: credit.name sets how advantages are computed from rewards": ("critic", "vf_coef"),
 }  # fmt: skip
 """For each hint: names of other libraries that have no counterpart in turnwise."""
