@@ -18,6 +18,7 @@ from turnwise import build
 from turnwise.errors import RolloutError
 from turnwise.record.metrics import conversation_metrics, failures, has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate, sample_baselines
 from turnwise.runs.training_run import DataState, TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
@@ -49,13 +50,9 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
                 next_rollouts = asyncio.create_task(roll_out(run, run.step + 1, rollouts.data))
             update_started = time.perf_counter()
             _weigh(run, rollouts.groups)
-            run.credit(rollouts.trained)
-            batches = pack_groups(run, rollouts.trained)
-            update = await _update(run, batches)
-            # at once, so that no further token is sampled from the old weights
-            await run.publisher.publish(run.step + 1)
+            learnt = await _learn(run, rollouts.trained)
             seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - update_started}
-            _finish_step(run, report, rollouts, update, saved=share_saved(batches), seconds=seconds, started=started)
+            _finish_step(run, report, rollouts, learnt, seconds=seconds, started=started)
         if run.evaluation_due(config.eval.every):
             await _evaluate(run, report)
     report.end(run.directory, run.checkpoints.newest)
@@ -158,6 +155,35 @@ def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Learnt:
+    """What a step has changed."""
+
+    policy: UpdateStats | None
+    """None if only the critic was trained."""
+    critic: CriticMetrics | None
+    """None without a critic."""
+    saved: float
+    """The share of the policy's tokens that were not computed."""
+
+
+async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
+    """Compute advantages, update the weights and publish them."""
+    training = run.critic_training
+    if training is not None:
+        await training.set_values(groups)
+    run.credit(groups)
+    batches = pack_groups(run, groups)
+    update = critic = None
+    if training is None or training.trains_policy(run.step):
+        update = await _update(run, batches)
+    # at once, so that no further token is sampled from the old weights
+    await run.publisher.publish(run.step + 1)
+    if training is not None:
+        critic = await training.update(groups, cancellable=update is None, on_first_step=run.begin_update)
+    return _Learnt(update, critic, share_saved(batches))
+
+
 async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
     epochs = run.config.train.ppo_epochs
     micro_batches = epochs * sum(len(batch.micro_batches) for batch in batches)
@@ -174,24 +200,24 @@ def _finish_step(
     run: TrainingRun,
     report: TrainReport,
     rollouts: _Rollouts,
-    update: UpdateStats,
+    learnt: _Learnt,
     *,
-    saved: float,
     seconds: dict[str, float],
     started: float,
 ) -> None:
-    """Write down the step, and warn of what keeps the run from learning. `saved` is the share of tokens not computed."""
-    groups = rollouts.groups
+    """Write down the step, and warn of what keeps the run from learning."""
+    groups, update = rollouts.groups, learnt.policy
     metrics: dict[str, Any] = {
         **conversation_metrics(groups),
-        "loss": update.loss,
-        "kl": update.kl,
-        "grad_norm": update.grad_norm,
-        "ratio/max_deviation": update.max_deviation,
-        "ratio/clip_fraction": update.clip_fraction,
-        "tokens/trained": update.tokens,
-        **update.correction,
-        "tokens/prefix_saved": saved,
+        "loss": update and update.loss,
+        "kl": update and update.kl,
+        "grad_norm": update and update.grad_norm,
+        "ratio/max_deviation": update and update.max_deviation,
+        "ratio/clip_fraction": update and update.clip_fraction,
+        "tokens/trained": update.tokens if update else 0,
+        **(update.correction if update else {}),
+        "tokens/prefix_saved": learnt.saved,
+        **(learnt.critic.named() if learnt.critic else {}),
     }
     if run.config.train.dynamic_sampling:
         metrics["groups/replaced"] = rollouts.replaced
@@ -199,7 +225,7 @@ def _finish_step(
         metrics["rows/skipped"] = rollouts.data.position - run.data.position - len(groups)
     run.data_after_step = rollouts.data
     tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
-    if not run.config.train.overlap and update.max_deviation > tolerance:
+    if not run.config.train.overlap and update is not None and update.max_deviation > tolerance:
         _log.warning(
             "step %d: trainer and engine disagree: before the first optimizer step a probability ratio differs from 1 by %.3g "
             "(ratio/max_deviation; up to %g is rounding). The tokens that are trained on are not those that were sampled: please "

@@ -43,6 +43,7 @@ _CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
 _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _ROWS = "runs/test_row_choice.py::test_"
+_CRITIC = "runs/test_critic_run.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
@@ -69,6 +70,9 @@ TESTED: Mapping[str, str] = {
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
+    "critic.path": f"{_CRITIC}the_critic_starts_from_another_model_or_from_the_critic_of_a_run",
+    **{f"critic.{name}": f"{_CRITIC}options_of_the_critic_change_what_is_learnt" for name in ("lr", "clip")},
+    "critic.warmup_steps": f"{_CRITIC}the_policy_waits_while_the_critic_warms_up",
     "train.dynamic_sampling": f"{_ROWS}groups_without_differences_are_replaced",
     "train.overlong_filter": f"{_ROWS}cut_trajectories_are_not_trained_on",
     "data.weights": f"{_ROWS}data_sets_are_mixed_by_their_weights",

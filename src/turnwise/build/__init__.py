@@ -8,6 +8,7 @@ from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, 
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
+    critic,
     learner,
     learning_rate,
     loss_config,
@@ -27,6 +28,7 @@ __all__ = [
     "connect_engine",
     "credit",
     "credit_note",
+    "critic",
     "curriculum",
     "drop_long_prompts",
     "engine",

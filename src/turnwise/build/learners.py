@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnwise.build.values import sampling
 from turnwise.config.loss import CispoSection, GspoSection, LossSection, PpoClipSection, ReinforceSection, SapoSection
@@ -28,9 +29,10 @@ from turnwise.types import Sampling
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
     from turnwise.models.lora import LoraOptions
+    from turnwise.training.local_critic import LocalCritic
     from turnwise.training.local_learner import LocalLearner
 
-__all__ = ["learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
+__all__ = ["critic", "learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -100,6 +102,42 @@ def sft_learner(config: Config, path: str | Path) -> LocalLearner:
         loss=Nll(),
         optimizer=optimizer_config(config.sft),
     )
+
+
+def critic(config: Config, source: str | Path, policy: Any, saved: Path | None) -> LocalCritic:
+    """The critic of `turnwise train`: the model of `critic.path`, or the policy's model before training.
+
+    `source` is the path of the policy's weights, and `policy` its model. `saved` is the directory of a saved critic, for a run
+    that is resumed. If the policy has an adapter, the critic is an adapter of its own; without `critic.path`, it is on the same
+    weights as the policy's adapter. Raises ConfigError if the model cannot be a critic.
+    """
+    from turnwise.models.loading import load_model  # torch
+    from turnwise.models.lora import with_second_adapter
+    from turnwise.training.local_critic import LocalCritic
+
+    options, path = model_options(config), config.critic.path
+    if options.lora is None:
+        model = load_model(replace(options, path=saved or path or source))
+    elif path is None:
+        model = with_second_adapter(policy, options.lora, saved)
+    else:
+        model = load_model(replace(options, path=path, adapter=saved))
+    return LocalCritic(
+        model,
+        clip=config.critic.clip,
+        optimizer=optimizer_config(config.train),
+        folder=saved if saved is not None or path is None else _critic_folder(path),
+        share_prompts=config.train.share_prompts,
+        threads=1 if config.deterministic else 0,
+    )
+
+
+def _critic_folder(path: str) -> Path | None:
+    """The directory, if it has a saved critic in it, and not only a model."""
+    from turnwise.training.local_critic import HEAD_FILE  # torch
+
+    folder = Path(path).expanduser()
+    return folder if (folder / HEAD_FILE).is_file() else None
 
 
 def _learner(

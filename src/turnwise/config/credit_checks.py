@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.config import credit as sections
 from turnwise.config.schema import Config
 
-__all__ = ["WITHOUT_REWARD", "chosen_estimator", "credit_problems", "turns_can_have_rewards"]
+__all__ = ["WITHOUT_REWARD", "chosen_estimator", "credit_problems", "needs_critic", "turns_can_have_rewards"]
 
 WITHOUT_REWARD = (
     "turnwise.environments.environment:SingleTurn",
@@ -33,6 +33,11 @@ def chosen_estimator(config: Config) -> sections.Estimator:
     if turns_can_have_rewards(config):
         return sections.TurnReturnSection(scale=section.scale)
     return sections.GrpoSection(scale=section.scale)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the recipe's estimator needs the values of a critic."""
+    return isinstance(chosen_estimator(config), _NEEDS_CRITIC)
 
 
 def turns_can_have_rewards(config: Config) -> bool:
@@ -67,11 +72,6 @@ def _need_problems(config: Config, section: sections.Estimator) -> list[tuple[bo
     functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
     parts = len(functions) + _environment_may_reward(config)
     return [
-        (
-            isinstance(section, _NEEDS_CRITIC),
-            f"credit.name={section.name} needs a critic, which this version of turnwise does not have: set "
-            f"credit.name=turn_return (rewards of turns) or credit.name=grpo (one reward for a conversation)",
-        ),
         (
             isinstance(section, sections.GdpoSection) and parts < 2,
             f"credit.name=gdpo needs two parts of the reward to normalise, and the recipe has {parts}: add a reward function, or "

@@ -90,6 +90,10 @@ CALLED: dict[str, tuple[str, ...]] = {
     "credit.scale": ("scale_rewards", "norm_adv_by_std_in_grpo", "f_norm"),
     "credit.gamma": ("discount", "discount_factor"),
     "credit.lam": ("gae_lambda", "lambda"),
+    "critic.lr": ("critic_lr", "value_lr", "learning_rate_critic"),
+    "critic.clip": ("cliprange_value", "value_clip", "vf_clip", "clip_range_vf"),
+    "critic.path": ("value_model", "value_model_path", "critic_model_path"),
+    "critic.warmup_steps": ("critic_warmup", "value_pretrain_steps"),
     "credit.turn_gamma": ("high_level_gamma",),
     "credit.whiten": ("whiten_advantages", "whiten_rewards"),
     "credit.omega": ("step_advantage_w",),
@@ -127,7 +131,9 @@ ABSENT: dict[str, tuple[str, ...]] = {
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
     "a KL divergence is a term of the loss here, not of the reward: set loss.kl_coef": ("kl_in_reward", "use_kl_in_reward"),
-    "turnwise has no critic: credit.name sets how advantages are computed from rewards": ("critic", "vf_coef"),
+    "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
+        "vf_coef", "value_loss_coef", "value_loss_coeff",
+    ),
 }  # fmt: skip
 """For each hint: names of other libraries that have no counterpart in turnwise."""
 

@@ -71,6 +71,8 @@ RULES: Mapping[str, Rule] = {
     "reward.timeout": "free",
     **_all("named", "credit.", "name scale gamma baseline omega state_key outcome_weight normalise"),
     **_all("named", "credit.", "key decay weight initial lam whiten turn_gamma"),
+    "critic.path": "fixed",  # with an adapter, its base model is not in the checkpoint
+    **_all("named", "critic.", "lr clip warmup_steps"),
     "loss_mask": "named",
     "train.steps": "free",
     **{f"{part}.optimizer.{name}": "fixed" for part in ("train", "sft") for name in ("name", "master_weights")},

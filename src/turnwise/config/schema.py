@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from turnwise.config.correction import CorrectionSection
 from turnwise.config.credit import AnyCredit, AutoCreditSection, CreditSection
+from turnwise.config.critic import CriticSection
 from turnwise.config.data import DataSection, ModelSection
 from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
 from turnwise.config.generation import (
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointSection",
     "Config",
     "CreditSection",
+    "CriticSection",
     "DataSection",
     "EnvironmentUse",
     "EvaluationSamplingSection",
@@ -128,6 +130,7 @@ class Config(Section):
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: Annotated[AnyCredit, by_name("auto")] = AutoCreditSection()
+    critic: CriticSection = CriticSection()
     loss: Annotated[
         Annotated[PpoClipSection, Tag("ppo_clip")]
         | Annotated[GspoSection, Tag("gspo")]

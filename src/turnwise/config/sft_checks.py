@@ -106,6 +106,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "sampling": (config.sampling, "nothing is sampled"),
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
+        "critic": (config.critic, "fine-tuning has no rewards"),
         "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
         "correction": (config.correction, "nothing is sampled"),
         "loss": (config.loss, "its loss is the negative log-likelihood"),

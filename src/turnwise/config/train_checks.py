@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
+from turnwise.config.critic_checks import critic_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
@@ -34,6 +35,7 @@ def refuse_without_effect(config: Config) -> None:
         *_row_problems(config),
         *_loss_problems(config),
         *credit_problems(config),
+        *critic_problems(config),
         *_optimization_problems(config),
         *_conversation_problems(config),
         *_evaluation_problems(config),

@@ -21,6 +21,7 @@ from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
 from turnwise.errors import DataError, TurnwiseError
 from turnwise.record.metrics import failures
+from turnwise.rewards.credit.episode import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
@@ -124,6 +125,10 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     if credit.needs_baseline:
         for group in groups:  # in place of a greedy conversation
             group.baseline = group.trajectories.pop()
+    if credit.needs_values is not None:
+        for group in groups:
+            for trajectory in group.trajectories:  # a new critic estimates 0
+                trajectory.values = [[0.0] * count for count in episode_of(trajectory).tokens_T]
     credit(groups)
     return groups
 

@@ -26,6 +26,7 @@ __all__ = [
     "load_adapter",
     "merged",
     "save_adapter",
+    "with_second_adapter",
     "without_adapter",
 ]
 
@@ -185,6 +186,15 @@ def without_adapter(model: Any) -> Any:
             setattr(base.get_submodule(parent), child, module.get_base_layer())
     del base.peft_config
     return base
+
+
+def with_second_adapter(model: Any, options: LoraOptions, folder: str | Path | None = None) -> Any:
+    """A second model on the same base weights, with an adapter of its own: new, or with the weights saved in `folder`."""
+    second = without_adapter(model)
+    add_adapter(second, options)
+    if folder is not None:
+        load_adapter(second, folder)
+    return second
 
 
 def _targets(model: Any, names: tuple[str, ...] | None) -> list[str] | str:

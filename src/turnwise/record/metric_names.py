@@ -150,7 +150,8 @@ METRICS = (
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(
-        "loss", "", _STEPS, "The loss that is minimized. In fine-tuning: the negative log-likelihood of a token.",
+        "loss", "", _STEPS,
+        "The loss that is minimized. In fine-tuning: the negative log-likelihood of a token. Null in `critic.warmup_steps`.",
         same=("actor/loss", "train/loss", "train_loss", "eval_loss", "val/loss"), near=("actor/pg_loss", "policy_loss"),
         lines="train, sft, sft eval",
     ),
@@ -229,6 +230,27 @@ METRICS = (
         "Tokens for which the engine reported no log-probability of the kind that the loss needs. The trainer's own is used, so "
         "that their ratio is 1. They count in no other metric of `correction` except the denominators of shares.",
         lines=_TRAIN,
+    ),
+    Metric(
+        "critic/loss", "", _STEPS, "Loss of the critic: half of the squared error of its estimates, with value clipping.",
+        same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
+    ),
+    Metric(
+        "critic/explained_variance", "share", "states that the critic is trained on",
+        "Share of the variance of the returns that the estimates before the update explain: 1 is exact, 0 as good as a constant. "
+        "Null if all returns are equal.",
+        same=("critic/vf_explained_var",), lines=_TRAIN,
+    ),
+    Metric(
+        "critic/clip_fraction", "share", "states that the critic is trained on",
+        "States whose loss is larger by value clipping.", same=("critic/vf_clipfrac", "val/clipfrac_avg"), lines=_TRAIN,
+    ),
+    Metric(
+        "critic/grad_norm", "", _STEPS, "Norm of the critic's gradient before clipping.", lines=_TRAIN,
+    ),
+    Metric(
+        "critic/value_mean", "reward", "states that the critic is trained on", "Estimate of the critic before the update.",
+        same=("critic/values/mean",), lines=_TRAIN,
     ),
     Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",

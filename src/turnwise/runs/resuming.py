@@ -14,6 +14,7 @@ from turnwise.errors import RunError, TemplateError
 from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
 from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
+from turnwise.training.critic import Critic
 from turnwise.training.learner import Learner
 from turnwise.types import Row
 
@@ -39,6 +40,11 @@ class OpenedRun:
     def source(self) -> str | Path:
         """Source of the weights and the tokenizer: the model of the recipe, or the checkpoint."""
         return self.config.model.path if self.saved is None else self.saved.model
+
+    @property
+    def critic(self) -> Path | None:
+        """The directory of the saved critic; None if the run is new or had no critic."""
+        return None if self.saved is None else self.saved.critic
 
     @property
     def step(self) -> int:
@@ -125,14 +131,17 @@ class OpenedRun:
                 f"{config.model.path} changed since the run in {self.directory.path} started: restore them"
             )
 
-    def begin(self, learner: Learner) -> None:
-        """Prepare the directory and load the state of the optimizer into the learner. Called just before the first step.
+    def begin(self, learner: Learner, critic: Critic | None = None) -> None:
+        """Prepare the directory and load the states of the optimizers. Called just before the first step.
 
         Raises RunError.
         """
         resuming = self.saved is not None
         if self.saved is not None:
-            learner.load_state(self.saved.state()["policy"])
+            state = self.saved.state()
+            learner.load_state(state["policy"])
+            if critic is not None and "critic" in state:
+                critic.load_state(state["critic"])
             self.notes += self.directory.cut_back(self.saved.about["marks"])
         self.notes += self.directory.prepare(self.config, resuming=resuming)
         if self.saved is not None:

@@ -21,6 +21,7 @@ from turnwise.runs.assembly import RunInputs
 from turnwise.terminal.activity import Activity
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
+from turnwise.training.critic import Critic
 from turnwise.training.learner import Learner
 from turnwise.training.options import Normalization
 from turnwise.types import Row, Trajectory
@@ -58,6 +59,8 @@ class RunState:
     """Sets the weight of each turn in the loss (`loss_mask`)."""
     normalization: Normalization
     """How the loss of a batch is averaged."""
+    critic: Critic | None = None
+    """The critic, where credit needs one."""
     notes: list[str] = field(init=False)
     """Notes that are printed when the run starts."""
     order: RowOrder = field(init=False)
@@ -204,8 +207,12 @@ class RunState:
             step,
             save_model=self.learner.save,
             tokenizer=renderer.tokenizer,
-            state={"policy": self.learner.state()},
+            state={
+                "policy": self.learner.state(),
+                **({} if self.critic is None else {"critic": self.critic.state()}),
+            },
             processor=renderer.vision,
+            save_critic=None if self.critic is None else self.critic.save,
         )
 
     def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:

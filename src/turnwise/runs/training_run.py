@@ -15,6 +15,7 @@ from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext
 from turnwise.runs.assembly import read_inputs
+from turnwise.runs.critic_training import CriticTraining
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunState
@@ -80,6 +81,12 @@ class TrainingRun(RunState):
         place = {**RunState.data_position(self), "position": self.data.position}
         return place if self.curriculum is None else {**place, "pass_rates": dict(self.data.pass_rates)}
 
+    @property
+    def critic_training(self) -> CriticTraining | None:
+        """The use of the critic; None without a critic."""
+        level = self.credit.needs_values
+        return None if self.critic is None or level is None else CriticTraining(self.critic, level, self.config)
+
     def advance_data(self) -> None:
         self.data = self.data_after_step
 
@@ -101,15 +108,17 @@ def assemble(config: Config) -> TrainingRun:
     environments = build.environment_factory(config, encode=renderer.encode)
     learner = build.learner(config, opened.source, reference=opened.reference)
     opened.compare_model(learner)
+    critic = None if credit.needs_values is None else build.critic(config, opened.source, learner.model, opened.critic)
     engine = build.engine(config, renderer, learner.model, version=opened.step)
     build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
     curriculum = build.curriculum(config)
     data = _data_state(opened, inputs.rows, config, curriculum=curriculum is not None)
-    opened.begin(learner)
+    opened.begin(learner, critic)
     return TrainingRun(
         inputs=inputs,
         learner=learner,
+        critic=critic,
         options=config.train,
         steps=config.train.steps,
         weigh_turns=weigh_turns,

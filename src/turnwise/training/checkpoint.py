@@ -3,7 +3,8 @@
     runs/x/checkpoint -> checkpoints/step-000004/model     link to the newest one
     runs/x/checkpoints/step-000004/
         model/             weights, tokenizer and processor, written by `save_pretrained`
-        trainer.pt         the optimizer's state
+        critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
+        trainer.pt         the state of the optimizers
         checkpoint.json    position of the run, its options, and fingerprints of its data
         SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
 
@@ -33,7 +34,7 @@ from turnwise.training.fingerprint import of_file
 
 __all__ = ["Checkpoints", "PendingCheckpoint", "SavedCheckpoint"]
 
-_MODEL, _STATE, _ABOUT, _SUMS = "model", "trainer.pt", "checkpoint.json", "SHA256SUMS"
+_MODEL, _CRITIC, _STATE, _ABOUT, _SUMS = "model", "critic", "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"writing-\d{6,}")
 
@@ -61,6 +62,12 @@ class SavedCheckpoint:
     def model(self) -> Path:
         """The model directory."""
         return self.folder / _MODEL
+
+    @property
+    def critic(self) -> Path | None:
+        """The directory of the critic's weights; None if the checkpoint has no critic."""
+        folder = self.folder / _CRITIC
+        return folder if folder.is_dir() else None
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state.
@@ -112,8 +119,10 @@ class Checkpoints:
         tokenizer: Any,
         state: Mapping[str, Any],
         processor: Processor | None = None,
+        save_critic: Callable[[Path], None] | None = None,
     ) -> PendingCheckpoint:
-        """Write the large files of a step's checkpoint. `processor` is that of a vision model.
+        """Write the large files of a step's checkpoint. `processor` is that of a vision model. `save_critic` writes the critic's
+        weights into a directory; None: there is no critic.
 
         Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """
@@ -126,6 +135,9 @@ class Checkpoints:
             tokenizer.save_pretrained(folder)
             if processor is not None:
                 processor.save_pretrained(folder)
+            if save_critic is not None:
+                (temporary / _CRITIC).mkdir()
+                save_critic(temporary / _CRITIC)
             torch.save(dict(state), temporary / _STATE)
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
             with ThreadPoolExecutor(4) as workers:  # hashing and waiting for the disk release the GIL
@@ -153,7 +165,8 @@ class Checkpoints:
             (temporary / _ABOUT).write_text(text, encoding="utf-8")
             sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
-            for path in (temporary / _SUMS, temporary / _MODEL, temporary):
+            folders = [path for path in (temporary / _MODEL, temporary / _CRITIC) if path.is_dir()]
+            for path in (temporary / _SUMS, *folders, temporary):
                 _flush(path)
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced
             os.replace(temporary, target)

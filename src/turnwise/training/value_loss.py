@@ -1,10 +1,14 @@
-"""The loss of a critic: a pure function of values and returns."""
+"""The loss of the critic, a pure function of values and returns, and figures that say how good the values are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["value_loss"]
+from turnwise.training.value_batch import ValueBatch
+
+__all__ = ["explained_variance", "mean_value", "value_loss"]
 
 
 def value_loss(
@@ -19,3 +23,24 @@ def value_loss(
         return loss_N
     clipped_N = old_value_N + (value_N - old_value_N).clamp(-clip, clip)
     return torch.maximum(loss_N, (clipped_N - return_N).square() / 2)
+
+
+def explained_variance(batches: Sequence[ValueBatch]) -> float | None:
+    """The share of the variance of the returns that the old estimates explain: `1 - Var(R - v_old) / Var(R)`.
+
+    1: the estimates are exact up to a constant. 0: they are as good as a constant. Below 0: they are worse. None if all returns
+    are equal.
+    """
+    targets = [micro.targets for batch in batches for micro in batch.micro_batches]
+    if not targets:
+        return None
+    return_S = torch.cat([target.return_N for target in targets]).double()
+    error_S = return_S - torch.cat([target.old_value_N for target in targets]).double()
+    variance = float(return_S.var(correction=0))
+    return 1.0 - float(error_S.var(correction=0)) / variance if variance > 0 else None
+
+
+def mean_value(batches: Sequence[ValueBatch]) -> float | None:
+    """The mean of the old estimates; None without states."""
+    values = [micro.targets.old_value_N for batch in batches for micro in batch.micro_batches]
+    return float(torch.cat(values).double().mean()) if values else None

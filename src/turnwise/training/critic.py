@@ -1,0 +1,86 @@
+"""The critic: the part of a run that owns the weights of the value model and changes them.
+
+`Critic` is the protocol that training and checkpoints use. `LocalCritic` (local_critic.py) is the implementation in this process.
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from turnwise.training.value_batch import StateBatch, ValueBatch
+
+__all__ = ["Critic", "CriticRequirements", "CriticStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticRequirements:
+    """What a critic requires of the batches that it receives."""
+
+    share_prompts: bool
+    """Whether the model can compute a prefix that sequences share once (tree attention)."""
+    micro_batch_tokens: int
+    """Tokens of a forward pass where the recipe gives no number: the default of the critic's device."""
+    parallel: int = 1
+    """How many micro-batches are computed at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """Statistics of one call of `Critic.update`. `loss` and `grad_norm` are means over the optimizer steps."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the gradient before clipping."""
+    clip_fraction: float = 0.0
+    """Share of the states whose loss is larger by value clipping, over all optimizer steps."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Critic(Protocol):
+    """Owns the weights of the value model and changes them. Its methods are called from one event loop, one at a time."""
+
+    @property
+    def requirements(self) -> CriticRequirements:
+        """What batches must look like. It does not change during a run."""
+        ...
+
+    async def values(self, batch: StateBatch, *, on_micro_batch: Callable[[], None] = _nothing) -> list[float]:
+        """The value of each state of the batch: the expected sum of the later rewards. Changes nothing."""
+        ...
+
+    async def update(
+        self,
+        batches: Sequence[ValueBatch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        cancellable: bool = True,
+        on_micro_batch: Callable[[], None] = _nothing,
+        on_first_step: Callable[[], None] = _nothing,
+    ) -> CriticStats:
+        """Take one optimizer step for each batch, `epochs` times over.
+
+        If `cancellable` is true and the call is cancelled before the first optimizer step, the weights are unchanged. Otherwise
+        a cancellation takes effect after the last optimizer step. The callbacks are those of `Learner.update`.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the value model into a directory: the model, or only its adapter if it has one, and the value head."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved besides the model to resume exactly: the state of the optimizer."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state` returned. The weights are loaded with the model."""
+        ...

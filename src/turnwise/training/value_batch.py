@@ -1,0 +1,245 @@
+"""Packs trajectories for the critic: a state is the sequence before a sampled token, and its value is read before that token.
+
+An estimator needs the value before each turn or before each sampled token. The states of a trajectory are in the order of its
+turns; within a turn, in the order of its sampled tokens in the segments. A turn without sampled tokens has no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from turnwise.training.packing import Columns, MicroBatch, pack_sequences
+from turnwise.types import Media, Trajectory
+
+__all__ = [
+    "StateBatch",
+    "StatePlaces",
+    "ValueBatch",
+    "ValuePacking",
+    "ValueTargets",
+    "pack_states",
+    "pack_value_targets",
+    "set_values",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlaces:
+    """Where the estimates of a micro-batch belong: the numbers of its states, in the order of all states of the batch."""
+
+    place_N: torch.Tensor
+
+    def to(self, device: torch.device) -> StatePlaces:
+        """The same on another device."""
+        return StatePlaces(self.place_N.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTargets:
+    """What the critic is trained on: columns with an entry for each of the N states of a micro-batch."""
+
+    old_value_N: torch.Tensor
+    """The critic's estimate from before the update, with which the advantages were computed."""
+    return_N: torch.Tensor
+    """The number that the estimate should be (`Trajectory.returns`)."""
+    weight_N: torch.Tensor
+    """The share of the state in the average: the weight of its turn, divided by the sum over the batch."""
+
+    def to(self, device: torch.device) -> ValueTargets:
+        """The same on another device."""
+        return ValueTargets(
+            old_value_N=self.old_value_N.to(device),
+            return_N=self.return_N.to(device),
+            weight_N=self.weight_N.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """States whose values are computed."""
+
+    micro_batches: list[MicroBatch[StatePlaces]]
+    states: int
+    """The number of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBatch:
+    """The data of one optimizer step of the critic."""
+
+    micro_batches: list[MicroBatch[ValueTargets]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValuePacking:
+    """How trajectories are packed for a critic."""
+
+    level: Literal["turn", "token"]
+    """Whether there is a value before each turn, or before each sampled token."""
+    micro_batch_tokens: int
+    parallel: int = 1
+    """How many micro-batches are computed at the same time."""
+    share_prompts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _StateSequence:
+    """A segment up to its last state, with the numbers of its states in the batch."""
+
+    token_ids: np.ndarray
+    is_target: np.ndarray
+    """Whether there is a state before the token."""
+    media: Sequence[Media]
+    places: np.ndarray
+
+
+def pack_states(trajectories: Sequence[Trajectory], packing: ValuePacking) -> StateBatch:
+    """Pack all states of the trajectories, also those of turns that are not trained on: estimators need their values."""
+    sequences: list[_StateSequence] = []
+    states = 0
+    for trajectory in trajectories:
+        places, count = _numbered(trajectory, packing.level)
+        sequences += _sequences(trajectory, places, offset=states)
+        states += count
+
+    def columns(part: Sequence[_StateSequence]) -> StatePlaces:
+        return StatePlaces(torch.from_numpy(np.concatenate([sequence.places for sequence in part])))
+
+    return StateBatch(_packed(sequences, columns, packing), states)
+
+
+def pack_value_targets(trajectories: Sequence[Trajectory], packing: ValuePacking) -> ValueBatch:
+    """Pack the states that the critic is trained on: those of turns with a weight, in trajectories with `returns`.
+
+    Raises ValueError if `values` or `returns` have another number of entries than the trajectory has states.
+    """
+    sequences: list[_StateSequence] = []
+    values, returns, weights = [], [], []
+    states = 0
+    for trajectory in trajectories:
+        if not trajectory.returns:
+            continue
+        places, count = _numbered(trajectory, packing.level)
+        counts = _counts(trajectory, packing.level)
+        weight = np.repeat([turn.weight for turn in trajectory.turns], counts)
+        sequences += _sequences(trajectory, places, offset=states, included=weight > 0)
+        values.append(_flat(trajectory, "values", trajectory.values, counts))
+        returns.append(_flat(trajectory, "returns", trajectory.returns, counts))
+        weights.append(weight)
+        states += count
+    if not sequences:
+        return ValueBatch([])
+    value_S, return_S, weight_S = (np.concatenate(column) for column in (values, returns, weights))
+    weight_S = weight_S / weight_S.sum()
+
+    def columns(part: Sequence[_StateSequence]) -> ValueTargets:
+        places = np.concatenate([sequence.places for sequence in part])
+        old_value_N, return_N, weight_N = (
+            torch.from_numpy(column_S[places].astype(np.float32)) for column_S in (value_S, return_S, weight_S)
+        )
+        return ValueTargets(old_value_N=old_value_N, return_N=return_N, weight_N=weight_N)
+
+    return ValueBatch(_packed(sequences, columns, packing))
+
+
+def set_values(trajectories: Sequence[Trajectory], values: Sequence[float], level: Literal["turn", "token"]) -> None:
+    """Set `Trajectory.values` from the values of all states, in the order of `pack_states`.
+
+    With one value for each turn, a turn without sampled tokens has the value before the next turn that has tokens, because the
+    model sampled nothing in between; 0 after the last.
+    """
+    numbers = iter(values)
+    for trajectory in trajectories:
+        counts = _counts(trajectory, level)
+        by_turn = [[next(numbers) for _ in range(count)] for count in counts]
+        if level == "token":
+            trajectory.values = list(by_turn)
+            continue
+        following = 0.0
+        entries: list[float | Sequence[float]] = []
+        for turn in reversed(by_turn):
+            following = turn[0] if turn else following
+            entries.append(following)
+        trajectory.values = entries[::-1]
+
+
+def _counts(trajectory: Trajectory, level: Literal["turn", "token"]) -> list[int]:
+    """The number of states of each turn."""
+    counts = np.zeros(len(trajectory.turns), dtype=np.int64)
+    for segment in trajectory.segments:
+        turn = np.array(segment.turn, dtype=np.int64)
+        counts += np.bincount(turn[turn >= 0], minlength=len(counts))
+    return [int(count) if level == "token" else min(int(count), 1) for count in counts]
+
+
+def _numbered(trajectory: Trajectory, level: Literal["turn", "token"]) -> tuple[list[np.ndarray], int]:
+    """For each segment, the number of the state before each token in the trajectory, -1 where there is none; and their count."""
+    counts = _counts(trajectory, level)
+    following = np.concatenate([[0], np.cumsum(counts)])  # the number of the next state of each turn
+    ends = following[1:].copy()
+    places: list[np.ndarray] = []
+    for segment in trajectory.segments:
+        place = np.full(len(segment.turn), -1, dtype=np.int64)
+        for index, turn in enumerate(segment.turn):
+            if turn >= 0 and following[turn] < ends[turn]:
+                place[index] = following[turn]
+                following[turn] += 1
+        places.append(place)
+    return places, int(ends[-1]) if len(ends) else 0
+
+
+def _sequences(
+    trajectory: Trajectory, places: Sequence[np.ndarray], *, offset: int, included: np.ndarray | None = None
+) -> Iterator[_StateSequence]:
+    """The segments that have states. `included` has an entry for each state of the trajectory; None includes all."""
+    for segment, place in zip(trajectory.segments, places, strict=True):
+        is_target = place >= 0
+        if included is not None:
+            is_target[is_target] = included[place[is_target]]
+        targets = np.flatnonzero(is_target)
+        if not len(targets):
+            continue
+        end = int(targets[-1]) + 1  # no state is behind the last target
+        yield _StateSequence(
+            token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
+            is_target=is_target[:end],
+            media=[media for media in segment.media if media.start < end],
+            places=place[targets] + offset,
+        )
+
+
+def _packed(
+    sequences: Sequence[_StateSequence],
+    columns: Callable[[Sequence[_StateSequence]], Columns],
+    packing: ValuePacking,
+) -> list[MicroBatch[Columns]]:
+    return pack_sequences(
+        sequences,
+        columns,
+        micro_batch_tokens=packing.micro_batch_tokens,
+        parallel=packing.parallel,
+        share_prompts=packing.share_prompts,
+    )
+
+
+def _flat(
+    trajectory: Trajectory, name: str, entries: Sequence[float | Sequence[float]], counts: Sequence[int]
+) -> np.ndarray:
+    """The numbers of all states of a trajectory, from an entry for each turn.
+
+    Raises ValueError if an entry has another length than its turn has states.
+    """
+    numbers: list[float] = []
+    for turn, (entry, count) in enumerate(zip(entries, counts, strict=True)):
+        of_turn = [entry] * min(count, 1) if isinstance(entry, float | int) else list(entry)
+        if len(of_turn) != count:
+            raise ValueError(
+                f"trajectory {trajectory.id}: turn {turn} has {count} states and {len(of_turn)} numbers in Trajectory.{name}"
+            )
+        numbers += of_turn
+    return np.array(numbers, dtype=np.float64)
