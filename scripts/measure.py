@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 71,
-    "way: lines": 10600,
-    "way: lines that run": 3230,
-    "way without the embedded engine: files": 60,
-    "way without the embedded engine: lines": 9530,
-    "way without the embedded engine: lines that run": 2590,
+    "way: files": 80,
+    "way: lines": 12400,
+    "way: lines that run": 3700,
+    "way without the embedded engine: files": 69,
+    "way without the embedded engine: lines": 10600,
+    "way without the embedded engine: lines that run": 2880,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

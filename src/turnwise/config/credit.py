@@ -43,7 +43,7 @@ Scale = Annotated[
     Literal["std", "batch", "none"],
     Field(
         description="The number that advantages are divided by. `std`: the standard deviation of the rewards (or returns) of the "
-        "group, as in GRPO. `batch`: that of the whole batch. `none`: 1, as in Dr. GRPO."
+        "group, as in GRPO. `batch`: that of all groups of the step. `none`: 1, as in Dr. GRPO."
     ),
 ]
 GroupScale = Annotated[

@@ -168,7 +168,7 @@ def _torch_optimizer(masters: Sequence[torch.Tensor], config: OptimizerConfig) -
         return torch.optim.Adafactor(masters, lr=0.0, weight_decay=config.weight_decay)
     if config.name == "adamw_8bit":
         try:
-            from bitsandbytes.optim import AdamW8bit
+            from bitsandbytes.optim.adamw import AdamW8bit
         except ImportError:
             raise ConfigError("optimizer.name=adamw_8bit needs bitsandbytes: pip install 'turnwise[8bit]'") from None
         return AdamW8bit(masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
