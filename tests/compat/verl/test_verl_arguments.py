@@ -126,12 +126,41 @@ def test_what_is_not_said_has_verl_s_value(grpo: list[str]) -> None:
     assert (config.train.weight_decay, config.train.lr) == (0.01, 1e-6)
     assert (config.limits.context, config.limits.tokens_per_turn) == (1024, 512)
     found = from_verl_arguments([one for one in grpo if "adv_estimator" not in one and "mini" not in one])
+    assert found.recipe["credit"] == {"name": "gae", "gamma": 1.0, "lam": 1.0}
     assert matters(found) == {
-        "algorithm.adv_estimator": "these estimators can be converted: grpo, grpo_vectorized, rloo, rloo_vectorized, "
-        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg",
         "actor_rollout_ref.actor.ppo_mini_batch_size": "the 4 rows of data.train_batch_size cannot be divided by it",
     }
     assert {left.key: left.value for left in found.unsupported}["actor_rollout_ref.actor.ppo_mini_batch_size"] == 256
+
+
+def test_an_estimator_that_does_not_exist_here_is_refused(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "algorithm.adv_estimator=optimal_token_baseline"])
+    assert matters(found) == {
+        "algorithm.adv_estimator": "these estimators can be converted: gae, grpo, grpo_vectorized, rloo, rloo_vectorized, "
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg",
+    }
+
+
+def test_gae_and_its_critic(grpo: list[str]) -> None:
+    keys = (
+        "algorithm.adv_estimator=gae",
+        "algorithm.lam=0.95",
+        "critic.optim.lr=2e-5",
+        "critic.model.path=some/critic",
+        "critic.cliprange_value=0.3",
+        "trainer.critic_warmup=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    )
+    found = from_verl_arguments([*grpo, *keys])
+    assert found.recipe["credit"] == {"name": "gae", "gamma": 1.0, "lam": 0.95}
+    assert found.recipe["critic"] == {"lr": 2e-5, "path": "some/critic", "warmup_steps": 2, "clip": 0.3}
+    assert matters(found) == {}
+    other = from_verl_arguments([*grpo, *keys, "critic.ppo_epochs=3"])
+    assert matters(other) == {
+        "critic.ppo_epochs": "the critic has the value of actor_rollout_ref.actor.ppo_epochs",
+    }
+    one_step = from_verl_arguments([*grpo, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
+    assert "clip" not in one_step.recipe["critic"]
 
 
 def test_minibatches_and_their_clipping(grpo: list[str]) -> None:

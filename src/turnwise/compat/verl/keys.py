@@ -16,6 +16,9 @@ TURNS = f"{ROLLOUT}.multi_turn"
 DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "critic.cliprange_value": 0.5,
+    "critic.optim.lr": 1e-5,
     "algorithm.norm_adv_by_std_in_grpo": True,
     "actor_rollout_ref.model.lora_alpha": 16,
     f"{ACTOR}.clip_ratio": 0.2,

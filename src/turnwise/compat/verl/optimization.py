@@ -9,6 +9,7 @@ __all__ = ["adapter", "lengths", "optimization", "steps", "trainer"]
 
 
 _ESTIMATORS = {
+    "gae": "gae",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
     "rloo": "rloo",
@@ -19,7 +20,7 @@ _ESTIMATORS = {
     "opo": "opo",
     "gpg": "gpg",
 }
-"""verl's estimators that need no critic, and their names here."""
+"""verl's estimators, and their names here."""
 
 
 def lengths(builder: VerlRecipeBuilder) -> None:
@@ -121,9 +122,40 @@ def _credit(builder: VerlRecipeBuilder) -> None:
         builder.reject(scale, f"has no effect with adv_estimator={builder.value(key)}, also not in verl")
     if name == "reinforce_pp":
         builder.set("credit.gamma", float(builder.number("algorithm.gamma")), "algorithm.gamma")
+    if name == "gae":
+        _critic(builder)
     if name == "gpg":
         reason = "alpha counts conversations without a gradient here, and rewards of 0 in verl"
         builder.assume(key, builder.value(key), reason)
+
+
+def _critic(builder: VerlRecipeBuilder) -> None:
+    """Set the options of gae and of its critic. Apart from these, the critic has the options of the policy."""
+    builder.set("credit.gamma", float(builder.number("algorithm.gamma")), "algorithm.gamma")
+    builder.set("credit.lam", float(builder.number("algorithm.lam")), "algorithm.lam")
+    builder.set("critic.lr", builder.value("critic.optim.lr"), "critic.optim.lr")
+    if builder.is_set(key := "critic.model.path"):
+        builder.set("critic.path", builder.value(key), key)
+    if warmup := builder.count(key := "trainer.critic_warmup"):
+        builder.set("critic.warmup_steps", warmup, key)
+    else:
+        builder.convert("critic.warmup_steps=0", key)
+    rows, size = builder.count("data.train_batch_size"), builder.count(f"{ACTOR}.ppo_mini_batch_size")
+    if rows == size and builder.value(f"{ACTOR}.ppo_epochs") == 1:
+        builder.reject("critic.cliprange_value", "has no effect with one optimizer step per batch")
+    else:
+        builder.set("critic.clip", builder.value("critic.cliprange_value"), "critic.cliprange_value")
+    for name in (
+        "ppo_epochs",
+        "ppo_mini_batch_size",
+        "loss_agg_mode",
+        "optim.weight_decay",
+        "optim.betas",
+        "grad_clip",
+    ):
+        same = builder.value(f"critic.{name}") == builder.value(f"{ACTOR}.{name}")
+        reason = f"the critic has the value of {ACTOR}.{name}"
+        builder.reject(f"critic.{name}", reason, changes_training=not same)
 
 
 def _divergence(builder: VerlRecipeBuilder) -> None:
