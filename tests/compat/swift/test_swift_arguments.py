@@ -249,6 +249,78 @@ def test_an_argument_becomes_its_option(words: str, option: str, value: Any) -> 
     Config.model_validate(found.recipe)
 
 
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
+        ("--loss_type bnpo", {"normalizer": "token"}),
+        ("--loss_type dr_grpo", {"normalizer": "constant", "constant_length": 512}),
+        (
+            "--loss_type dr_grpo --max_completion_length 1000",
+            {"normalizer": "constant", "constant_length": 1000},
+        ),
+        # the largest weight is epsilon_high in ms-swift, and 1 + clip_high here
+        (
+            "--loss_type cispo --epsilon_high 5 --num_iterations 2",
+            {"name": "cispo", "normalizer": "token", "clip_low": 1.0, "clip_high": 4.0},
+        ),
+        ("--loss_type cispo --epsilon_high 5", {"name": "cispo", "normalizer": "token"}),
+        (
+            "--loss_type sapo --tau_pos 2 --tau_neg 3 --num_iterations 2",
+            {"name": "sapo", "normalizer": "trajectory", "tau_positive": 2.0, "tau_negative": 3.0},
+        ),
+        ("--loss_type sapo --tau_pos 2", {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}),
+        (
+            "--importance_sampling_level sequence --num_iterations 2",
+            {"name": "gspo", "level": "sequence", "normalizer": "trajectory", "clip_low": 0.2, "clip_high": 0.2},
+        ),
+        (
+            "--importance_sampling_level sequence_token --epsilon 3e-4 --epsilon_high 4e-4 --num_iterations 2",
+            {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+        ),
+        ("--importance_sampling_level token", {"name": "ppo_clip"}),
+        ("--num_iterations 2 --delta 2", {"name": "ppo_clip", "dual_clip": 2.0}),
+        ("--num_iterations 2 --epsilon_high 0.28 --delta 1.28", {"clip_high": 0.28, "dual_clip": 1.28}),
+        ("--delta 2", {"dual_clip": None}),  # one optimizer step on each batch
+    ],
+)
+def test_a_loss_has_the_same_formula(words: str, loss: dict[str, Any]) -> None:
+    found = converted(FULL + words)
+    section = valid(found).loss.model_dump()
+    assert {name: section[name] for name in loss} == loss
+    assert found.refused() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ("token_truncate", {"action": "truncate", "level": "token", "high": 2.0}),
+        ("token_mask --rollout_importance_sampling_threshold 3", {"action": "mask", "level": "token", "high": 3.0}),
+        ("sequence_truncate", {"action": "truncate", "level": "geometric"}),
+        ("sequence_mask", {"action": "mask", "level": "geometric", "weight_level": "token"}),
+    ],
+)
+def test_a_correction_needs_other_probabilities_in_the_engine(words: str, correction: dict[str, Any]) -> None:
+    found = converted(FULL + f"--torch_dtype bfloat16 --rollout_importance_sampling_mode {words}")
+    section = valid(found).correction.model_dump()
+    assert {name: section[name] for name in correction} == correction
+    # the KL term has no weight here
+    assert [one.key for one in found.assumptions] == ["columns", "rollout_importance_sampling_mode"]
+    without_kl = converted(FULL + f"--torch_dtype bfloat16 --beta 0 --rollout_importance_sampling_mode {words}")
+    assert [one.key for one in without_kl.assumptions] == ["columns"]
+    exact = converted(FULL + f"--rollout_importance_sampling_mode {words}")
+    assert "correction" not in exact.recipe
+    assert {one.changes_training for one in exact.unsupported} == {False}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("adamw_torch_fused", "adamw"), ("paged_adamw_32bit", "adamw"), ("adamw_8bit", "adamw_8bit")]
+)
+def test_an_optimizer_is_converted(name: str, ours: str) -> None:
+    found = converted(FULL + f"--optim {name}")
+    assert valid(found).train.optimizer.name == ours
+    assert found.unsupported == []
+
+
 @pytest.mark.parametrize(("key", "node"), [("save_steps", "checkpoint"), ("eval_steps", "eval")])
 def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> None:
     found = converted(FULL + f"--val_dataset e.jsonl --{key} 0.1")
@@ -276,7 +348,38 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
             "there is no reward function 'cosines'; there are accuracy, cosine, format",
         ),
         ("--reward_weights 1 2", "reward_weights", "2 weights for 0 rewards"),
-        ("--importance_sampling_level sequence", "importance_sampling_level", "the ratio is computed per token here"),
+        (
+            "--importance_sampling_level turn",
+            "importance_sampling_level",
+            "it can be token, sequence or sequence_token",
+        ),
+        (
+            "--importance_sampling_level sequence --torch_dtype bfloat16 --rollout_importance_sampling_mode token_mask",
+            "importance_sampling_level",
+            "the tokens of a sequence have different weights",
+        ),
+        (
+            "--loss_type real",
+            "loss_type",
+            "these losses of ms-swift can be converted: grpo, bnpo, dapo, dr_grpo, cispo, sapo",
+        ),
+        ("--loss_type cispo", "loss_type", "0.2 scales the loss down: set epsilon_high above 1"),
+        (
+            "--loss_type cispo --epsilon_high 0.28",
+            "loss_type",
+            "the largest weight in ms-swift, not its distance from 1",
+        ),
+        (
+            "--loss_type sapo --importance_sampling_level sequence",
+            "importance_sampling_level",
+            "a ratio for each token",
+        ),
+        ("--num_iterations 2 --delta 1.1", "delta", "only if delta is at least 1 + epsilon_high, here 1.2"),
+        ("--num_iterations 2 --epsilon_high 0.5 --delta 1.4", "delta", "here 1.5"),
+        ("--num_iterations 2 --importance_sampling_level sequence --delta 2", "delta", "loss.name=gspo has no bound"),
+        ("--optim adafactor", "optim", "train.optimizer.name supports these values of ms-swift: adamw_torch"),
+        ("--optim sgd", "optim", "train.optimizer.name supports"),
+        ("--advantage_estimator rloo", "kl_in_reward", "its default is true with rloo"),
         ("--loss_scale hermes", "loss_scale", "loss_mask supports all and last_round"),
         ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows must be a separate file or split"),
         (

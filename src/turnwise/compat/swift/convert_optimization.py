@@ -1,4 +1,4 @@
-"""Converts ms-swift's arguments about batches, clipping and the length of the training."""
+"""Converts ms-swift's arguments about batches, credit and the length of the training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from turnwise.compat.swift.convert_data import count_rows
 from turnwise.compat.swift.flags import SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
 
-__all__ = ["convert_batches", "convert_clipping", "convert_credit", "convert_sample_filters", "convert_steps"]
+__all__ = ["convert_batches", "convert_credit", "convert_sample_filters", "convert_steps"]
 
 _BATCH_KEYS = (
     "per_device_train_batch_size",
@@ -48,23 +48,6 @@ def convert_batches(builder: SwiftRecipeBuilder) -> int:
     return minibatches
 
 
-def convert_clipping(builder: SwiftRecipeBuilder, minibatches: int) -> None:
-    """Set the bounds of the ratio. They have no effect if each batch is used for one optimizer step only."""
-    off_policy = minibatches > 1 or builder.value("num_iterations") > 1 or bool(builder.values.get("async_generate"))
-    _convert_correction(builder)
-    if not off_policy:
-        for key in ("epsilon", "epsilon_high", "off_policy_sequence_mask_delta"):
-            builder.reject(key, "it has no effect with one optimizer step on each batch: the ratio is 1")
-        return
-    if (delta := builder.values.get("off_policy_sequence_mask_delta")) is not None:
-        builder.set("correction.off_policy_sequence_mask_delta", delta, "off_policy_sequence_mask_delta")
-    low, high = builder.values.get("epsilon"), builder.values.get("epsilon_high")
-    if low is not None:
-        builder.set("loss.clip_low", low, "epsilon")
-    if high is not None or low is not None:
-        builder.set("loss.clip_high", high if high is not None else low, "epsilon", "epsilon_high")
-
-
 _SCALES = {"group": "std", "true": "std", "batch": "batch", "none": "none", "false": "none"}
 """Values of scale_rewards, and of credit.scale."""
 
@@ -79,6 +62,9 @@ def convert_credit(builder: SwiftRecipeBuilder) -> None:
     scale = str(scale).lower()
     if estimator == "rloo" and scale in ("none", "false"):
         builder.set("credit.name", "rloo", *keys)
+        if builder.value("beta") and builder.values.get("kl_in_reward") is None:
+            reason = "its default is true with rloo, and the KL divergence is part of the loss here: set it to false"
+            builder.reject("kl_in_reward", reason, changes_training=True, even_default=True)
     elif estimator == "grpo" and scale == "gdpo":
         builder.set("credit.name", "gdpo", *keys)
     elif estimator == "grpo" and scale in _SCALES:
@@ -105,27 +91,6 @@ def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:
         builder.reject("max_resample_times", "it has no effect without dynamic_sample")
     if builder.values.get("overlong_filter"):
         builder.set("train.overlong_filter", True, "overlong_filter")
-
-
-_CORRECTIONS = {
-    "token_truncate": {"action": "truncate"},
-    "token_mask": {"action": "mask"},
-    "sequence_truncate": {"action": "truncate", "level": "geometric"},
-    "sequence_mask": {"action": "mask", "level": "geometric", "weight_level": "token"},
-}
-"""The modes of ms-swift's importance sampling. Its ratio of a sequence is the geometric mean."""
-
-
-def _convert_correction(builder: SwiftRecipeBuilder) -> None:
-    """Set the correction, if tokens may come from older weights; else there is no mismatch to correct."""
-    mode, key = builder.values.get("rollout_importance_sampling_mode"), "rollout_importance_sampling_mode"
-    if mode not in _CORRECTIONS or not builder.values.get("async_generate"):
-        return
-    for option, value in _CORRECTIONS[mode].items():
-        builder.set(f"correction.{option}", value, key)
-    threshold = builder.values.get("rollout_importance_sampling_threshold")
-    if threshold is not None:
-        builder.set("correction.high", threshold, "rollout_importance_sampling_threshold")
 
 
 def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:

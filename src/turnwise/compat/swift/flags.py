@@ -99,7 +99,15 @@ OPTIONS: Mapping[str, str] = {
 
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "torch_dtype": ("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
-    "loss_type": ("loss.normalizer", {"grpo": "trajectory", "bnpo": "token", "dapo": "token"}),
+    "optim": (
+        "train.optimizer.name",
+        {
+            **dict.fromkeys(
+                ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw", "paged_adamw_32bit"), "adamw"
+            ),
+            **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+        },
+    ),
     "lr_scheduler_type": (
         "train.lr_schedule",
         {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
@@ -110,9 +118,7 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # argument: the accepted values, and why no other value is possible
     "rlhf_type": (("grpo",), "only GRPO can be converted"),
-    "importance_sampling_level": (("token",), "the ratio is computed per token here"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
-    "delta": ((None,), "the ratio has no upper bound other than loss.clip_high"),
     "kl_in_reward": ((False,), "the KL divergence is part of the loss here (loss.kl_coef)"),
     "sync_ref_model": ((False,), "the reference model stays the model before training"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
@@ -153,7 +159,7 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      r"api_key|max_logprobs", "the embedded engine is used: options under engine"),
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
-     r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|optim|"
+     r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|"
      r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"
      r"optimizer_cpu_offload|use_precision_aware_optimizer|colocate_groups|gpus",
      "about memory and devices: train.micro_batch_tokens and model.device"),
