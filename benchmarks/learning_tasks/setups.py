@@ -70,10 +70,10 @@ TASKS = (
         "a second try, evaluated with two tries",
         (
             # a conversation with one try has about half as many sampled tokens: more steps, cut at equal tokens
-            Setup("single-turn grpo", ONE_TRY, 200, 6),
+            Setup("single-turn grpo", ONE_TRY, 500, 6),
             *(
                 Setup(f"multi-turn {one.name}", one.overrides, one.steps, one.quick_steps)
-                for one in setups(ESTIMATORS, 120, 4)
+                for one in setups(ESTIMATORS, 300, 4)
             ),
         ),
         start=0.252,
