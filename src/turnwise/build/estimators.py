@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from turnwise.config import credit as sections
 from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.schema import Config
 from turnwise.rewards.credit import Credit, critic, outcome, published, states, turns
-from turnwise.rewards.credit.episode import Batch
 from turnwise.rewards.scorer import Scorer
 
 __all__ = ["credit", "credit_note"]
@@ -65,9 +62,7 @@ def _turn_level(section: sections.Estimator) -> Credit:
             return Credit(name, partial(turns.kevin, gamma=section.gamma, scale=section.scale))
         case sections.GigpoSection():
             estimate = partial(turns.gigpo, omega=section.omega, gamma=section.gamma, scale=section.scale)
-            if (key := section.state_key) is not None:
-                estimate = _checked(estimate, partial(states.refuse_no_states, key=key))
-            return Credit(name, estimate, read=partial(states.with_states, key=key))
+            return Credit(name, estimate, read=partial(states.with_states, key=section.state_key))
         case sections.MtGrpoSection():
             return Credit(name, partial(published.mt_grpo, outcome_weight=section.outcome_weight, scale=section.scale))
         case sections.IgpoSection():
@@ -81,8 +76,7 @@ def _turn_level(section: sections.Estimator) -> Credit:
                 initial=section.initial,
                 scale=section.scale,
             )
-            check = partial(states.refuse_no_potentials, key=section.key)
-            return Credit(name, _checked(estimate, check), read=partial(states.with_potentials, key=section.key))
+            return Credit(name, estimate, read=partial(states.with_potentials, key=section.key))
         case _:
             return _with_critic(section)
 
@@ -109,13 +103,3 @@ def _with_critic(section: sections.Estimator) -> Credit:
             )
             return Credit(name, estimate, needs_values="token")
     raise AssertionError(f"no estimator for credit.name={name}")
-
-
-def _checked(estimate: Callable[[Batch], Any], check: Callable[[Batch], None]) -> Callable[[Batch], Any]:
-    """The estimator, after a check of each batch that raises."""
-
-    def checked(batch: Batch) -> Any:
-        check(batch)
-        return estimate(batch)
-
-    return checked

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.errors import RolloutError, boundary
-from turnwise.rewards.credit.episode import Batch, Episode, episode_of
+from turnwise.errors import Failed, boundary
+from turnwise.rewards.credit.episode import Episode, episode_of
 from turnwise.rewards.results import finite_number
-from turnwise.types import Message, Trajectory, Turn
+from turnwise.types import Failure, Message, Trajectory, Turn
 
-__all__ = ["refuse_no_potentials", "refuse_no_states", "with_potentials", "with_states"]
+__all__ = ["with_potentials", "with_states"]
 
 
 def with_states(trajectory: Trajectory, *, key: str | None) -> Episode:
@@ -21,39 +21,47 @@ def with_states(trajectory: Trajectory, *, key: str | None) -> Episode:
     With a key, that is `turn.info[key]` of the turn before, as JSON; None (a state of its own) if the turn before has no such
     entry. The first turns of a group are in the same state. Without a key, the name is the text of the messages that the model
     received since its last turn; None if it received none.
+
+    Raises Failed if there is a key, the trajectory has several turns, and none of the turns before the last has such an entry.
     """
-    names = [_observation(trajectory, turn) for turn in trajectory.turns]
-    if key is not None:
-        names = [None if key not in turn.info else _json(turn.info[key]) for turn in trajectory.turns]
-        names = ["first turn", *names[:-1]][: len(names)]
-    return replace(episode_of(trajectory), states_T=names)
+    turns = trajectory.turns
+    if key is None:
+        return replace(episode_of(trajectory), states_T=[_observation(trajectory, turn) for turn in turns])
+    _need_entry(
+        turns[:-1],
+        key,
+        rule=f"credit.name=gigpo with credit.state_key={key} needs the name of the state after at least one turn before the last",
+        fix="or remove credit.state_key to compare the messages that the model received",
+    )
+    names = [None if key not in turn.info else _json(turn.info[key]) for turn in turns]
+    return replace(episode_of(trajectory), states_T=["first turn", *names[:-1]][: len(names)])
 
 
 def with_potentials(trajectory: Trajectory, *, key: str) -> Episode:
     """The episode with `turn.info[key]`, the score of the state after each turn; None where it is missing or None.
 
-    Raises Failed if a score is not a finite number.
+    Raises Failed if a score is not a finite number, and if no turn has such an entry. Turns that a limit has cut do not need it:
+    the environment does not see them.
     """
+    _need_entry(
+        [turn for turn in trajectory.turns if turn.finish_reason != "length"],
+        key,
+        rule="credit.name=turn_potential needs the score of the state after at least one turn, or None for no score",
+        fix="or set credit.key to the key that the environment uses",
+    )
     return replace(episode_of(trajectory), potentials_T=[_potential(turn, key) for turn in trajectory.turns])
 
 
-def refuse_no_potentials(batch: Batch, *, key: str) -> None:
-    """Raises RolloutError if no turn of the batch has a score of its state: `turn_potential` would be `grpo`."""
-    episodes = [episode for group in batch for episode in group]
-    if episodes and all(score is None for episode in episodes for score in episode.potentials_T):
-        raise RolloutError(
-            f"credit.name=turn_potential has no effect: no turn of the step has a score in turn.info[{key!r}]. Let the "
-            f"environment set it (Reply(info={{{key!r}: 0.5}})), or set credit.key to the key that it uses"
-        )
-
-
-def refuse_no_states(batch: Batch, *, key: str) -> None:
-    """Raises RolloutError if no turn after the first has a named state: `gigpo` would compare first turns only."""
-    later = [state for group in batch for episode in group for state in episode.states_T[1:]]
-    if later and all(state is None for state in later):
-        raise RolloutError(
-            f"credit.state_key={key} has no effect: no turn of the step has an entry turn.info[{key!r}]. Let the environment set "
-            f"it (Reply(info={{{key!r}: ...}})), or remove credit.state_key to compare the messages that the model received"
+def _need_entry(turns: Sequence[Turn], key: str, *, rule: str, fix: str) -> None:
+    """Raises Failed if there are turns, and none has an entry `turn.info[key]`."""
+    if turns and all(key not in turn.info for turn in turns):
+        present = ", ".join(sorted({repr(name) for turn in turns for name in turn.info})) or "none"
+        raise Failed(
+            Failure(
+                "reward",
+                f"no turn has an entry turn.info[{key!r}] (other entries: {present:.200}); {rule}. Let the environment set the "
+                f"entry (Reply(info={{{key!r}: ...}})), {fix}",
+            )
         )
 
 
