@@ -483,3 +483,30 @@ class Keeps(SingleTurn):
 
     async def step(self, turn: Turn) -> Reply:
         return user_message("More.") if turn.index == 0 else Reply(done=True)
+
+
+def test_values_and_returns_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Those of turns are numbers, those of tokens are lists; a conversation without a critic has neither."""
+    live = [hold(Says("Yes.", "No."), rewrites) for _ in range(3)]
+    of_turns, of_tokens, without = live
+    counts = [sum(segment.turn.count(turn.index) for segment in of_tokens.segments) for turn in of_tokens.turns]
+    assert all(counts)
+    of_turns.advantages, of_turns.values, of_turns.returns = [0.1, -0.2], [0.3, 1e-9], [0.75, -1.0]
+    of_tokens.advantages, of_tokens.values, of_tokens.returns = (  # type: ignore[assignment]
+        [[(place + token / 7) * sign for token in range(count)] for place, count in enumerate(counts)]
+        for sign in (1.0, -1.0, 1 / 3)
+    )
+    without.advantages = [0.5, 0.5]
+    path, again = tmp_path / "trajectories.jsonl", tmp_path / "again.jsonl"
+    write_trajectories(path, live)
+    for one, other in zip(live, read(path), strict=True):
+        for name in ("advantages", "values", "returns"):
+            numbers = [entry if isinstance(entry, float) else list(entry) for entry in getattr(other, name)]
+            assert numbers == getattr(one, name), name
+    write_trajectories(again, read(path))
+    assert again.read_bytes() == path.read_bytes()
+    turns = [json.loads(line)["turns"] for line in path.read_text().splitlines()]
+    assert [[(turn["value"], turn["return"]) for turn in of] for of in turns[:2]] == [
+        list(zip(one.values, one.returns, strict=True)) for one in live[:2]
+    ]
+    assert all("value" not in turn and "return" not in turn for turn in turns[2])

@@ -186,23 +186,33 @@ def test_masked_tokens_and_conversations_that_failed_or_have_no_reward_change_no
     assert same(before, after)
 
 
-@pytest.mark.parametrize("name", ["turn_return", "turn_return, none", "kevin, 1", "gigpo, key", "reinforce_pp", "gae"])
-def test_turns_of_weight_0_at_the_end_change_nothing(name: str) -> None:
+WITHOUT_DISCOUNT = {
+    **{name: ALL[name] for name in ("turn_return", "turn_return, none", "kevin, 1", "gigpo, key", "reinforce_pp")},
+    "gae, 1": Credit("gae, 1", partial(critic.gae, lam=1.0), needs_values="token"),
+    "turn_gae, 1": Credit("turn_gae, 1", partial(critic.turn_gae, gamma=1.0, lam=1.0), needs_values="turn"),
+    "critic, 1": Credit("critic, 1", critic.critic, needs_values="turn"),
+}
+
+
+@pytest.mark.parametrize("credit", WITHOUT_DISCOUNT.values(), ids=list(WITHOUT_DISCOUNT))
+def test_turns_of_weight_0_at_the_end_change_nothing(credit: Credit) -> None:
     """Without a discount: the reward of the conversation is then received one turn later."""
 
-    def junk(groups: list[Group]) -> None:
+    def junk(groups: list[Group], weight: float) -> None:
         for group in groups:
             for one in group.trajectories:
-                append(one.segments[0], [7, 7], one.turns[-1].index + 1)
+                index = len(one.turns)
+                append(one.segments[0], [7, 7], index)
                 message = {"role": "assistant", "content": "junk"}
-                one.turns.append(Turn(index=one.turns[-1].index + 1, message=message, text="junk", weight=0.0))
-                one.values.append([0.0, 0.0])
+                one.turns.append(Turn(index=index, message=message, text="junk", weight=weight))
+                one.values.append([0.7, -0.3])
 
-    before, after = changed(ALL[name], 1, junk)
-    if name == "gae":  # two more steps of tokens, whose value is 0, with lambda below 1
-        return
+    before, after = changed(credit, 1, partial(junk, weight=0.0))
     assert same(before, {key: entries[:-1] for key, entries in after.items()})
-    assert {number for entries in after.values() for number in entries[-1]} == {0.0}
+    if credit.needs_values is None:
+        assert {number for entries in after.values() for number in entries[-1]} == {0.0}
+    _, trained = changed(credit, 1, partial(junk, weight=1.0))
+    assert not same(before, {key: entries[:-1] for key, entries in trained.items()})
 
 
 SHIFTED = [
@@ -231,6 +241,7 @@ def test_a_step_in_which_all_conversations_are_the_same_has_no_advantages(credit
     same_for_all = conversation("0", random.Random(1), turns=1)
     same_for_all.turns[0].info["p"] = 0.0
     same_for_all.turns[0].weight = 1.0
+    assert same_for_all.reward
     groups = [
         Group(
             id=str(place),
@@ -243,9 +254,20 @@ def test_a_step_in_which_all_conversations_are_the_same_has_no_advantages(credit
     for n, one in enumerate(one for group in groups for one in group.trajectories):
         one.id = str(n)
     credit(groups)
-    if credit.name in ("shared, none", "critic", "gae", "bilevel_gae", "reinforce_pp, gamma"):
-        return  # no mean over conversations, or tokens of one conversation that are compared with each other
-    assert {number for entries in advantages(groups).values() for entry in entries for number in entry} == {0.0}
+    by_trajectory = list(advantages(groups).values())
+    assert len(by_trajectory) == 8
+    assert all(same(entries, by_trajectory[0]) for entries in by_trajectory)
+    ((*numbers,),) = by_trajectory[0]
+    ((value, _),) = same_for_all.values  # type: ignore[misc]
+    if credit.name == "shared, none":  # no mean is subtracted
+        assert numbers == [pytest.approx(same_for_all.reward)]
+    elif credit.name == "critic":  # not whitened
+        assert numbers == [pytest.approx(same_for_all.reward - value)]  # type: ignore[operator]
+    elif credit.name in ("gae", "bilevel_gae", "reinforce_pp, gamma"):  # the two tokens are compared with each other
+        assert numbers[0] == pytest.approx(-numbers[1])
+        assert abs(numbers[0]) > 0.5
+    else:
+        assert set(numbers) == {0.0}
 
 
 GROUP_OF_ONE = {
