@@ -181,6 +181,183 @@ def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
     assert "clip_low" not in found.recipe.get("loss", {})
 
 
+ACTOR = "actor_rollout_ref.actor"
+PLACE = "algorithm.rollout_correction"
+BF16 = f"{ACTOR}.fsdp_config.model_dtype=bf16"
+
+
+@pytest.mark.parametrize(
+    ("keys", "loss"),
+    [
+        (["loss_agg_mode=seq-mean-token-sum"], {"normalizer": "constant", "constant_length": 1}),
+        (["policy_loss.loss_mode=vanilla"], {"name": "ppo_clip", "normalizer": "token"}),
+        # gspo and sapo average over conversations whatever loss_agg_mode is; their bounds are verl's, not those of the paper
+        (["policy_loss.loss_mode=gspo"], {"name": "gspo", "normalizer": "trajectory", "clip_low": 3e-4}),
+        (
+            ["policy_loss.loss_mode=gspo", "ppo_epochs=2", "clip_ratio_high=0.3"],
+            {"name": "gspo", "normalizer": "trajectory", "clip_low": 0.2, "clip_high": 0.3, "level": "sequence"},
+        ),
+        (
+            ["policy_loss.loss_mode=sapo", "ppo_epochs=2", "tau_pos=2", "tau_neg=3"],
+            {"name": "sapo", "normalizer": "trajectory", "tau_positive": 2.0, "tau_negative": 3.0},
+        ),
+        (
+            ["policy_loss.loss_mode=cispo", "ppo_epochs=2", "clip_ratio_low=1", "clip_ratio_high=3"],
+            {"name": "cispo", "normalizer": "token", "clip_low": 1.0, "clip_high": 3.0},
+        ),
+        (["policy_loss.loss_mode=cispo", "ppo_epochs=2"], {"name": "cispo", "clip_low": 0.2, "clip_high": 0.2}),
+        (
+            ["policy_loss.loss_mode=gpg", "ppo_epochs=2", "loss_agg_mode=seq-mean-token-mean"],
+            {"name": "reinforce", "normalizer": "trajectory"},
+        ),
+        *(
+            (["use_kl_loss=True", f"kl_loss_type={name}"], {"kl_coef": 0.001, "kl_estimator": ours})
+            for name, ours in {
+                "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "k3+": "k2", "k1+": "k2",
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_a_loss_has_the_same_formula(keys: list[str], loss: dict[str, Any], grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, *(f"{ACTOR}.{key}" for key in keys)])
+    section = whole(found).loss.model_dump()
+    assert {name: section[name] for name in loss} == loss
+    assert matters(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        (["optimizer=AdamW"], "adamw"),
+        (["optimizer=Adafactor", "betas=[0.8,0.9]"], "adafactor"),
+        (["optimizer=AdamW8bit", "optimizer_impl=bitsandbytes.optim"], "adamw_8bit"),
+    ],
+)
+def test_an_optimizer_is_the_same_class(keys: list[str], name: str, grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, *(f"{ACTOR}.optim.{key}" for key in keys)])
+    assert whole(found).train.optimizer.name == name
+    assert matters(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "correction"),
+    [
+        (["rollout_is=token"], {"action": "truncate", "level": "token", "high": 2.0, "low": None}),
+        (["rollout_is=sequence", "rollout_is_threshold=5"], {"action": "truncate", "level": "sequence", "high": 5.0}),
+        (["rollout_is=token", "rollout_is_threshold=0.5_5.0"], {"action": "icepop", "low": 0.5, "high": 5.0}),
+        (["rollout_is=token", "rollout_is_batch_normalize=True"], {"normalize_weights": True}),
+        (["rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.999_1.002"], {"action": "measure", "decoupled": True}),
+        (
+            ["rollout_rs=seq_mean_k1", "rollout_rs_threshold=0.9_1.2", "bypass_mode=True"],
+            {"action": "measure", "decoupled": False},
+        ),
+        (["rollout_is=token", "bypass_mode=True", "loss_type=reinforce"], {"action": "truncate", "level": "token"}),
+        (["bypass_mode=True"], {"action": None}),
+        (["rollout_is=token", "bypass_mode=True"], {"action": None}),  # verl uses these weights for metrics only
+        (["bypass_mode=False", "rollout_is=null", "rollout_rs=null"], {"action": None}),
+    ],
+)
+def test_a_correction_has_the_same_formula(keys: list[str], correction: dict[str, Any], grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, BF16, *(f"{PLACE}.{key}" for key in keys)])
+    config = whole(found)
+    section = config.correction.model_dump()
+    assert {name: section[name] for name in correction} == correction
+    assert matters(found) == {}
+    assert config.loss.name == ("reinforce" if "loss_type=reinforce" in keys else "ppo_clip")  # type: ignore[union-attr]
+    # in float32, the embedded engine has the trainer's probabilities, and nothing is to correct
+    exact = from_verl_arguments([*grpo, *(f"{PLACE}.{key}" for key in keys)])
+    assert whole(exact).correction.action is None
+    assert matters(exact) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds", "expected"),
+    [
+        # verl compares the inverse of the ratio
+        ("token_k1", "0.5_4.0", ("token", "k1", 0.25, 2.0)),
+        ("token_k1", "2.0", ("token", "k1", 0.5, 2.0)),
+        ("seq_sum_k1", "0.5_2.0", ("sequence", "k1", 0.5, 2.0)),
+        ("seq_mean_k1", "0.8_1.25", ("geometric", "k1", 0.8, 1.25)),
+        ("seq_mean_k3", "0.01", ("geometric", "k3", None, 0.01)),
+        ("seq_max_k2", "0.3", ("max", "k2", None, 0.3)),
+        ("token_k2", "0.3", ("token", "k2", None, 0.3)),
+    ],
+)
+def test_a_rejection_has_the_same_bounds(
+    rule: str, bounds: str, expected: tuple[str, str, float | None, float], grpo: list[str]
+) -> None:
+    keys = [f"{PLACE}.rollout_is=sequence", f"{PLACE}.rollout_rs={rule}", f"{PLACE}.rollout_rs_threshold={bounds}"]
+    section = whole(from_verl_arguments([*grpo, BF16, *keys])).correction
+    assert section.action == "truncate"
+    reject = section.reject
+    assert (reject.level, reject.estimator, reject.low, reject.high) == (
+        *expected[:2],
+        *map(approximately, expected[2:]),
+    )
+
+
+def approximately(number: float | None) -> Any:
+    """The number with a tolerance."""
+    return None if number is None else pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "told"),
+    [
+        ([f"{PLACE}.rollout_is=geometric"], "rollout_is", "it can be token or sequence"),
+        ([f"{PLACE}.rollout_is=token", f"{PLACE}.rollout_is_threshold=-1"], "rollout_is_threshold", "a number above 0"),
+        ([f"{PLACE}.rollout_rs=token_k1"], "rollout_rs", "it needs rollout_rs_threshold"),
+        (
+            [f"{PLACE}.rollout_rs=seq_mean_k3", f"{PLACE}.rollout_rs_threshold=0.1_0.2"],
+            "rollout_rs",
+            "a number for a k2",
+        ),
+        ([f"{PLACE}.rollout_rs=seq_max_k1", f"{PLACE}.rollout_rs_threshold=2"], "rollout_rs", "there is no such rule"),
+        (
+            [f"{PLACE}.rollout_rs='token_k1,seq_mean_k3'", f"{PLACE}.rollout_rs_threshold=2"],
+            "rollout_rs",
+            "only one rule can be converted",
+        ),
+        (
+            [
+                f"{PLACE}.rollout_rs=token_k1",
+                f"{PLACE}.rollout_rs_threshold=2",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            "rollout_rs",
+            "turnwise scales all kept tokens by the same factor",
+        ),
+        (
+            [
+                f"{PLACE}.rollout_rs=seq_sum_k1",
+                f"{PLACE}.rollout_rs_threshold=2",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+            ],
+            "rollout_rs",
+            "verl does not count rejected conversations",
+        ),
+        (
+            [
+                f"{PLACE}.bypass_mode=True",
+                f"{PLACE}.rollout_rs=seq_sum_k1",
+                f"{PLACE}.rollout_rs_threshold=2",
+                f"{ACTOR}.ppo_epochs=2",
+            ],
+            "bypass_mode",
+            "turnwise once before the update",
+        ),
+        (
+            [f"{PLACE}.rollout_is=token", f"{PLACE}.rollout_is_batch_normalize=True", f"{ACTOR}.ppo_mini_batch_size=2"],
+            "rollout_is_batch_normalize",
+            "with one minibatch only",
+        ),
+        ([f"{PLACE}.bypass_mode=True", f"{PLACE}.loss_type=gspo"], "loss_type", "it can be ppo_clip or reinforce"),
+    ],
+)
+def test_a_correction_with_another_meaning_is_refused(keys: list[str], key: str, told: str, grpo: list[str]) -> None:
+    assert told in matters(from_verl_arguments([*grpo, BF16, *keys]))[f"{PLACE}.{key}"]
+
+
 def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere/train.parquet"])
     assert "which cannot be read here: set total_training_steps" in matters(found)["trainer.total_epochs"]
@@ -282,9 +459,22 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
         ),
         (["algorithm.use_kl_in_reward=True"], "the KL divergence can be part of the loss, not of the reward"),
         (
-            ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"],
+            ["actor_rollout_ref.actor.loss_agg_mode=sample-mean"],
             "loss.normalizer supports these values of verl: token-mean, seq-mean-token-mean",
         ),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "not by the number of conversations"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], "these losses can be converted: vanilla, gspo"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"], "these losses can be converted: vanilla, gspo"),
+        (
+            ["actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+            "only the KL and entropy terms have this average",
+        ),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_type=abs"],
+            "these estimators can be converted: kl, k1, mse, k2, low_var_kl, k3",
+        ),
+        (["actor_rollout_ref.actor.optim.optimizer=SGD"], "AdamW and Adafactor of torch.optim"),
+        (["actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim"], "AdamW8bit of bitsandbytes.optim"),
         (
             ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
             "name the layers with an adapter in target_modules",

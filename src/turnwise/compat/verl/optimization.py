@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.compat.verl.keys import ACTOR, ROLLOUT
+from turnwise.compat.verl.losses import convert_losses
 from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 
 __all__ = ["adapter", "lengths", "optimization", "steps", "trainer"]
@@ -64,18 +65,16 @@ def optimization(builder: VerlRecipeBuilder) -> None:
     """Set credit, loss and optimizer."""
     _credit(builder)
     builder.set("sampling.top_k", builder.count(f"{ROLLOUT}.top_k") or 0, f"{ROLLOUT}.top_k")
-    builder.choice(
-        f"{ACTOR}.loss_agg_mode", "loss.normalizer", {"token-mean": "token", "seq-mean-token-mean": "trajectory"}
-    )
     dtypes = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     if builder.is_set(key := f"{ACTOR}.fsdp_config.model_dtype"):
         builder.choice(key, "model.dtype", dtypes)
     if builder.is_set(key := "trainer.device"):
         builder.choice(key, "model.device", {"cuda": "cuda", "cpu": "cpu"})
-    _divergence(builder)
     _schedule(builder)
+    _optimizer(builder)
     _minibatches(builder)
     _filter_groups(builder)
+    convert_losses(builder)
 
 
 def _filter_groups(builder: VerlRecipeBuilder) -> None:
@@ -158,19 +157,6 @@ def _critic(builder: VerlRecipeBuilder) -> None:
         builder.reject(f"critic.{name}", reason, changes_training=not same)
 
 
-def _divergence(builder: VerlRecipeBuilder) -> None:
-    switch, weight, kind = (f"{ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
-    if builder.value(switch) is not True:
-        builder.convert("loss.kl_coef=0", switch)
-        for key in (weight, kind):
-            builder.reject(key, "belongs to use_kl_loss, which is off")
-        return
-    builder.set("loss.kl_coef", builder.value(weight), switch, weight)
-    if builder.value(kind) not in ("low_var_kl", "k3"):
-        builder.reject(kind, "the estimator is k3, which verl calls low_var_kl", changes_training=True)
-    builder.convert("loss.kl_coef", kind)
-
-
 def _schedule(builder: VerlRecipeBuilder) -> None:
     old, new = f"{ACTOR}.optim.warmup_style", f"{ACTOR}.optim.lr_scheduler_type"
     for key in (old, new):
@@ -191,22 +177,33 @@ def _minibatches(builder: VerlRecipeBuilder) -> None:
         )
         return
     builder.set("train.minibatches", rows // size, key)
-    clips = [f"{ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")]
-    if rows == size and builder.value(f"{ACTOR}.ppo_epochs") == 1:
-        for clip in clips:
-            builder.reject(clip, "has no effect with one optimizer step per batch: the ratio is 1")
-        return
-    for clip, option in zip(clips[1:3], ("loss.clip_low", "loss.clip_high"), strict=True):
-        builder.set(
-            option,
-            builder.value(clip if builder.is_set(clip) else clips[0]),
-            clip if builder.is_set(clip) else clips[0],
+
+
+_OPTIMIZERS = {
+    ("torch.optim", "AdamW"): "adamw",
+    ("torch.optim", "Adafactor"): "adafactor",
+    ("bitsandbytes.optim", "AdamW8bit"): "adamw_8bit",
+}
+"""verl's optimizer_impl and optimizer, and train.optimizer.name."""
+
+
+def _optimizer(builder: VerlRecipeBuilder) -> None:
+    module, name, betas = (f"{ACTOR}.optim.{key}" for key in ("optimizer_impl", "optimizer", "betas"))
+    ours = _OPTIMIZERS.get((str(builder.value(module)), str(builder.value(name))))
+    if ours is None:
+        reason = (
+            "these optimizers can be converted: AdamW and Adafactor of torch.optim, and AdamW8bit of bitsandbytes.optim"
         )
-    for clip in clips[:3]:
-        if clip not in builder.converted:  # null, or replaced by the other two keys
-            builder.convert("loss.clip_low, loss.clip_high, from the other clip_ratio keys", clip)
-    if builder.is_set(clips[3]):
-        builder.set("loss.dual_clip", builder.value(clips[3]), clips[3])
+        for key in (module, name):
+            builder.reject(key, reason, changes_training=True)
+        return
+    if ours == "adamw":
+        builder.convert("train.optimizer.name=adamw", module, name)
+        return
+    builder.set("train.optimizer.name", ours, module, name)
+    if ours == "adafactor":
+        builder.recipe["train"].pop("betas", None)
+        builder.reject(betas, "has no effect with Adafactor, also not in verl")
 
 
 def steps(builder: VerlRecipeBuilder, rows: int | None) -> int | None:
