@@ -185,7 +185,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if
             "is no valid Jinja",
             "copy/chat_template.jinja",
         ),
-        (tokenizer(PLAIN, eos_token=None), "closes a turn with '\\n'", "no special token", "Set eos_token"),
+        (tokenizer(PLAIN, eos_token=None), "closes a turn with '\\n'", "not a special token", "Set eos_token"),
         (overwrite("tokenizer.json", "{"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
         (overwrite("tokenizer.json", "{}"), "/copy'", "no tokenizer could be loaded", "must be a model directory"),
         (

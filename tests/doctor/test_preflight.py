@@ -40,6 +40,7 @@ def recipe(path: Path, model: Path, *overrides: str) -> Config:
         "model": {"path": str(model)},
         "data": {"train": str(save_rows(path / "rows.jsonl", 2))},
         "reward": {"trajectory": [f"{PLACES}:length"]},
+        "credit": {"name": "grpo"},
         "train": {"batch_size": 1, "group_size": 2, "steps": 1},
         "output": str(path / "run"),
     }

@@ -39,7 +39,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 8},
         "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}]},
-        "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01, "dynamic_sampling": 1},
+        "credit": {"name": "turn_gae"},
+        "correction": {"action": "measure"},
+        "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01, "dynamic_sampling": 1, "overlap": True},
         "eval": {"max_rows": 2},
         "output": str(place / "train"),
     }

@@ -222,7 +222,7 @@ def test_the_length_of_the_new_prompt_counts_for_the_limits() -> None:
     ("reply", "why"),
     [
         (Reply(tools=[COUNT], done=True), r"Reply\(tools=..., done=True\): there is no following turn"),
-        (Reply(tools=[COUNT], resume=Resume()), r"Reply\(resume=..., tools=...\): the resumed turn continues behind"),
+        (Reply(tools=[COUNT], resume=Resume()), r"Reply\(resume=..., tools=...\): the prompt of the resumed turn already lists"),
         (Reply(tools="look"), r"Reply\(tools='look'\): tools must be a list of schemas"),
         (Reply(tools=[{"name": "look"}]), r"one of them is \{'name': 'look'\}; each must be a schema in the OpenAI"),
         (Reply(tools=[LOOK, LOOK]), r"two tools have the name 'look'"),

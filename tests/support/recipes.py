@@ -22,6 +22,8 @@ def save_recipe(folder: Path, model: Path, **options: Any) -> Path:
         "output": str(folder / "run"),
         **options,
     }
+    if "sft" not in options:  # without a name, the run prints a note about its choice
+        recipe.setdefault("credit", {"name": "grpo"})
     if "data" not in options:  # rows of the caller may be in the same file
         recipe["data"] = {"train": str(save_rows(folder / "train.jsonl"))}
     path = folder / "recipe.yaml"

@@ -170,7 +170,7 @@ def test_a_model_that_only_reads_is_not_trained_on_images(vision: MediaProcessor
 
     segments = held(vision_model(), vision)
     micro: MicroBatch = pack([trajectory(segments[0], [1.0, 1.0])]).micro_batches[0]
-    with pytest.raises(TurnwiseError, match="Qwen3ForCausalLM does not accept"):
+    with pytest.raises(TurnwiseError, match="images, which Qwen3ForCausalLM does not accept"):
         policy(tiny_model(vocabulary=263))._forward.logprobs(micro)
 
 

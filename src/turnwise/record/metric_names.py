@@ -158,7 +158,7 @@ METRICS = (
     Metric(
         "kl", "nats", "mean over trained tokens",
         "KL divergence (estimator k3). With `loss.kl_coef`: from the reference model; otherwise: from the policy that sampled.",
-        same=("actor/kl_loss",), near=("actor/ppo_kl", "rollout_corr/kl", "rollout_correction/kl", "objective/kl"), lines=_TRAIN,
+        same=("actor/kl_loss",), near=("actor/ppo_kl", "objective/kl"), lines=_TRAIN,
     ),
     Metric("grad_norm", "", _STEPS, "Norm of the gradient before clipping.", same=("actor/grad_norm",), lines=_BOTH),
     Metric("lr", "", "", "Learning rate of the step.", same=("learning_rate", "actor/lr"), lines=_BOTH),

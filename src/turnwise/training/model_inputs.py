@@ -43,7 +43,7 @@ class ModelInputs:
         """The arguments for rows with images or videos, which need positions of their own."""
         if self._vision is None:
             raise TurnwiseError(
-                f"the conversations contain images, and {self._name} takes none. Train a vision model, such "
+                f"the conversations contain images, which {self._name} does not accept. Train a vision model, such "
                 f"as Qwen2.5-VL"
             )
         rows_BL = micro.token_ids_BL.cpu().numpy()
