@@ -22,7 +22,7 @@ _ON_POLICY = "it has no effect with one optimizer step on each batch: the ratio 
 def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     """Set the sections loss and correction. Options of the ratio have no effect with one optimizer step on each batch."""
     off_policy = minibatches > 1 or builder.value("num_iterations") > 1 or bool(builder.values.get("async_generate"))
-    loss_type = str(builder.value("loss_type")).lower()
+    loss_type = str(builder.value("loss_type") or "grpo").lower()
     if loss_type not in _NORMALIZERS:
         reason = f"these losses of ms-swift can be converted: {', '.join(_NORMALIZERS)}"
         builder.reject("loss_type", reason, changes_training=True, even_default=True)
