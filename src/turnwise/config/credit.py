@@ -43,21 +43,21 @@ Scale = Annotated[
     Literal["std", "batch", "none"],
     Field(
         description="The number that advantages are divided by. `std`: the standard deviation of the rewards (or returns) of the "
-        "group, as in GRPO. `batch`: that of all groups of the step. `none`: 1, as in Dr. GRPO."
+        "group, as in GRPO. `batch`: the standard deviation over all groups of the step. `none`: 1, as in Dr. GRPO."
     ),
 ]
 GroupScale = Annotated[
     Literal["std", "none"],
     Field(
-        description="The number that centred rewards are divided by. `std`: the standard deviation of the rewards that are "
-        "compared. `none`: 1."
+        description="The number that rewards are divided by after their mean is subtracted. `std`: the standard deviation of the "
+        "rewards that are compared. `none`: 1."
     ),
 ]
 Baseline = Annotated[
     Literal["group", "none"],
     Field(
-        description="What is subtracted. `group`: the mean of the other conversations of the group. `none`: nothing, so that the "
-        "advantages are the rewards."
+        description="The number that is subtracted from the rewards. `group`: the mean of the other conversations of the group. "
+        "`none`: 0, so that the advantages are the rewards."
     ),
 ]
 Whiten = Annotated[
@@ -93,7 +93,7 @@ class GrpoSection(ScaledSection):
 
 
 class RlooSection(CreditSection):
-    """The reward of a conversation minus the mean reward of the others of its group (arXiv 2402.14740)."""
+    """The reward of a conversation minus the mean reward of the other conversations of its group (arXiv 2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
 
@@ -107,37 +107,41 @@ class ReinforcePpSection(CreditSection):
 
 
 class ReinforcePpBaselineSection(CreditSection):
-    """REINFORCE++ with a baseline: rewards minus the mean of the group, whitened over all tokens (arXiv 2501.03262)."""
+    """REINFORCE++ with a baseline: the reward minus the mean of the group, whitened over all tokens of the batch (arXiv
+    2501.03262)."""
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
 
 
 class RemaxSection(CreditSection):
-    """ReMax: the reward minus that of one more conversation on the same row, at temperature 0 (arXiv 2310.10505)."""
+    """ReMax: the reward minus the reward of one more conversation on the same row, at temperature 0 (arXiv 2310.10505)."""
 
     name: Literal["remax"] = "remax"
 
 
 class OpoSection(CreditSection):
-    """OPO: the reward minus the mean reward of the group weighted by length (arXiv 2505.23585)."""
+    """OPO: the reward minus the mean reward of the group, weighted by the length of conversations (arXiv 2505.23585)."""
 
     name: Literal["opo"] = "opo"
 
 
 class GpgSection(CreditSection):
-    """GPG: the reward minus the mean of the group, larger if other groups have equal rewards (arXiv 2504.02546)."""
+    """GPG: the reward minus the mean of the group, multiplied by a factor that is larger if more groups of the batch have equal
+    rewards (arXiv 2504.02546)."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class GdpoSection(CreditSection):
-    """GDPO: each reward function is normalised within the group, and then the sum over the batch (arXiv 2601.05242)."""
+    """GDPO: the result of each reward function is normalised within the group; then their sum is normalised over the batch (arXiv
+    2601.05242)."""
 
     name: Literal["gdpo"] = "gdpo"
 
 
 class TurnReturnSection(ScaledSection):
-    """The rewards from a turn on, minus their mean over the other conversations at the same turn. Unbiased."""
+    """The sum of the rewards from a turn on, minus the mean of this sum over the other conversations at the same turn. Unbiased
+    if `credit.scale` is `none` and `credit.gamma` is 1."""
 
     name: Literal["turn_return"] = "turn_return"
     gamma: Discount = 1.0
@@ -145,18 +149,18 @@ class TurnReturnSection(ScaledSection):
 
 
 class SharedSection(CreditSection):
-    """All turns have the reward of the conversation (the first scheme of the multi-turn note)."""
+    """All turns have the reward of the conversation, minus a baseline."""
 
     name: Literal["shared"] = "shared"
     baseline: Baseline = "group"
 
 
 class DiscountedSection(CreditSection):
-    """A turn has the reward of the conversation, discounted for each later turn (the second scheme of the note)."""
+    """A turn has the reward of the conversation, discounted once for each later turn, minus a baseline."""
 
     name: Literal["discounted"] = "discounted"
     gamma: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """The discount for each turn after the turn."""
+    """The discount for each later turn."""
     baseline: Baseline = "group"
 
 
@@ -169,17 +173,17 @@ class KevinSection(ScaledSection):
 
 
 class GigpoSection(CreditSection):
-    """GiGPO: the conversation's advantage, plus an advantage among turns in the same state (arXiv 2505.10978)."""
+    """GiGPO: the advantage of the conversation, plus an advantage that compares turns in the same state (arXiv 2505.10978)."""
 
     name: Literal["gigpo"] = "gigpo"
     omega: Factor = 1.0
-    """The weight of the advantage among turns in the same state."""
+    """The weight of the advantage that compares turns in the same state."""
     gamma: Discount = 0.95
-    """The discount for each turn of the returns that are compared among turns in the same state. 1: no discount."""
+    """The discount for each turn, in the returns of turns in the same state. 1: no discount."""
     scale: GroupScale = "none"
     state_key: NonEmpty | None = None
-    """The key in `Turn.info` under which the environment names the state after the turn; turns in equal states are compared.
-    Null: states are equal if the model received the same messages since its last turn."""
+    """The key in `Turn.info` with the name of the state after the turn, which the environment sets. Turns in states with the same
+    name are compared. Null: two states are equal if the model received the same messages since its last turn."""
 
 
 class MtGrpoSection(CreditSection):
@@ -187,33 +191,35 @@ class MtGrpoSection(CreditSection):
 
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: Factor = 1.0
-    """The weight of the outcome in the advantage of all turns but the last."""
+    """The weight of the outcome (the reward of the last turn) in the advantages of all turns except the last."""
     scale: GroupScale = "std"
 
 
 class IgpoSection(CreditSection):
-    """IGPO: normalised turn rewards, accumulated from the turn on (arXiv 2510.14967). Biased."""
+    """IGPO: the sum of the normalised rewards from the turn on (arXiv 2510.14967). Biased."""
 
     name: Literal["igpo"] = "igpo"
     gamma: Discount = 1.0
     """The discount for each turn. 1: no discount."""
     normalise: Literal["separate", "joint"] = "separate"
-    """How rewards are normalised in the group. `separate`: the rewards of last turns by themselves, and those of all other turns
-    by themselves. `joint`: all together."""
+    """How rewards are normalised in the group. `separate`: the rewards of last turns and the rewards of all other turns are
+    normalised separately. `joint`: all rewards are normalised together."""
     scale: GroupScale = "std"
 
 
 class TurnPotentialSection(ScaledSection):
-    """`grpo`, plus the changes of a score of the state from turn to turn. Biased, unless the score predicts the reward."""
+    """The advantage of `grpo`, plus the changes of a score of the state from turn to turn. Biased, unless the score predicts the
+    reward."""
 
     name: Literal["turn_potential"] = "turn_potential"
     key: NonEmpty = "potential"
     """The key in `Turn.info` with the score of the state after the turn: a number, or null for no score."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """How much of a change goes to earlier turns: their weights are 1, decay, decay squared, ..., divided by their sum. 0: the
-    change counts for its own turn only."""
+    """How much of a change counts for earlier turns. The turn of the change has the weight 1, the turn before it `decay`, the
+    turn before that `decay` squared, and so on; the weights are divided by their sum. 0: the change counts for its own turn
+    only."""
     weight: Factor = 1.0
-    """The factor of the changes before they are added to the advantage of `grpo`."""
+    """The factor by which the changes are multiplied before they are added to the advantage of `grpo`."""
     initial: float = 0.0
     """The score of the state before the first turn."""
 
@@ -225,23 +231,25 @@ class GaeSection(CreditSection):
     gamma: Discount = 1.0
     """The discount for each sampled token. 1: no discount."""
     lam: Share = 0.95
-    """The lambda of generalised advantage estimation. 1: the critic is only a baseline; 0: one step and the critic's value."""
+    """The lambda of generalised advantage estimation. 1: the critic is only a baseline. 0: the target is the reward of one token
+    plus the critic's value after it."""
     whiten: Whiten = True
 
 
 class TurnGaeSection(CreditSection):
-    """Generalised advantage estimation over turns, with a critic of turns (arXiv 2512.17008)."""
+    """Generalised advantage estimation over turns, with a critic that estimates the value before each turn (arXiv 2512.17008)."""
 
     name: Literal["turn_gae"] = "turn_gae"
     gamma: Discount = 0.99
     """The discount for each turn. 1: no discount."""
     lam: Share = 0.9
-    """The lambda of generalised advantage estimation. 1: the critic is only a baseline; 0: one turn and the critic's value."""
+    """The lambda of generalised advantage estimation. 1: the critic is only a baseline. 0: the target is the reward of one turn
+    plus the critic's value after it."""
     whiten: Whiten = True
 
 
 class CriticCreditSection(CreditSection):
-    """The rewards from a turn on, minus a critic's value of the state (the third scheme of the multi-turn note)."""
+    """The sum of the rewards from a turn on, minus the critic's value of the state before the turn."""
 
     name: Literal["critic"] = "critic"
     gamma: Discount = 1.0

@@ -12,20 +12,22 @@ __all__ = ["CurriculumSection", "DataSection", "LoraSection", "ModelSection"]
 
 
 class LoraSection(Section):
-    """A LoRA adapter: small matrices beside the layers of the model are trained, and the model's own weights are frozen."""
+    """A LoRA adapter: small matrices that are added to the layers of the model are trained, and the model's own weights are
+    frozen."""
 
     rank: Positive | None = None
     """The rank of a LoRA adapter, which is trained instead of the model's weights (docs/memory.md). A larger rank has more
     parameters; 16 is common. Null: there is no adapter, and all weights are trained."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The scale of the adapter: its product is multiplied by `model.lora.alpha` / `model.lora.rank`."""
+    """The scale of the adapter: the product of its two matrices is multiplied by `model.lora.alpha` / `model.lora.rank`."""
     target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """The layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all linear
-    layers except the output layer."""
+    """The linear layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all
+    linear layers except the output layer."""
     rslora: bool = False
-    """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)."""
+    """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)
+    instead of `model.lora.alpha` / `model.lora.rank`."""
     dora: bool = False
-    """Whether the adapter also trains the length of each weight vector (DoRA), which is slower."""
+    """Whether the adapter also trains the length of each weight vector (DoRA). This is slower."""
 
 
 class ModelSection(Section):
@@ -34,32 +36,34 @@ class ModelSection(Section):
     path: NonEmpty
     """The model to train: a model directory, or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The data type of the model's parameters. With bfloat16 the optimizer keeps a float32 copy of them."""
+    """The data type of the model's parameters. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
+    `train.optimizer.master_weights` is changed."""
     device: NonEmpty = "auto"
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass computes the activations inside each layer again, instead of keeping them. It needs much less
-    memory and about a third more time; the result is the same."""
+    """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
+    step then needs much less memory and about a third more time; the result is the same."""
     lora: LoraSection = LoraSection()
 
 
 class CurriculumSection(Section):
     """Skips rows that are too hard or too easy for the model at present. The pass rate of a row is the mean reward of its last
-    group of trajectories; a row is never skipped before it has a pass rate. Off by default: `low` and `high` are null."""
+    group of trajectories. A row without a pass rate is never skipped. By default, `low` and `high` are null and no row is
+    skipped."""
 
     low: float | None = None
     """Rows with at most this pass rate are too hard and are skipped. Null: no row is too hard."""
     high: float | None = None
     """Rows with at least this pass rate are too easy and are skipped. Null: no row is too easy."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """The probability that a row which is too hard or too easy is used all the same, so that its pass rate is measured again."""
+    """The probability that a row that is too hard or too easy is used nevertheless, so that its pass rate is measured again."""
     column: NonEmpty | None = None
-    """The column of the data with the pass rate of each row before training, such as one measured with `turnwise rollout`. Null:
-    rows have no pass rate until their first group has ended."""
+    """The column of the data with the pass rate of each row before training, for example measured with `turnwise rollout`. Null:
+    a row has no pass rate until its first group has ended."""
 
 
 class DataSection(Section):
-    """The rows that conversations start from."""
+    """The data of a run. Each conversation starts from a row of the data."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
     """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
@@ -67,27 +71,28 @@ class DataSection(Section):
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
     split: NonEmpty = "train"
-    """The split to use of `data.train`, if `data.train` is a data set with splits."""
+    """The split of `data.train` to use, if `data.train` is a data set with splits."""
     eval_split: NonEmpty = "test"
-    """The split to use of `data.eval`, if `data.eval` is a data set with splits."""
+    """The split of `data.eval` to use, if `data.eval` is a data set with splits."""
     subset: NonEmpty | None = None
-    """The configuration to use of a hub data set that has several configurations. Null: its default configuration."""
+    """The configuration to use, if a data set of the Hugging Face hub has several configurations. Null: its default
+    configuration."""
     columns: dict[str, str] = {}
-    """Columns of the data with other names than in turnwise. `{prompt: question}` reads turnwise's column `prompt` from the
-    column `question` of the data."""
+    """New names for columns of the data. With `{prompt: question}`, the column `question` of the data is used as the column
+    `prompt`."""
     system_prompt: str | None = None
-    """A system message to put before prompts that have none. Null: no system message is added."""
+    """A system message to add to prompts that have no system message. Null: no system message is added."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
     """The weights of the data sets if `data.train` is a list: `[2, 1]` takes two rows of the first data set for each row of the
-    second. Each data set is shuffled and repeated on its own. Null: the rows of all data sets are mixed as one data set."""
+    second. Each data set is shuffled and repeated separately. Null: all rows are used as one data set."""
     curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
-    """Whether rows are taken in random order, with a new order in each pass over the data. False: in the order of the data."""
+    """Whether rows are used in random order, with a new order in each pass over the data. False: in the order of the data."""
     max_rows: Positive | None = None
-    """The number of rows to use from each of `data.train` and `data.eval`, from the first on. Null: all rows."""
+    """The number of rows to use from each of `data.train` and `data.eval`, counted from the first row. Null: all rows."""
     max_prompt_tokens: Positive | None = None
-    """The longest prompt, in tokens: counted after the chat template is applied, and without the schemas of tools. Rows with
-    longer prompts are left out. Null: no row is left out."""
+    """The largest number of tokens of a prompt, counted after the chat template is applied, without the schemas of tools. Rows
+    with longer prompts are not used. Null: all rows are used."""
     return_multi_modal_inputs: bool | None = None
     """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
     `multi_modal_inputs`). False or null: each conversation processes its own images."""

@@ -14,19 +14,19 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Section):
-    """Which optimizer changes the weights, and what it keeps in memory (docs/memory.md)."""
+    """The optimizer, and what it keeps in memory (docs/memory.md)."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """The optimizer. `adamw`: AdamW, with 8 bytes of state for each trained parameter. `adamw_8bit`: AdamW with 2 bytes; it needs
-    bitsandbytes (`pip install 'turnwise[8bit]'`). `adafactor`: Adafactor, with almost no state; its step is the learning rate
-    times the size of the weights, so it needs a larger learning rate."""
+    """The optimizer. `adamw`: AdamW, with 8 bytes of state for each trained parameter. `adamw_8bit`: AdamW with 2 bytes of state;
+    it needs bitsandbytes (`pip install 'turnwise[8bit]'`). `adafactor`: Adafactor, with almost no state. Its step is the learning
+    rate times the size of the weights, so it needs a larger learning rate."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
-    """How bfloat16 parameters keep steps that are smaller than their precision. `float32`: by a float32 copy (4 bytes for each
-    parameter). `kahan`: by the rounding error as a second bfloat16 number (2 bytes). `stochastic_rounding`: by rounding up or
-    down at random (no memory). `none`: not at all; small steps are lost."""
+    """How steps are kept that are smaller than the precision of bfloat16 parameters. `float32`: in a float32 copy of the
+    parameters (4 bytes for each parameter). `kahan`: the rounding error is kept as a second bfloat16 number (2 bytes).
+    `stochastic_rounding`: parameters are rounded up or down at random (no memory). `none`: small steps are lost."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the optimizer keeps its state and the master weights. `none`: on the device of the model. `cpu`: in the CPU's memory,
-    for a model on a GPU; the optimizer step is then computed on the CPU, and is slower."""
+    """Where the optimizer's state and the float32 master weights are. `none`: on the device of the model. `cpu`: in the CPU's
+    memory, for a model on a GPU. The optimizer step is then computed on the CPU, and is slower."""
 
 
 class OptimizationSection(Section):
@@ -37,7 +37,7 @@ class OptimizationSection(Section):
     batch_size: Positive = 16
     """The number of rows of each step."""
     lr: NotNegative = 1e-6
-    """The learning rate, reached after the warm-up."""
+    """The learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
     in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
@@ -45,70 +45,72 @@ class OptimizationSection(Section):
     """The number of warm-up steps at the start; in these steps the learning rate rises linearly to its full value. 0: no
     warm-up."""
     weight_decay: NotNegative = 0.0
-    """The weight decay: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: none."""
+    """The weight decay: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: no weight decay."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """The decay rates of AdamW's two moving averages, of the gradient and of its square."""
+    """The decay rates of AdamW's two moving averages: of the gradient, and of its square."""
     optimizer: OptimizerSection = OptimizerSection()
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The largest norm of the gradient of all parameters together; a larger gradient is scaled down to it."""
+    """The largest norm of the gradient of all parameters together. A gradient with a larger norm is scaled down to this norm."""
     micro_batch_tokens: Positive | None = None
-    """The number of tokens of one forward pass. A smaller number needs less memory and is slower; the result is the same. Null:
-    2048 on a CPU, 16384 on a GPU."""
+    """The largest number of tokens in one forward pass. A smaller number needs less memory and is slower; the result is the same.
+    Null: 2048 on a CPU, 16384 on a GPU."""
 
 
 class TrainSection(OptimizationSection):
-    """What `turnwise train` does: reinforcement learning."""
+    """Options of reinforcement learning with `turnwise train`."""
 
     steps: Positive = 100  # pyright: ignore[reportIncompatibleVariableOverride]  # parts are frozen
     """The number of training steps. Each step samples new trajectories."""
     batch_size: Positive = 16
     """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""
     group_size: Positive = 8
-    """The number of trajectories that are sampled for each row. They are a group: their rewards are compared with each other."""
+    """The number of trajectories that are sampled for each row. The trajectories of a row are a group: their rewards are compared
+    with each other."""
     minibatches: Positive = 1
-    """The number of parts that a step's trajectories are split into; each part is one optimizer step."""
+    """The number of parts into which the trajectories of a step are split. Each part gives one optimizer step."""
     ppo_epochs: Positive = 1
-    """The number of passes over a step's trajectories; each pass repeats the optimizer steps of `train.minibatches`."""
+    """The number of passes over the trajectories of a step. Each pass repeats the optimizer steps of `train.minibatches`."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """The most times in a step that groups whose trajectories all have the same rewards are replaced by groups of the next rows
-    (DAPO). Replaced groups count in the metrics and are recorded, but not trained on. 0: no group is replaced."""
+    """How often in a step, at most, groups without reward differences are replaced by groups of the next rows (DAPO). Replaced
+    groups are recorded and counted in the metrics, but not trained on. 0: no group is replaced."""
     overlong_filter: bool = False
-    """Whether trajectories whose last turn was cut by a limit on tokens are left out of the loss. Their rewards still count in
-    the statistics of the group."""
+    """Whether trajectories whose last turn was cut by a token limit are excluded from the loss. Their rewards still count in the
+    statistics of the group."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Whether a prefix that several training sequences have in common is computed only once in the forward pass: the prompt of a
-    group, a common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same
-    log-probabilities. If the check fails, `auto` computes each sequence separately, and `always` is an error."""
+    """Whether a common prefix of several training sequences is computed only once in the forward pass: the prompt of a group, a
+    common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same
+    log-probabilities. If the check fails, `auto` computes each sequence separately, and `always` is an error. `never`: each
+    sequence is computed separately."""
     overlap: bool = False
-    """Whether the trajectories of the next step are sampled during the training of this step. This is faster, but trajectories
-    are then sampled with weights that are one version older (off-policy)."""
+    """Whether the trajectories of the next step are sampled during the training of the present step. This is faster, but the
+    trajectories come from weights that are one version older (off-policy)."""
 
 
 class SftSection(OptimizationSection):
-    """What `turnwise sft` does: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
+    """Options of `turnwise sft`: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
 
     steps: Positive | None = None
-    """The number of optimizer steps. Null: as many as `sft.epochs` needs."""
+    """The number of optimizer steps. Null: `sft.epochs` sets the number of steps."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    """The number of passes over the data. Used if `sft.steps` is null."""
+    """The number of passes over the data. It is used if `sft.steps` is null."""
     batch_size: Positive = 16
     """The number of conversations of each optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """The learning rate, reached after the warm-up."""
+    """The learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
     in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
     too_long: Literal["leave_out", "cut"] = "leave_out"
-    """What happens to a conversation with more tokens than `limits.context`. `leave_out`: it is left out, and counted in the
-    metric `left_out`. `cut`: its first tokens, up to this limit, are trained on."""
+    """What happens to a conversation with more tokens than `limits.context`. `leave_out`: the conversation is not trained on, and
+    is counted in the metric `left_out`. `cut`: the conversation is cut to its first `limits.context` tokens."""
     normalizer: Literal["token", "sequence", "trajectory"] = "token"
     """How the loss of a batch is averaged. `token`: over tokens, so that a long conversation counts more than a short
     conversation. `trajectory`: over conversations, which all count the same. `sequence`: over token sequences (segments), which
     all count the same."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """The number of steps between two measurements of the held-out loss. 0: only before and after training."""
+    """The number of steps between two measurements of the held-out loss. 0: it is measured only before and after training."""
     max_eval_rows: Positive | None = None
-    """The number of held-out conversations to use, from the first on. Null: all of them."""
+    """The number of held-out conversations to use, counted from the first. Null: all held-out conversations."""
     max_recorded_rows: Annotated[int, Field(ge=0)] = 32
-    """The number of conversations to write to trajectories.jsonl with all tokens, from the first trained conversation on. 0:
-    none."""
+    """The number of conversations to write to `trajectories.jsonl` with all tokens, counted from the first trained conversation.
+    0: no conversation is written."""
