@@ -49,26 +49,28 @@ class CorrectionSection(Section):
     (docs/losses.md)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The level of the ratio (trainer by engine). `token`: of each token. `sequence`: the product over a token sequence.
-    `geometric`: the geometric mean over a token sequence."""
+    """How probability ratios (the trainer's probability divided by the engine's) are combined before they are compared with the
+    bounds. `token`: each token has its own ratio. `sequence`: all tokens of a token sequence have the product of their ratios.
+    `geometric`: all tokens of a token sequence have the geometric mean of their ratios."""
     action: Literal["truncate", "mask", "icepop", "reject", "measure"] | None = None
-    """What happens outside the bounds. Null: there is no correction. `truncate`: the weight is the ratio, clamped to the
-    bounds. `mask`: the weight is the ratio, and 0 above `correction.high`. `icepop`: the weight is the ratio, and 0 outside
-    `correction.low` and `correction.high`. `reject`: tokens or sequences outside the bounds are removed, also from the
-    average, and the others have weight 1. `measure`: all weights are 1; the differences are only measured."""
+    """How tokens whose ratio is outside `correction.low` and `correction.high` are treated. Null: there is no correction.
+    `truncate`: the weight is the ratio, clamped to the bounds. `mask`: the weight is the ratio, and 0 above `correction.high`.
+    `icepop`: the weight is the ratio, and 0 outside `correction.low` and `correction.high`. `reject`: tokens or sequences
+    outside the bounds are removed, also from the average, and the others have weight 1. `measure`: all weights are 1; the
+    differences are only measured."""
     low: Bound | None = None
     """The lower bound of the ratio. Null: no lower bound. `icepop` needs it."""
     high: Bound | None = 2.0
     """The upper bound of the ratio. Null: no upper bound."""
     weight_level: Literal["token", "sequence", "geometric"] | None = None
-    """The level of the ratio that is the weight, with `mask` and `icepop`. Null: `correction.level`, whose ratio is compared
-    with the bounds."""
+    """How ratios are combined into the weight of a token, with `mask` and `icepop`: the values are those of `correction.level`.
+    Null: the weight is the ratio that is compared with the bounds."""
     normalize_weights: bool = False
     """Whether the weights of a batch are divided by their mean."""
     reject: RejectionSection = RejectionSection()
     decoupled: bool = True
     """Whether the ratios of the loss compare with the weights before the update (decoupled PPO). False: they compare with the
-    engine's probabilities; then only `reject` is possible, because weights would correct twice."""
+    engine's probabilities. The ratio then includes the correction already, so that only `reject` and `measure` are possible."""
     off_policy_sequence_mask_delta: Bound | None = None
     """The largest mean of log(engine's probability / present probability) over a token sequence; above it, tokens with a
     negative advantage have no policy loss (DeepSeek-V3.2). Null: no such mask."""

@@ -69,7 +69,7 @@ class EvaluationSection(Section):
     """Evaluations during `turnwise train`: conversations on the held-out rows of `data.eval`."""
 
     max_rows: Positive | None = None
-    """The number of held-out rows to evaluate on, from the first on. Null: all of them."""
+    """The number of held-out rows to evaluate on. The first rows of the data are used. Null: all of them."""
     samples_per_row: Positive = 1
     """The number of conversations on each held-out row."""
     every: Annotated[int, Field(ge=0)] = 0
@@ -83,7 +83,7 @@ class RolloutSection(Section):
     """What `turnwise rollout` does: conversations without training."""
 
     max_rows: Positive | None = None
-    """The number of rows to use in `turnwise rollout`, from the first on. Null: all rows."""
+    """The number of rows to use in `turnwise rollout`. The first rows of the data are used. Null: all rows."""
     samples_per_row: Positive = 1
     """The number of conversations on each row in `turnwise rollout`."""
 
