@@ -162,7 +162,7 @@ def memory_check(config: Config, path: str, *, section: str, memory_gb: float | 
             found = predict(config, model_config, workload, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
-    details = [(part.name, f"{part.bytes / 2**30:.1f} GiB") for part in found.parts]
+    details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in found.parts))]
     text = (
         f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
