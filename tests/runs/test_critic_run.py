@@ -11,7 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from support.tiny import save_model, save_rows
+from support.recipes import save_recipe
+from support.tiny import save_model
 from test_train import PLACES, lines, run, timeless
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
@@ -28,20 +29,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "environment": f"{PLACES}:low_bytes",
-        "limits": {"turns": 2, "tokens_per_turn": 6},
-        "credit": {"name": "turn_gae"},
-        "critic": {"lr": 0.01},
-        "train": {"steps": 4, "batch_size": 2, "group_size": 4, "lr": 0.01},
-        "deterministic": True,
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        model,
+        limits={"turns": 2, "tokens_per_turn": 6},
+        credit={"name": "turn_gae"},
+        critic={"lr": 0.01},
+        train={"steps": 4, "batch_size": 2, "group_size": 4, "lr": 0.01},
+        deterministic=True,
+    )
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from support.tiny import save_model, save_rows, tiny_model
-from test_train import PLACES, lines, run, timeless
+from support.recipes import save_recipe
+from support.tiny import save_model, tiny_model
+from test_train import lines, run, timeless
 from training.test_batch import group
 from turnwise.cli import main
 from turnwise.config.recipe import checked
@@ -37,19 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    options = {
-        "model": {"path": str(model)},
-        "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
-        "environment": f"{PLACES}:low_bytes",
-        "limits": {"turns": 2, "tokens_per_turn": 6},
-        "train": {"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.02},
-        "loss": {"kl_coef": 0.1},
-        "deterministic": True,
-        "output": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(options))
-    return path
+    return save_recipe(
+        tmp_path,
+        model,
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.02},
+        loss={"kl_coef": 0.1},
+        deterministic=True,
+    )
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

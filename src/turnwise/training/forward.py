@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from turnwise.errors import ConfigError
 from turnwise.models.attention import narrow_window, set_text_attention
 from turnwise.training.model_inputs import ModelInputs
 from turnwise.training.packing import MicroBatch
@@ -20,7 +21,7 @@ from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logpro
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
-__all__ = ["Forward", "try_tree_attention"]
+__all__ = ["Forward", "shares_prefixes", "try_tree_attention"]
 
 
 class Forward:
@@ -71,6 +72,18 @@ _PROBE_WINDOW = 3
 """Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
 _PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
 """Token ids of the test sequences, in lexicographic order: a tree of depth 4, and a sequence that shares nothing."""
+
+
+def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
+    """Whether prefixes of sequences are computed once, as `train.share_prompts` (`auto`, `always`, `never`) asks for. If so, the
+    model has tree attention afterwards.
+
+    Raises ConfigError with `refusal`, the reason, if it is `always` and the model cannot.
+    """
+    shares = share_prompts != "never" and try_tree_attention(model)
+    if share_prompts == "always" and not shares:
+        raise ConfigError(f"train.share_prompts=always: {refusal}; use auto or never")
+    return shares
 
 
 def try_tree_attention(model: Any) -> bool:

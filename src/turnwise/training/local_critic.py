@@ -15,7 +15,7 @@ from turnwise.models.lora import has_adapter, save_adapter
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.critic import CriticRequirements, CriticStats
-from turnwise.training.forward import try_tree_attention
+from turnwise.training.forward import shares_prefixes
 from turnwise.training.gradients import Gradients
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig
@@ -63,12 +63,11 @@ class LocalCritic:
         share_prompts: str = "auto",
         threads: int = 0,
     ) -> None:
-        shares = share_prompts != "never" and try_tree_attention(model)
-        if share_prompts == "always" and not shares:
-            raise ConfigError(
-                f"train.share_prompts=always: the critic ({type(model).__name__}) does not give its own values back with shared "
-                f"prefixes; use auto or never"
-            )
+        shares = shares_prefixes(
+            model,
+            share_prompts,
+            refusal=f"the critic ({type(model).__name__}) does not give its own values back with shared prefixes",
+        )
         self._model = model
         self._clip = clip
         self._head = new_value_head(model)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from turnwise.errors import ConfigError
 from turnwise.models.allocator import return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
@@ -22,7 +21,7 @@ from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.batch import Batch
 from turnwise.training.correction import CorrectionSums, correct
-from turnwise.training.forward import Forward, try_tree_attention
+from turnwise.training.forward import Forward, shares_prefixes, try_tree_attention
 from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements, UpdateStats
 from turnwise.training.loss import Loss, make_loss
@@ -63,12 +62,12 @@ class LocalLearner:
         share_prompts: str = "auto",
         threads: int = 0,
     ) -> None:
-        shares = share_prompts != "never" and try_tree_attention(model)
-        if share_prompts == "always" and not shares:
-            raise ConfigError(
-                f"train.share_prompts=always: {type(model).__name__} does not give its own log-probabilities back with "
-                f"shared prefixes (recurrent layers and attention with soft caps or sinks do not); use auto or never"
-            )
+        shares = shares_prefixes(
+            model,
+            share_prompts,
+            refusal=f"{type(model).__name__} does not give its own log-probabilities back with shared prefixes (recurrent layers "
+            f"and attention with soft caps or sinks do not)",
+        )
         self._model = model
         self._loss = loss or make_loss(PpoClip())
         self._threads = TorchThreads(threads)
