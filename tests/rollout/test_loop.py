@@ -7,6 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import EngineError
 from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import new_group, rollout, rollout_group, rollout_groups
+from turnwise.rollout.rollout import RolloutContext, Runner, new_group, rollout, rollout_group, rollout_groups
 from turnwise.types import Completion, Opening, Reply, Request, Row, Sampling, Stop, Trajectory, Turn
 
 FOREVER = functools.partial(ScriptedUser, ["And?"] * 100)
@@ -609,6 +610,24 @@ def test_one_trajectory_and_one_group_can_be_held_by_themselves() -> None:
     (one,) = new_group(a_row(), size=1, seed=0).trajectories
     assert asyncio.run(rollout(one, a_table(Says("b")))) is one
     assert [*(each.assistant_texts for each in group.trajectories), one.assistant_texts] == [["a"], ["a"], ["b"]]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_another_runner_runs_the_conversations_of_a_context(lockstep: bool) -> None:
+    started: list[str] = []
+
+    def make_runner(context: RolloutContext) -> Runner:
+        async def run(trajectory: Trajectory) -> Trajectory:
+            started.append(trajectory.id)
+            return await rollout(trajectory, replace(context, engine=Says(f"of {trajectory.id}")))
+
+        return run
+
+    context = replace(a_table(Says("here"), lockstep=lockstep), make_runner=make_runner)
+    group = new_group(a_row(id="7"), size=2, seed=0)
+    asyncio.run(rollout_group(group, context))
+    assert started == ["7/0", "7/1"]
+    assert [one.answer for one in group.trajectories] == ["of 7/0", "of 7/1"]
 
 
 def longer_and_longer(n: int) -> Callable[[], ScriptedUser]:

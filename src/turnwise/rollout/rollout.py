@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from turnwise.engines.batched import Batched
 from turnwise.errors import Failed, boundary
-from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout.guarded_environment import GuardedEnvironment
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.session import Session
@@ -25,7 +26,7 @@ from turnwise.types import Failure, Group, Row, Stop, Trajectory
 from turnwise.user_code.calls import forget
 from turnwise.user_code.deadlines import conversation, deadline
 
-__all__ = ["RolloutContext", "new_group", "rollout", "rollout_group", "rollout_groups"]
+__all__ = ["RolloutContext", "Runner", "new_group", "rollout", "rollout_group", "rollout_groups", "runner_of"]
 
 T = TypeVar("T")
 OnFinished = Callable[[Trajectory], Awaitable[None]]
@@ -95,6 +96,11 @@ async def _complete(session: Session, environment: GuardedEnvironment, limits: L
         raise Failed(Failure("deadline", message)) from None
 
 
+def runner_of(context: RolloutContext) -> Runner:
+    """The runner of the conversations with this context: `rollout` in this process, unless the context has another."""
+    return functools.partial(rollout, context=context) if context.make_runner is None else context.make_runner(context)
+
+
 async def rollout_group(group: Group, context: RolloutContext) -> Group:
     """Run the conversations of a group, at most `context.max_concurrent` at the same time."""
     await rollout_groups([group], context)
@@ -119,10 +125,11 @@ async def _rollout_concurrently(
 ) -> None:
     """Each conversation starts as soon as there is room for it."""
     slots = asyncio.Semaphore(context.max_concurrent)
+    run = runner_of(context)
 
     async def rollout_when_free(trajectory: Trajectory) -> None:
         async with slots:
-            await rollout(trajectory, context)
+            await run(trajectory)
         if on_finished is not None:
             await on_finished(trajectory)
 
@@ -136,16 +143,16 @@ async def _rollout_in_lockstep(
     for start in range(0, len(trajectories), context.max_concurrent):
         batch = trajectories[start : start + context.max_concurrent]
         engine = Batched(context.engine, [trajectory.id for trajectory in batch])
-        batch_context = dataclasses.replace(context, engine=engine)
-        finished = await _run_all(rollout(trajectory, batch_context) for trajectory in batch)
+        run = runner_of(dataclasses.replace(context, engine=engine))
+        finished = await _run_all(run(trajectory) for trajectory in batch)
         if on_finished is not None:
             for trajectory in finished:
                 await on_finished(trajectory)
 
 
-async def _run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at the same time and return their results in order. If one raises, the others are cancelled and awaited."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+async def _run_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for awaitables at the same time and return their results in order. If one raises, the others are cancelled and awaited."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:
