@@ -151,7 +151,7 @@ async def _rollout_in_lockstep(
 
 
 async def _run_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Wait for awaitables at the same time and return their results in order. If one raises, the others are cancelled and awaited."""
+    """Run awaitables at the same time and return their results in order. If one raises, the others are cancelled and awaited."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
