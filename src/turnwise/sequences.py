@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from turnwise.sampling import LogprobKind, Sampling
 
-__all__ = ["NOT_SAMPLED", "Completion", "Media", "Request", "Segment"]
+__all__ = ["NOT_SAMPLED", "Completion", "Media", "Request", "Segment", "Usage"]
 
 NOT_SAMPLED = -1
 """The value of the columns `turn` and `version` for tokens that the model did not sample."""
@@ -68,6 +68,16 @@ class Completion:
     logprob_kind: LogprobKind
     raw_logprobs: Sequence[float] | None = None
     """`log_softmax(logits)` of the same tokens; None if the engine does not report it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The counts of tokens that a server reports for a turn, where the tokens themselves are not known."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens that the server took from a cache; None if it does not report them."""
 
 
 @dataclass(slots=True)

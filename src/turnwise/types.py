@@ -20,6 +20,7 @@ from turnwise.sequences import Completion as Completion
 from turnwise.sequences import Media as Media
 from turnwise.sequences import Request as Request
 from turnwise.sequences import Segment as Segment
+from turnwise.sequences import Usage as Usage
 
 Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where the
@@ -199,6 +200,8 @@ class Turn:
     """`length` if a limit cut the turn."""
     completion: Completion | None = None
     """The engine's result. Not part of the record."""
+    usage: Usage | None = None
+    """The counts of tokens that an endpoint reported; None with an engine that samples tokens (the segments have them)."""
     started: float | None = None
     """When the prompt of the turn was encoded and sent to the engine, in Unix seconds; None where unknown."""
     seconds_engine: float = 0.0
@@ -293,9 +296,10 @@ class Trajectory:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the model sampled, including those that were cut or masked. A trajectory that was read from a
-        record does not know those, and does not count them."""
+        record does not know those, and does not count them. With an endpoint: the number that the endpoint reported."""
         if self.turns and all(turn.completion is None for turn in self.turns):
-            return sum(turn >= 0 for segment in self.segments for turn in segment.turn)
+            reported = sum(turn.usage.completion_tokens for turn in self.turns if turn.usage is not None)
+            return reported + sum(turn >= 0 for segment in self.segments for turn in segment.turn)
         return sum(len(turn.completion.token_ids) for turn in self.turns if turn.completion is not None)
 
     def has_advantage(self, turn: int) -> bool:

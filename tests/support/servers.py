@@ -21,6 +21,8 @@ class Answer:
     seconds: float = 0.0
     hang_up: bool = False
     """Close the connection without a word."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Further headers."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ def serving(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[Server]
             try:
                 self.send_response(said.status)
                 self.send_header("Content-Length", str(len(body)))
+                for name, value in said.headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
             except OSError:  # whoever asked has gone

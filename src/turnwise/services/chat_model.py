@@ -6,13 +6,12 @@ A simulated user and a judge get their model in the same way: by the arguments `
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from turnwise.errors import ConfigError
-from turnwise.services.json_service import ServiceError, service
+from turnwise.services.chat_endpoint import ChatEndpoint, EndpointOptions, protocol_error
 from turnwise.types import Message
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.run_in_thread import run_in_thread
@@ -23,7 +22,6 @@ ChatModel = Callable[[list[Message]], Awaitable[str] | str]
 """Returns the answer to the last message. A sync function runs in a thread."""
 
 _THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
-_RESERVED = ("messages", "model", "n", "stream")
 
 
 class Endpoint:
@@ -34,8 +32,11 @@ class Endpoint:
         Endpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="USER_MODEL_KEY", request={"temperature": 0.7})
 
     `api_key_env` names the environment variable that holds the key. `request` holds further fields of the request. Requests
-    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times; the
-    pause before each retry grows by `pause` seconds. At most `max_concurrent` requests run at once, over all conversations.
+    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times. The
+    pause before the first retry is `pause` seconds and doubles with each retry, up to a minute, with a random part of up to half
+    left out; if the server sends Retry-After, all requests wait for that time instead. At most `max_concurrent` requests run at
+    once, at most `requests_per_minute` begin in a minute, and they use at most about `tokens_per_minute` tokens. These limits
+    hold over all conversations.
 
     Raises ConfigError.
     """
@@ -51,42 +52,33 @@ class Endpoint:
         retries: int = 3,
         pause: float = 1.0,
         max_concurrent: int = 64,
+        requests_per_minute: float | None = None,
+        tokens_per_minute: float | None = None,
     ) -> None:
-        if taken := [name for name in _RESERVED if name in (request or {})]:
-            raise ConfigError(f"endpoint.request has {taken[0]!r}, which is set by turnwise: remove it")
-        headers: tuple[tuple[str, str], ...] = ()
-        if api_key_env is not None:
-            key = os.environ.get(api_key_env)
-            if not key:
-                raise ConfigError(
-                    f"endpoint.api_key_env: the environment variable {api_key_env} is not set; set it to the API key"
-                )
-            headers = (("Authorization", f"Bearer {key}"),)
-        address = url.rstrip("/")
-        self._service = service(
-            address if address.endswith("/chat/completions") else f"{address}/chat/completions",
-            timeout=timeout,
-            retries=retries,
-            pause=pause,
-            max_concurrent=max_concurrent,
-            headers=headers,
+        self._endpoint = ChatEndpoint(
+            EndpointOptions(
+                url=url,
+                model=model,
+                api_key_env=api_key_env,
+                request=request or {},
+                timeout=timeout,
+                retries=retries,
+                pause=pause,
+                max_concurrent=max_concurrent,
+                requests_per_minute=requests_per_minute,
+                tokens_per_minute=tokens_per_minute,
+            )
         )
-        self._question = {**(request or {}), "model": model}
 
     async def __call__(self, messages: list[Message]) -> str:
         """The answer of the model, without its reasoning.
 
         Raises ServiceError, with status and body, if there is no answer.
         """
-        answer = await self._service.ask({**self._question, "messages": messages})
-        match answer:
-            case {"choices": [{"message": {"content": str(text)}}, *_]}:
-                pass
-            case _:
-                raise ServiceError(
-                    f"the service {self._service.url} must return "
-                    f'{{"choices": [{{"message": {{"content": "..."}}}}]}}; it returned {str(answer)[:300]}'
-                )
+        answer = await self._endpoint.complete(messages)
+        text = answer.message.get("content")
+        if not isinstance(text, str):
+            raise protocol_error(self._endpoint.url, {"choices": [{"message": dict(answer.message)}]})
         return _THOUGHTS.sub("", text).strip()
 
 
