@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow lint check format bench mutants clean
+.PHONY: help demo test test-slow test-engines lint check format bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,10 +13,14 @@ demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise train recipes/calculator.yaml output=runs/demo replace=true
 
 test: $(VENV)/ready-dev  ## install, run the quick tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not engines'
 
 test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'slow and not engines'
+
+test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
+	$(BIN)/python scripts/engine_env.py
+	$(BIN)/python -m pytest -m engines
 
 lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .
