@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines.engine",
         "engines.batched",
         "environments.environment",
+        "services",
     },
     "rewards": {"types", "errors", "user_code", "services"},
     "training": {"types", "errors", "models", "json_yaml"},

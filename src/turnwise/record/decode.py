@@ -30,6 +30,7 @@ from turnwise.types import (
     ToolSchema,
     Trajectory,
     Turn,
+    Usage,
 )
 
 __all__ = ["decode_trajectory"]
@@ -240,12 +241,24 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
                 rewards=fields.numbers("rewards"),
                 info=fields.mapping("info", {}),
                 finish_reason=fields.text("finish_reason", "stop"),
+                usage=_usage(fields),
                 started=fields.number_or_none("started"),
                 seconds_engine=seconds.number("engine", 0.0),
                 seconds_environment=seconds.number("environment", 0.0),
             )
         )
     return turns
+
+
+def _usage(fields: _Fields) -> Usage | None:
+    if fields.values.get("usage") is None:
+        return None
+    usage = fields.fields("usage")
+    return Usage(
+        prompt_tokens=usage.integer("prompt_tokens", 0),
+        completion_tokens=usage.integer("completion_tokens", 0),
+        cached_tokens=usage.integer_or_none("cached_tokens"),
+    )
 
 
 def _call(fields: _Fields) -> tuple[ToolCall, ToolOutcome | None]:

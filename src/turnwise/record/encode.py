@@ -103,6 +103,7 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         "info": _plain_mapping(store, turn.info),
         "tool_calls": [_call(call, outcomes.get(call.id), store) for call in turn.calls],
         "finish_reason": turn.finish_reason,
+        **({} if turn.usage is None else {"usage": _present(dataclasses.asdict(turn.usage))}),
         **_present({"started": _time(turn.started)}),
         "seconds": {"engine": round(turn.seconds_engine, 4), "environment": round(turn.seconds_environment, 4)},
     }

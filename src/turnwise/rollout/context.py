@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.rollout.limits import Limits
+from turnwise.services.chat_endpoint import ChatService
 from turnwise.types import Sampling, Trajectory
 
-__all__ = ["RolloutContext", "Runner", "RunnerFactory"]
+__all__ = ["ConversationContext", "RolloutContext", "Runner", "RunnerFactory", "TextContext"]
 
 Runner = Callable[[Trajectory], Awaitable[Trajectory]]
 """Runs one conversation: fills an empty trajectory and returns it.
@@ -24,23 +26,39 @@ RunnerFactory = Callable[["RolloutContext"], Runner]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext:
-    """Everything that a conversation needs besides its row: engine, renderer, environment factory, sampling and limits."""
+class ConversationContext:
+    """What a conversation needs besides its row and a model: environment factory, sampling and limits."""
 
-    engine: Engine
-    renderer: Renderer
     make_environment: EnvironmentFactory
     """Called once for each conversation."""
     sampling: Sampling
     """`max_tokens` is replaced by what `limits` allow, and the renderer's stop tokens are added."""
     limits: Limits
-    thinking: Thinking = "keep"
-    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.segment_history`."""
     max_concurrent: int = 256
     """Conversations that run at the same time."""
     lockstep: bool = False
     """Whether the engine receives the requests of all running conversations as one batch, in the order of the conversations,
     so that no result depends on timing (deterministic runs)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext(ConversationContext):
+    """The context of conversations that are recorded as tokens: also an engine and a renderer."""
+
+    engine: Engine
+    renderer: Renderer
+    thinking: Thinking = "keep"
+    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.segment_history`."""
     make_runner: RunnerFactory | None = None
     """Makes another runner than `rollout.rollout`, such as a client of a rollout server. None: the conversations run in this
     process. All conversations with this context use the runner, also those of evaluations and baselines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextContext(ConversationContext):
+    """The context of conversations with an endpoint, which answers messages with a message: there are no tokens. `lockstep`
+    has no effect."""
+
+    chat: ChatService
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """The name of the field of a request that bounds the tokens of the answer."""

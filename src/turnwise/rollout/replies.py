@@ -1,15 +1,59 @@
-"""Checks of what an environment returns, before any of it is applied to a conversation.
+"""What both kinds of session do with an environment's reply: check it, and write what it says of the turns.
 
-Each check raises TypeError or ValueError with the value, the rule and the fix. Nothing is changed here.
+Nothing of a reply is applied before all of it is checked. Each check raises TypeError or ValueError with the value, the rule and
+the fix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from turnwise.types import Message, Opening, Reply, Resume, SamplingChange, ToolOutcome, ToolSchema, Turn
+from turnwise.types import (
+    Message,
+    Opening,
+    Reply,
+    Resume,
+    SamplingChange,
+    ToolOutcome,
+    ToolSchema,
+    Trajectory,
+    Turn,
+)
+from turnwise.user_code.reward_number import reward_number
 
-__all__ = ["check_opening", "check_reply"]
+__all__ = ["annotate_turns", "check_opening", "check_reply", "presentable", "turn_seed"]
+
+
+def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply) -> None:
+    """Check a reply to `turn`, the last turn, and write what it says of the turns: reward, info, outcomes and `train_on`.
+
+    Raises TypeError or ValueError, with nothing written.
+    """
+    check_reply(reply, turn, trajectory.turns)
+    turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
+    turn.info.update(reply.info)
+    turn.outcomes = tuple(reply.outcomes)
+    for index in reply.train_on:
+        trajectory.turns[index].train_on = True
+
+
+def presentable(turn: Turn, messages: Sequence[Message], present: Callable[[Message], Message]) -> list[Message]:
+    """The messages of a reply, with those of tools in the form that the model can receive (`present`).
+
+    An image that the model cannot receive becomes an error text. The call's outcome then says so too.
+    """
+    presented = [present(message) if message["role"] == "tool" else message for message in messages]
+    errors = {
+        str(new.get("tool_call_id")): str(new["content"])
+        for old, new in zip(messages, presented, strict=True)
+        if isinstance(old.get("content"), list | tuple) and isinstance(new["content"], str)
+    }
+    turn.outcomes = tuple(
+        replace(outcome, content=errors[outcome.id], error="raised") if outcome.id in errors else outcome
+        for outcome in turn.outcomes
+    )
+    return presented
 
 
 def check_opening(opening: Opening) -> None:
@@ -141,3 +185,11 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise TypeError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
             )
+
+
+def turn_seed(seed: int, index: int) -> int:
+    """The seed of a turn's random stream: the finaliser of splitmix64."""
+    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF

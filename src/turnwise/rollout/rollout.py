@@ -18,10 +18,12 @@ from typing import TypeVar
 
 from turnwise.engines.batched import Batched
 from turnwise.errors import Failed, boundary
-from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout.context import ConversationContext, RolloutContext, Runner, TextContext
+from turnwise.rollout.conversation_session import ConversationSession
 from turnwise.rollout.guarded_environment import GuardedEnvironment
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.session import Session
+from turnwise.rollout.text_session import TextSession
 from turnwise.types import Failure, Group, Row, Stop, Trajectory
 from turnwise.user_code.calls import forget
 from turnwise.user_code.deadlines import conversation, deadline
@@ -33,7 +35,7 @@ OnFinished = Callable[[Trajectory], Awaitable[None]]
 _log = logging.getLogger(__name__)
 
 
-async def converse(session: Session, environment: GuardedEnvironment, limits: Limits) -> Stop:
+async def converse(session: ConversationSession, environment: GuardedEnvironment, limits: Limits) -> Stop:
     """Let the model and the environment take turns until one of them or a limit ends the conversation."""
     async with deadline(limits.seconds_per_turn):
         opening = await environment.begin(session.trajectory.row)
@@ -41,7 +43,7 @@ async def converse(session: Session, environment: GuardedEnvironment, limits: Li
     while (stop := session.stop_reason()) is None:
         async with deadline(limits.seconds_per_turn):
             turn = await session.generate()
-            if turn.finish_reason == "length":
+            if turn is None or turn.finish_reason == "length":
                 return session.truncation_reason
             started = time.perf_counter()
             reply = await environment.step(turn)
@@ -52,28 +54,40 @@ async def converse(session: Session, environment: GuardedEnvironment, limits: Li
     return stop
 
 
-async def rollout(trajectory: Trajectory, context: RolloutContext) -> Trajectory:
+async def rollout(trajectory: Trajectory, context: ConversationContext) -> Trajectory:
     """Fill an empty trajectory with one conversation. A failure is recorded in it; only cancellation is raised."""
     trajectory.started, started = time.time(), time.perf_counter()
+    session = _new_session(trajectory, context)
     environment: GuardedEnvironment | None = None
     with conversation(trajectory.id, lockstep=context.lockstep):
         try:
             environment = GuardedEnvironment(context.make_environment)
             with boundary("internal"):
-                await _complete(Session(trajectory, context), environment, context.limits)
+                await _complete(session, environment, context.limits)
             trajectory.environment = environment.environment_handle()
         except Failed as failed:
             trajectory.fail(failed.failure)
             _log.info("%s failed: %s: %s\n%s", trajectory.id, *dataclasses.astuple(failed.failure))
         finally:
-            context.engine.release(trajectory.id)
+            session.release()
             trajectory.seconds = time.perf_counter() - started
             if environment is not None:
                 await environment.close(trajectory.id)
     return trajectory
 
 
-async def _complete(session: Session, environment: GuardedEnvironment, limits: Limits) -> None:
+def _new_session(trajectory: Trajectory, context: ConversationContext) -> ConversationSession:
+    """The session of a trajectory: of tokens with an engine, of messages only with an endpoint."""
+    match context:
+        case RolloutContext():
+            return Session(trajectory, context)
+        case TextContext():
+            return TextSession(trajectory, context)
+        case _:
+            raise TypeError(f"a conversation needs a RolloutContext or a TextContext; got a {type(context).__name__}")
+
+
+async def _complete(session: ConversationSession, environment: GuardedEnvironment, limits: Limits) -> None:
     """One conversation within `limits.seconds`, from the opening to the final reward and the sanity check.
 
     Raises Failed, of the kind `deadline` if it takes too long.
@@ -96,32 +110,36 @@ async def _complete(session: Session, environment: GuardedEnvironment, limits: L
         raise Failed(Failure("deadline", message)) from None
 
 
-def runner_of(context: RolloutContext) -> Runner:
+def runner_of(context: ConversationContext) -> Runner:
     """The runner of the conversations with this context: `rollout` in this process, unless the context has another."""
-    return functools.partial(rollout, context=context) if context.make_runner is None else context.make_runner(context)
+    if isinstance(context, RolloutContext) and context.make_runner is not None:
+        return context.make_runner(context)
+    return functools.partial(rollout, context=context)
 
 
-async def rollout_group(group: Group, context: RolloutContext) -> Group:
+async def rollout_group(group: Group, context: ConversationContext) -> Group:
     """Run the conversations of a group, at most `context.max_concurrent` at the same time."""
     await rollout_groups([group], context)
     return group
 
 
 async def rollout_groups(
-    groups: Sequence[Group], context: RolloutContext, *, on_finished: OnFinished | None = None
+    groups: Sequence[Group], context: ConversationContext, *, on_finished: OnFinished | None = None
 ) -> Sequence[Group]:
     """Run the conversations of several groups, at most `context.max_concurrent` at the same time.
 
     `on_finished` is awaited with each trajectory when its conversation has ended.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    run = _rollout_in_lockstep if context.lockstep else _rollout_concurrently
-    await run(trajectories, context, on_finished)
+    if isinstance(context, RolloutContext) and context.lockstep:
+        await _rollout_in_lockstep(trajectories, context, on_finished)
+    else:
+        await _rollout_concurrently(trajectories, context, on_finished)
     return groups
 
 
 async def _rollout_concurrently(
-    trajectories: Sequence[Trajectory], context: RolloutContext, on_finished: OnFinished | None
+    trajectories: Sequence[Trajectory], context: ConversationContext, on_finished: OnFinished | None
 ) -> None:
     """Each conversation starts as soon as there is room for it."""
     slots = asyncio.Semaphore(context.max_concurrent)

@@ -1,13 +1,7 @@
 """One conversation as tokens: the only code that appends a token to a trajectory.
 
 A session knows one trajectory and the shared dependencies. It does not know what answers the model, nor why the conversation
-ends. The methods are called in this order::
-
-    begin(opening)
-    while stop_reason() is None:
-        turn = await generate()
-        apply_reply(turn, reply)        # not after a turn that was cut by a limit
-    finish(stop)
+ends. `conversation_session` has the order in which its methods are called.
 
 New messages wait as messages until the model's next turn. Only then are they encoded, together with the generation prompt, so
 that two messages in a row leave no stray header behind.
@@ -24,7 +18,7 @@ from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
-from turnwise.rollout.replies import check_opening, check_reply
+from turnwise.rollout.replies import annotate_turns, check_opening, presentable, turn_seed
 from turnwise.rollout.segment_history import SegmentHistory
 from turnwise.types import (
     Completion,
@@ -41,7 +35,6 @@ from turnwise.types import (
     Trajectory,
     Turn,
 )
-from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["PartialTurn", "Session"]
 
@@ -147,9 +140,9 @@ class Session:
         """Take the environment's reply to the last turn."""
         trajectory = self.trajectory
         with boundary("environment"):
-            check_reply(reply, turn, trajectory.turns)
-            turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
-            self._annotate_turns(turn, reply)
+            annotate_turns(trajectory, turn, reply)
+        for index, positions in reply.masked.items():
+            self._masked.setdefault(index, set()).update(positions)
         self.turns_answered += 1
         if reply.sampling is not None:
             self._sampling_change = reply.sampling
@@ -175,6 +168,10 @@ class Session:
         for index, positions in self._masked.items():
             for segment in self.trajectory.segments:
                 segment.mask_tokens(index, positions)
+
+    def release(self) -> None:
+        """Free what the engine keeps for the conversation."""
+        self._context.engine.release(self.trajectory.id)
 
     # the prompt of a turn
 
@@ -235,7 +232,7 @@ class Session:
             token_ids=segment.token_ids,
             media=segment.media,
             sampling=sampling,
-            seed=_turn_seed(trajectory.seed, len(trajectory.turns)),
+            seed=turn_seed(trajectory.seed, len(trajectory.turns)),
         )
 
     def _response_tokens(self, length: int) -> int:
@@ -306,15 +303,6 @@ class Session:
 
     # the environment's reply
 
-    def _annotate_turns(self, turn: Turn, reply: Reply) -> None:
-        """Write what a reply says of the last turn and of earlier ones."""
-        turn.info.update(reply.info)
-        turn.outcomes = tuple(reply.outcomes)
-        for index, positions in reply.masked.items():
-            self._masked.setdefault(index, set()).update(positions)
-        for index in reply.train_on:
-            self.trajectory.turns[index].train_on = True
-
     def _replace_history(self, messages: Sequence[Message]) -> None:
         """Continue with other messages, in a new segment."""
         trajectory = self.trajectory
@@ -324,35 +312,13 @@ class Session:
         self._history, self._new_messages = SegmentHistory(self._context), list(messages)
 
     def _presentable(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
-        """The messages with those of tools as the model can receive them.
-
-        An image that the model cannot receive becomes an error text. The call's outcome then says so too.
-        """
+        """The messages with those of tools as the model can receive them."""
         vision = self._context.renderer.vision
-        present = without_media if vision is None else vision.clean_tool_message
         with boundary("tokens"):
-            presentable = [present(message) if message["role"] == "tool" else message for message in messages]
-        errors = {
-            str(new.get("tool_call_id")): str(new["content"])
-            for old, new in zip(messages, presentable, strict=True)
-            if isinstance(old.get("content"), list | tuple) and isinstance(new["content"], str)
-        }
-        turn.outcomes = tuple(
-            replace(outcome, content=errors[outcome.id], error="raised") if outcome.id in errors else outcome
-            for outcome in turn.outcomes
-        )
-        return presentable
+            return presentable(turn, messages, without_media if vision is None else vision.clean_tool_message)
 
     def _check_tokens(self) -> None:
         """The sanity check of the current segment. The first mismatch of a conversation is kept."""
         if self._history.segment and self.trajectory.template_mismatch is None:
             with boundary("tokens"):
                 self.trajectory.template_mismatch = self._history.template_mismatch()
-
-
-def _turn_seed(seed: int, index: int) -> int:
-    """The seed of a turn's random stream: the finaliser of splitmix64."""
-    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF
