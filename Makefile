@@ -33,6 +33,7 @@ lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the b
 	$(BIN)/python scripts/template_table.py --check
 	$(BIN)/python scripts/doctor_page.py --check
 	$(BIN)/python scripts/credit_table.py --check
+	$(BIN)/python scripts/vendor_web.py --check
 	$(BIN)/python scripts/measure.py --check
 
 check: lint test  ## everything that a change must pass
@@ -63,7 +64,7 @@ $(VENV)/bin/python:
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (a few minutes, once)"
 	$(PIP) -c constraints.txt torch numpy
-	$(PIP) -c constraints.txt -e .
+	$(PIP) -c constraints.txt -e '.[view]'
 	@touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready

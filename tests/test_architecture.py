@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"types", "errors", "config", "data.images", "json_yaml"},
     "terminal": {"types", "errors", "config", "record", "json_yaml"},
     "serve": {"errors", "json_yaml"},
+    "view": {"errors", "record", "json_yaml"},
     "compat": {
         "types",
         "errors",
@@ -107,6 +108,7 @@ LIGHT = [
     "record",
     "terminal",
     "serve",
+    "view",
     "compat",
 ]
 """Parts that import no heavy library, except for the pairs in `LAZY`."""

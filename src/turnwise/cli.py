@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.commands import convert, doctor, merge, retrieval, rollout, sft, show, train
+from turnwise.commands import convert, doctor, merge, retrieval, rollout, sft, show, train, view
 from turnwise.commands.command import Context
 from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.config.known_names import called_here
@@ -22,7 +22,7 @@ from turnwise.version import __version__
 
 __all__ = ["main", "program"]
 
-_COMMANDS = (train, convert, sft, rollout, show, doctor, merge, retrieval)
+_COMMANDS = (train, convert, sft, rollout, show, view, doctor, merge, retrieval)
 
 _EPILOG = """\
 examples:
@@ -39,6 +39,7 @@ examples:
                                                                  make a recipe from a configuration of verl (docs/verl.md)
   turnwise show runs/demo                                        print the summary of a run
   turnwise show runs/demo --worst 3 --tokens                     print the conversations with the lowest rewards, with every token
+  turnwise view runs                                             show runs in the browser: curves, conversations, tokens
   turnwise doctor demo/model                                     check whether a model can be trained
   turnwise doctor demo/model --recipe recipes/calculator.yaml    also check a recipe
 """

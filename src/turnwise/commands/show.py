@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +16,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from turnwise.commands.command import Context, Subparsers
-from turnwise.errors import ConfigError, Failed, RunError, boundary
-from turnwise.json_yaml import parse_yaml, read_text
+from turnwise.errors import ConfigError, RunError
 from turnwise.record.metric_names import metric_hint, metric_of
 from turnwise.record.reader import RecordedTrajectories, read, read_lines
+from turnwise.record.token_texts import token_texts
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
 from turnwise.types import Trajectory
 
-__all__ = ["Selection", "register", "show", "show_metric", "token_texts"]
+__all__ = ["Selection", "register", "show", "show_metric"]
 
 _COLUMNS = {
     "reward": "reward/mean",
@@ -199,37 +199,6 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
     for line in lines:
         text = f"{line.get('step', '-'):>6}  {json.dumps(line.get(name))}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def token_texts(run: Path) -> Callable[[int], str] | None:
-    """The function from token id to text, by the run's own tokenizer; None if there is no `tokenizer.json`.
-
-    Raises RunError if the tokenizer cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    file = next((file for file in _tokenizer_files(run) if file.is_file()), None)
-    if file is None:
-        return None
-    try:
-        with boundary("tokenizer"):  # the library raises plain Exception
-            tokenizer = Tokenizer.from_file(str(file))
-    except Failed as failed:
-        raise RunError(f"{file} cannot be read as a tokenizer: {failed.failure.message}") from None
-    return lambda token: tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < 2**32 else "?"
-
-
-def _tokenizer_files(run: Path) -> Iterator[Path]:
-    """Where a run's tokenizer may be: in its newest checkpoint, or in the model that it started from."""
-    yield run / "checkpoint" / "tokenizer.json"
-    yield from sorted(run.glob("checkpoints/step-*/tokenizer.json"), reverse=True)
-    config = run / "config.yaml"
-    tree = (
-        parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError) if config.is_file() else None
-    )
-    model = tree.get("model") if isinstance(tree, dict) else None
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        yield Path(model["path"]).expanduser() / "tokenizer.json"
 
 
 def _summary(run: Path, path: Path) -> Iterator[RenderableType]:

@@ -81,7 +81,9 @@ class TrainReport(Report):
         if self._example is not None:
             self.console.print(conversation(self._example))
         self.print_places(directory, checkpoint, conversations="every conversation")
-        self.print_line(f"to read the run: turnwise show {directory.path}")
+        self.print_line(
+            f"to read the run: turnwise show {directory.path}, or in the browser: turnwise view {directory.path}"
+        )
 
     def figures(self) -> RenderableType:
         table = Table(box=None)

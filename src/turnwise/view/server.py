@@ -1,0 +1,257 @@
+"""Serves the viewer's page and its data to a browser on this machine.
+
+The server listens on 127.0.0.1. Every request needs the token of this server: the address that is printed contains it, and the
+page keeps it in a cookie. Texts of the model are sent as JSON and shown as text: the page runs no script but its own
+(Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import mimetypes
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.errors import ConfigError, RunError
+from turnwise.view.page import STATIC, import_map, page
+from turnwise.view.runs import FILES, ViewedRun
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+__all__ = ["ViewServer", "application"]
+
+_COOKIE = "turnwise_token"
+_SECONDS = 1.0  # between two looks at the files of the runs
+
+
+class ViewServer:
+    """The viewer on 127.0.0.1. `port` 0 selects a free port; `address` is the address to open, with the token.
+
+    Raises ConfigError if the port is in use, or a library is not installed.
+    """
+
+    def __init__(self, runs: Sequence[ViewedRun], *, port: int = 0, token: str | None = None) -> None:
+        try:
+            import uvicorn
+        except ImportError:
+            raise _missing("uvicorn") from None
+        token = token or secrets.token_urlsafe(16)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", port))
+            self._socket.listen(128)
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise ConfigError(f"the viewer cannot listen on port {port}: {error}; give another --port") from None
+        self.port: int = self._socket.getsockname()[1]
+        self.token = token
+        self.address = f"http://127.0.0.1:{self.port}/?token={token}"
+        options = uvicorn.Config(
+            application(runs, token=token), log_config=None, access_log=False, timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(options)
+
+    def serve_forever(self) -> None:
+        """Answer requests until `stop`, or Ctrl-C."""
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """End `serve_forever`. To be called from another thread."""
+        self._server.should_exit = True
+
+
+def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
+    """The viewer as an ASGI application. Raises ConfigError if starlette is not installed."""
+    try:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise _missing("starlette") from None
+    answers = _Answers(runs)
+
+    def json_route(path: str, answer: Callable[[Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return JSONResponse(await asyncio.to_thread(answer, request))
+            except RunError as error:
+                return JSONResponse({"error": str(error)}, 404)
+
+        return Route(path, endpoint)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(_watch(runs))
+        yield
+        watching.cancel()
+
+    app = Starlette(
+        lifespan=lifespan,
+        routes=[
+            Route("/", _page),
+            Route("/static/{path:path}", _static),
+            json_route("/api/runs", answers.runs),
+            json_route("/api/runs/{run:int}/metrics/{kind}", answers.metrics),
+            json_route("/api/runs/{run:int}/columns/{kind}", answers.columns),
+            json_route("/api/runs/{run:int}/search/{kind}", answers.search),
+            json_route("/api/runs/{run:int}/conversations/{kind}/{number:int}", answers.conversation),
+            json_route("/api/runs/{run:int}/timeline/{step:int}", answers.timeline),
+            Route("/api/runs/{run:int}/media/{name}", answers.image),
+        ],
+    )
+    app.add_middleware(_guard(token))
+    return app
+
+
+async def _watch(runs: Sequence[ViewedRun]) -> None:
+    """Index what the runs append, for as long as the server runs."""
+    while True:
+        for run in runs:
+            for index in run.indexes.values():
+                with contextlib.suppress(RunError):  # shown when a conversation is opened
+                    await asyncio.to_thread(index.update)
+        await asyncio.sleep(_SECONDS)
+
+
+class _Answers:
+    """What the page asks for. Raises RunError for what is not there."""
+
+    def __init__(self, runs: Sequence[ViewedRun]) -> None:
+        self._runs = runs
+
+    def runs(self, request: Request) -> Any:
+        return [run.summary() for run in self._runs]
+
+    def metrics(self, request: Request) -> Any:
+        return self._run(request).metric_table(_kind(request))
+
+    def columns(self, request: Request) -> Any:
+        return self._run(request).indexes[_kind(request)].columns(_whole_number(request, "start"))
+
+    def search(self, request: Request) -> Any:
+        return self._run(request).indexes[_kind(request)].search(request.query_params.get("query", "")[:1000])
+
+    def conversation(self, request: Request) -> Any:
+        return self._run(request).conversation(_kind(request), request.path_params["number"])
+
+    def timeline(self, request: Request) -> Any:
+        return self._run(request).timeline(request.path_params["step"])
+
+    async def image(self, request: Request) -> Response:
+        from starlette.responses import FileResponse, JSONResponse
+
+        try:
+            path = self._run(request).image(request.path_params["name"])
+        except RunError:
+            path = None
+        if path is None:
+            return JSONResponse({"error": "there is no image of this name"}, 404)
+        return FileResponse(path, media_type="image/png", headers={"Cache-Control": "max-age=86400"})
+
+    def _run(self, request: Request) -> ViewedRun:
+        number = request.path_params["run"]
+        if number >= len(self._runs):
+            raise RunError(f"there is no run {number}; {len(self._runs)} runs are shown")
+        return self._runs[number]
+
+
+def _kind(request: Request) -> str:
+    kind = request.path_params["kind"]
+    if kind not in FILES:
+        raise RunError(f"{kind!r} is not a kind of conversations; the kinds are {', '.join(FILES)}")
+    return kind
+
+
+def _whole_number(request: Request, name: str) -> int:
+    text = request.query_params.get(name, "0")
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise RunError(f"{name} must be a number of 0 or more; it is {text[:40]!r}")
+    return int(text)
+
+
+async def _page(request: Request) -> Response:
+    from starlette.responses import HTMLResponse
+
+    return HTMLResponse(page())
+
+
+async def _static(request: Request) -> Response:
+    from starlette.responses import FileResponse, PlainTextResponse
+
+    path = (STATIC / request.path_params["path"]).resolve()
+    if not path.is_relative_to(STATIC) or not path.is_file():
+        return PlainTextResponse("not found", 404)
+    return FileResponse(path, media_type=_media_type(path), headers={"Cache-Control": "no-cache"})
+
+
+def _media_type(path: Path) -> str:
+    return {".js": "text/javascript", ".mjs": "text/javascript"}.get(
+        path.suffix, mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    )
+
+
+def _policy() -> str:
+    """The page's Content-Security-Policy: its own files, and its import map by the map's checksum."""
+    checksum = base64.b64encode(hashlib.sha256(import_map().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'self' 'sha256-{checksum}'; style-src 'self'; img-src 'self' data:; "
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _guard(token: str) -> Any:
+    """Middleware that refuses requests without the token or for another host, and sets the headers of each answer.
+
+    The check of the host keeps out web pages that resolve their own name to 127.0.0.1 (DNS rebinding).
+    """
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.responses import PlainTextResponse, RedirectResponse
+
+    class Guard(BaseHTTPMiddleware):
+        async def dispatch(self, request: Request, call_next: Any) -> Response:
+            answer = await self._answer(request, call_next)
+            answer.headers["Content-Security-Policy"] = _policy()
+            answer.headers["X-Content-Type-Options"] = "nosniff"
+            answer.headers["Referrer-Policy"] = "no-referrer"
+            return answer
+
+        async def _answer(self, request: Request, call_next: Any) -> Response:
+            if request.url.hostname not in ("127.0.0.1", "localhost"):
+                return PlainTextResponse("the viewer answers requests for 127.0.0.1 only", 403)
+            if (given := request.query_params.get("token")) is not None and request.url.path == "/":
+                if not _equal(given, token):
+                    return PlainTextResponse("the token is wrong; open the address that turnwise view printed", 401)
+                answer = RedirectResponse("/", 303)
+                # cookies do not know ports: two viewers on one machine must not overwrite each other's
+                name = f"{_COOKIE}_{request.url.port}"
+                answer.set_cookie(name, token, httponly=True, samesite="strict")
+                return answer
+            held = request.cookies.get(f"{_COOKIE}_{request.url.port}", "")
+            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not (_equal(held, token) or _equal(bearer, token)):
+                return PlainTextResponse("the token is missing; open the address that turnwise view printed", 401)
+            return await call_next(request)
+
+    return Guard
+
+
+def _equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
+
+
+def _missing(library: str) -> ConfigError:
+    return ConfigError(f"the viewer needs the `{library}` package: pip install 'turnwise[view]'")

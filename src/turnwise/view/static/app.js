@@ -1,0 +1,124 @@
+// The page: which view is shown, which runs it shows, and what all views have in common. The address holds the state.
+import { Choice, html, Problem, render, useEffect, useKeys, useRef, useState } from "./ui.js";
+import * as data from "./data.js";
+import { Curves } from "./curves.js";
+import { Conversations } from "./conversations.js";
+import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
+import { Compare } from "./compare.js";
+import { Timeline } from "./timeline.js";
+
+const KEYS = [
+  ["1 2 3 4", "curves, conversations, timeline, comparison"], ["j k", "next and previous conversation"],
+  ["Enter", "open the conversation"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
+  ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"],
+  ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
+];
+
+/** The address as {view, ...parameters}, and a function that changes some of them. Null removes a parameter. */
+function useAddress() {
+  const read = () => {
+    const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
+    return { view: view || "curves", ...Object.fromEntries(new URLSearchParams(query || "")) };
+  };
+  const [address, setAddress] = useState(read);
+  useEffect(() => {
+    const listen = () => setAddress(read());
+    window.addEventListener("hashchange", listen);
+    return () => window.removeEventListener("hashchange", listen);
+  }, []);
+  const go = (changes) => {
+    const { view, ...rest } = { ...read(), ...changes };
+    const query = new URLSearchParams(Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+    location.hash = `#/${view}${String(query) ? `?${query}` : ""}`;
+    setAddress(read()); // at once: the event comes later
+  };
+  return [address, go];
+}
+
+/** The runs, asked for again every second and a half while the page is open. */
+function useRuns() {
+  const [state, setState] = useState({ runs: null, problem: null });
+  useEffect(() => {
+    let stopped = false;
+    let last = "";
+    const load = async () => {
+      try {
+        const runs = await data.runs();
+        const text = JSON.stringify(runs);
+        if (!stopped && text !== last) setState({ runs, problem: null });
+        last = text;
+      } catch (error) {
+        if (!stopped) setState((before) => ({ ...before, problem: `The viewer's server does not answer: ${error.message}` }));
+        last = "";
+      }
+      if (!stopped && !data.isExport) setTimeout(load, 1500);
+    };
+    load();
+    return () => { stopped = true; };
+  }, []);
+  return state;
+}
+
+function Help({ open, onClose }) {
+  const ref = useRef();
+  useEffect(() => { if (open) ref.current.showModal(); else ref.current.close(); }, [open]);
+  return html`<dialog ref=${ref} onClose=${onClose} aria-label="Keys">
+    <h2>Keys</h2>
+    <table>${KEYS.map(([keys, meaning]) => html`<tr key=${keys}><td>${keys.split(" ").map((key) => html`<kbd>${key}</kbd> `)}</td><td>${meaning}</td></tr>`)}</table>
+    <p><button onClick=${onClose}>Close</button></p>
+  </dialog>`;
+}
+
+function useTheme() {
+  const [theme, setTheme] = useState(() => { try { return localStorage.getItem("theme") || ""; } catch { return ""; } });
+  useEffect(() => {
+    if (theme) document.documentElement.dataset.theme = theme; else delete document.documentElement.dataset.theme;
+    try { localStorage.setItem("theme", theme); } catch { /* an exported file may have no storage */ }
+  }, [theme]);
+  const dark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  return [dark, () => setTheme(dark ? "light" : "dark")];
+}
+
+const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"]];
+const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
+
+function App() {
+  const [address, go] = useAddress();
+  const { runs, problem } = useRuns();
+  const [help, setHelp] = useState(false);
+  const [dark, toggleTheme] = useTheme();
+  useKeys((event) => {
+    if (event.key === "?") setHelp(true);
+    else if (event.key === "d") toggleTheme();
+    else if ("1234".includes(event.key)) go({ view: VIEWS[Number(event.key) - 1][0] });
+  });
+  if (!runs) return problem ? html`<${Problem} text=${problem} />` : html`<p class="loading">Loading…</p>`;
+  const run = Math.min(Number(address.run) || 0, runs.length - 1);
+  const kind = address.kind === "eval" ? "eval" : "train";
+  const section = SECTION[address.view] || address.view;
+  const shared = { runs, run, kind, address, go, dark };
+  const views = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, pair: PairPage };
+  const View = views[address.view] || Curves;
+  return html`
+    <header>
+      <h1>turnwise</h1>
+      <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${`#/${name}`} aria-current=${section === name ? "page" : undefined}
+        onClick=${(event) => { event.preventDefault(); go({ view: name }); }}>${text}</a>`)}</nav>
+      ${section !== "curves" && section !== "compare" && html`
+        <label>Run <select value=${run} onChange=${(event) => go({ run: event.target.value, number: null, view: section })}>
+          ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
+        <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
+      <span class="spacer"></span>
+      ${runs.some((item) => item.lines.train > item.conversations.train) && html`<span class="muted" role="status">indexing ${runs.map((item) => item.conversations.train).reduce((a, b) => a + b, 0).toLocaleString("en")} conversations…</span>`}
+      ${problem && html`<span class="bad" role="alert">${problem}</span>`}
+      ${data.isExport && html`<span class="muted">exported</span>`}
+      <button onClick=${toggleTheme}>${dark ? "Light" : "Dark"}</button>
+      <button onClick=${() => setHelp(true)} aria-label="Keys">?</button>
+    </header>
+    <main><${View} ...${shared} /></main>
+    <${Help} open=${help} onClose=${() => setHelp(false)} />`;
+}
+
+const root = document.getElementById("app");
+root.textContent = "";
+render(html`<${App} />`, root);

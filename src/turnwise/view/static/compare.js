@@ -1,0 +1,65 @@
+// Two runs, the same row beside the same row.
+import { html, number, signed, useMemo, useRef } from "./ui.js";
+import { useColumns } from "./columns.js";
+import { useVirtual } from "./virtual.js";
+
+/** The latest conversations of each row: {row: {reward: mean, numbers}}. Of an evaluation, only the last one counts. */
+export function byRow(columns, step) {
+  const rows = new Map();
+  columns.row.forEach((row, n) => {
+    if (row === null || (step !== null && columns.step[n] !== step)) return;
+    const entry = rows.get(row);
+    if (!entry || entry.step !== columns.step[n]) rows.set(row, { step: columns.step[n], numbers: [n] });
+    else entry.numbers.push(n);
+  });
+  for (const entry of rows.values()) {
+    const rewards = entry.numbers.map((n) => columns.reward[n]).filter((reward) => reward !== null);
+    entry.reward = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  }
+  return rows;
+}
+
+function mean(values) { return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; }
+
+export function Compare({ runs, address, go }) {
+  const left = Math.min(Number(address.left) || 0, runs.length - 1), right = Math.min(address.right === undefined ? 1 : Number(address.right), runs.length - 1);
+  const evaluated = runs[left].conversations.eval && runs[right].conversations.eval;
+  const kind = address.kind || (evaluated ? "eval" : "train");
+  const a = useColumns(left, kind, runs), b = useColumns(right, kind, runs);
+  const steps = (columns) => [...new Set(columns?.step ?? [])].sort((x, y) => x - y);
+  const chosen = (name, columns) => (address[name] ? Number(address[name]) : kind === "eval" ? steps(columns).at(-1) ?? null : null);
+  const from = chosen("from", a), to = chosen("to", b);
+  const pairs = useMemo(() => {
+    if (!a || !b) return [];
+    const one = byRow(a, from), two = byRow(b, to);
+    return [...one].filter(([row]) => two.has(row)).map(([row, x]) => {
+      const y = two.get(row);
+      return { row, x, y, change: x.reward === null || y.reward === null ? null : y.reward - x.reward };
+    }).sort((p, q) => (p.change ?? 0) - (q.change ?? 0));
+  }, [a, b, from, to]);
+  const scroll = useRef();
+  const virtual = useVirtual(scroll, pairs.length, 26);
+  const scored = pairs.filter((pair) => pair.change !== null);
+  const select = (name, value, change) => html`<label>${name} <select value=${value} onChange=${(event) => go({ [change]: event.target.value })}>${runs.map((run, place) => html`<option key=${place} value=${place}>${run.name}</option>`)}</select></label>`;
+  const stepSelect = (name, columns, value) => html`<label>step <select value=${value ?? ""} onChange=${(event) => go({ [name]: event.target.value })}><option value="">latest of each row</option>${steps(columns).map((step) => html`<option key=${step}>${step}</option>`)}</select></label>`;
+  return html`
+    <div class="bar">${select("Run", left, "left")}${stepSelect("from", a, from)} against ${select("run", right, "right")}${stepSelect("to", b, to)}
+      <label>Conversations of <select value=${kind} onChange=${(event) => go({ kind: event.target.value, from: null, to: null })}><option value="train">training</option><option value="eval">evaluations</option></select></label>
+      <span role="status">${scored.length} rows in both: mean reward <b>${number(mean(scored.map((pair) => pair.x.reward)))}</b> and <b>${number(mean(scored.map((pair) => pair.y.reward)))}</b>;${" "}
+        ${scored.filter((pair) => pair.change > 0).length} better, ${scored.filter((pair) => pair.change < 0).length} worse</span></div>
+    <div class="scroll" ref=${scroll} tabindex="0" aria-label="Rows in both runs">
+      <div class="table pairs" role="grid" aria-label="Rows in both runs" aria-rowcount=${pairs.length + 1}>
+        <div role="rowgroup"><div class="row head" role="row">${["row", "", runs[left].name, runs[right].name, "change"].map((text, place) => html`<span key=${place} role="columnheader" class=${place ? "num" : ""}>${text || "conversations"}</span>`)}</div></div>
+        <div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>${virtual.getVirtualItems().map((item) => {
+          const pair = pairs[item.index];
+          if (!pair) return null;
+          const open = () => go({ view: "pair", kind, left, right, first: pair.x.numbers[0], second: pair.y.numbers[0] });
+          return html`<div key=${pair.row} class="row" role="row" aria-rowindex=${item.index + 2} style=${{ transform: `translateY(${item.start}px)` }} onClick=${open}>
+            <span role="gridcell"><a href="#/pair" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); open(); }}>row ${pair.row}</a></span>
+            <span role="gridcell" class="num">${pair.x.numbers.length}, ${pair.y.numbers.length}</span><span role="gridcell" class="num">${number(pair.x.reward)}</span><span role="gridcell" class="num">${number(pair.y.reward)}</span>
+            <span role="gridcell" class=${`num ${pair.change < 0 ? "bad" : ""}`}>${pair.change === null ? "" : signed(pair.change)}</span></div>`;
+        })}</div>
+      </div>
+      ${a && b && !pairs.length && html`<p class="loading">No row is in both runs.</p>`}
+    </div>`;
+}

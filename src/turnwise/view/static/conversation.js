@@ -1,0 +1,147 @@
+// One conversation as chat or token by token; a group side by side; two conversations side by side.
+import { Choice, contentParts, html, number, Problem, signed, useKeys, useLoaded } from "./ui.js";
+import * as data from "./data.js";
+import { useColumns } from "./columns.js";
+import { neighbour } from "./conversations.js";
+import { Tokens } from "./tokens.js";
+
+function advantage(value) {
+  if (value === null || value === undefined) return null;
+  return Array.isArray(value) ? `per token, mean ${signed(value.reduce((a, b) => a + b, 0) / (value.length || 1))}` : signed(value);
+}
+
+function Fact({ name, value, bad }) {
+  return value === null || value === undefined || value === "" ? null : html`<span class=${bad ? "bad" : ""}>${name} <b>${value}</b></span>`;
+}
+
+function Facts({ conversation }) {
+  const parts = Object.entries(conversation.rewards || {});
+  const columns = Object.entries(conversation.row || {}).filter(([name]) => name !== "id");
+  const short = (value) => { const text = typeof value === "string" ? value : JSON.stringify(value); return text.length > 160 ? `${text.slice(0, 160)}…` : text; };
+  return html`<div class="facts">
+    <${Fact} name="reward" value=${conversation.reward === null ? "none" : number(conversation.reward)} />
+    ${parts.length > 1 && parts.map(([name, value]) => html`<${Fact} key=${name} name=${name} value=${number(value)} />`)}
+    ${Object.entries(conversation.metrics || {}).map(([name, value]) => html`<${Fact} key=${name} name=${name} value=${number(value)} />`)}
+    <${Fact} name="stop" value=${conversation.stop} /><${Fact} name="turns" value=${conversation.turns.length} />
+    <${Fact} name="segments" value=${conversation.segments.length > 1 ? conversation.segments.length : null} />
+    <${Fact} name="seconds" value=${number(conversation.seconds)} /><${Fact} name="step" value=${conversation.step} />
+    ${columns.map(([name, value]) => html`<span key=${name} class="muted">${name} ${short(value)}</span>`)}
+  </div>
+  ${conversation.error && html`<${Problem} text=${`${conversation.error.kind}: ${conversation.error.message}\n${conversation.error.traceback || ""}`} />`}
+  ${conversation.template_mismatch && html`<${Problem} text=${`template mismatch: ${conversation.template_mismatch}`} />`}`;
+}
+
+function Content({ content, run }) {
+  return contentParts(content).map((part, place) => {
+    if (part.type === "text") return html`<pre key=${place}>${part.text}</pre>`;
+    const reference = part[part.type];
+    const url = part.type === "image" && typeof reference === "string" ? (reference.startsWith("sha256:") ? data.imageUrl(run, reference) : null) : null;
+    return url ? html`<img key=${place} src=${url} alt="image in the message" />` : html`<pre key=${place} class="muted">[${part.type}: ${JSON.stringify(reference)}]</pre>`;
+  });
+}
+
+function Turn({ turn, index }) {
+  const seconds = turn.seconds || {};
+  return html`<span><b>turn ${index}</b></span><${Fact} name="reward" value=${number(turn.reward)} /><${Fact} name="advantage" value=${advantage(turn.advantage)} />
+    <${Fact} name="value" value=${Array.isArray(turn.value) ? "per token" : number(turn.value)} /><${Fact} name="weight" value=${turn.weight === 1 ? null : number(turn.weight)} />
+    <${Fact} name="engine" value=${seconds.engine ? `${number(seconds.engine)} s` : null} /><${Fact} name="environment" value=${seconds.environment ? `${number(seconds.environment)} s` : null} />
+    <${Fact} name="finish" value=${turn.finish_reason === "stop" ? null : turn.finish_reason} bad /><${Fact} name="cut after" value=${turn.kept_tokens === null || turn.kept_tokens === undefined ? null : `${turn.kept_tokens} tokens`} />`;
+}
+
+function Message({ message, turns, run }) {
+  const reasoning = turns.map(([, turn]) => turn.reasoning).find(Boolean) || message.reasoning_content;
+  const calls = turns.flatMap(([, turn]) => turn.tool_calls || []);
+  const role = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "";
+  return html`<article class=${`message ${role}`}>
+    <div class="who"><b>${message.role}${message.name ? ` ${message.name}` : ""}</b>${turns.map(([index, turn]) => html`<${Turn} key=${index} turn=${turn} index=${index} />`)}</div>
+    ${reasoning && html`<pre class="reasoning">${reasoning}</pre>`}
+    <${Content} content=${message.content} run=${run} />
+    ${calls.map((call, place) => html`<div key=${place} class="call"><b>${call.name || "call"}</b> <code>${JSON.stringify(call.arguments)}</code>
+      ${call.error && html` <span class="bad">${call.error}${call.parse_error ? `: ${call.parse_error}` : ""}</span>`}${call.reward ? html` <span>reward ${number(call.reward)}</span>` : null}${call.attempts > 1 ? html` <span>${call.attempts} attempts</span>` : null}</div>`)}
+    ${!calls.length && (message.tool_calls || []).map((call, place) => html`<div key=${place} class="call"><b>${call.function?.name}</b> <code>${JSON.stringify(call.function?.arguments)}</code></div>`)}
+  </article>`;
+}
+
+function Messages({ messages, conversation, history, run }) {
+  return messages.map((message, place) => {
+    const turns = conversation.turns.map((turn, index) => [index, turn]).filter(([, turn]) => (turn.history ?? 0) === history && turn.message_index === place);
+    return html`<${Message} key=${place} message=${message} turns=${turns} run=${run} />`;
+  });
+}
+
+export function Chat({ conversation, run }) {
+  const previous = conversation.previous_histories || [];
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${`Messages of ${conversation.id}`}>
+    <${Facts} conversation=${conversation} />
+    ${conversation.tools?.length > 0 && html`<details><summary class="bar">Tools: ${conversation.tools.map((tool) => (tool.function ?? tool).name).join(", ")}</summary><pre class="message">${JSON.stringify(conversation.tools, null, 1)}</pre></details>`}
+    ${previous.map((messages, history) => html`<details key=${history}><summary class="bar">history ${history}, replaced by the environment (${messages.length} messages)</summary><${Messages} messages=${messages} conversation=${conversation} history=${history} run=${run} /></details>`)}
+    <${Messages} messages=${conversation.messages} conversation=${conversation} history=${previous.length} run=${run} />
+  </div>`;
+}
+
+export function ConversationPage({ runs, run, kind, address, go }) {
+  const n = Number(address.number) || 0;
+  const count = runs[run].conversations[kind];
+  const [conversation, problem] = useLoaded(() => data.conversation(run, kind, n), `${run} ${kind} ${n}`);
+  const mode = address.show === "tokens" ? "tokens" : "chat";
+  const move = (by) => { const next = neighbour(run, kind, n, by); if (next !== undefined && next >= 0 && next < count) go({ number: next, segment: null }); };
+  useKeys((event) => {
+    if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
+    else if (event.key === "n" || event.key === "j") move(1);
+    else if (event.key === "p" || event.key === "k") move(-1);
+    else if (event.key === "g") go({ view: "group" });
+    else if (event.key === "Escape") go({ view: "conversations" });
+  });
+  return html`
+    <div class="bar">
+      <button onClick=${() => go({ view: "conversations" })}>← List</button>
+      <button onClick=${() => move(-1)} aria-label="Previous conversation">‹</button><button onClick=${() => move(1)} aria-label="Next conversation">›</button>
+      <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
+      <button onClick=${() => go({ view: "group" })}>Group</button>
+      <b>${conversation?.id}</b>
+      ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}
+    </div>
+    ${problem && html`<${Problem} text=${problem} />`}
+    ${conversation && (mode === "tokens" ? html`<${Tokens} key=${`${run} ${kind} ${n}`} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}`;
+}
+
+function Pane({ run, kind, number: n, title, mode, address, go }) {
+  const [conversation, problem] = useLoaded(() => data.conversation(run, kind, n), `${run} ${kind} ${n}`);
+  return html`<section class="pane" aria-label=${title}><h2>${title} ${conversation && html`<span class="muted">reward ${conversation.reward === null ? "none" : number(conversation.reward)}, advantage ${[...new Set(conversation.turns.map((turn) => advantage(turn.advantage) ?? "none"))].join("; ")}</span>`}</h2>
+    ${problem && html`<${Problem} text=${problem} />`}
+    ${conversation && (mode === "tokens" ? html`<${Tokens} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}</section>`;
+}
+
+export function GroupPage({ runs, run, kind, address, go }) {
+  const n = Number(address.number) || 0;
+  const columns = useColumns(run, kind, runs);
+  const mode = address.show === "tokens" ? "tokens" : "chat";
+  useKeys((event) => {
+    if (event.key === "Escape" || event.key === "g") go({ view: "conversation" });
+    else if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
+  });
+  if (!columns || columns.id[n] === undefined) return html`<p class="loading">Loading…</p>`;
+  const group = columns.group[n], step = columns.step[n];
+  const numbers = columns.group.flatMap((other, place) => (other === group && columns.step[place] === step ? [place] : []));
+  const rewards = numbers.map((place) => columns.reward[place]).filter((value) => value !== null);
+  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  numbers.sort((a, b) => (columns.reward[b] ?? -Infinity) - (columns.reward[a] ?? -Infinity) || a - b);
+  return html`
+    <div class="bar"><button onClick=${() => go({ view: "conversation" })}>← Conversation</button>
+      <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
+      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${number(mean)}, highest first</span></div>
+    <div class="columns" tabindex="0" role="region" aria-label="Group">${numbers.slice(0, 32).map((place) => html`<${Pane} key=${place} run=${run} kind=${kind} number=${place} title=${columns.id[place]} mode=${mode} address=${address} go=${go} />`)}</div>`;
+}
+
+export function PairPage({ runs, address, go }) {
+  const kind = address.kind === "eval" ? "eval" : "train";
+  const mode = address.show === "tokens" ? "tokens" : "chat";
+  useKeys((event) => {
+    if (event.key === "Escape") go({ view: "compare" });
+    else if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
+  });
+  const sides = [[Number(address.left) || 0, Number(address.first) || 0], [Number(address.right) || 0, Number(address.second) || 0]];
+  return html`<div class="bar"><button onClick=${() => go({ view: "compare" })}>← Comparison</button>
+      <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} /></div>
+    <div class="columns">${sides.map(([run, n], side) => html`<${Pane} key=${`${side} ${run} ${n}`} run=${run} kind=${kind} number=${n} title=${runs[run]?.name} mode=${mode} address=${address} go=${go} />`)}</div>`;
+}

@@ -1,0 +1,114 @@
+// The table of conversations: filters, order, search, and the keyboard.
+import { html, number, sequential, useEffect, useKeys, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import * as data from "./data.js";
+import { useColumns } from "./columns.js";
+import { useVirtual } from "./virtual.js";
+
+const COLUMNS = [
+  ["id", "conversation"], ["step", "step"], ["reward", "reward"], ["stop", "stop"], ["turns", "turns"], ["calls", "calls"],
+  ["call_errors", "call errors"], ["sampled", "sampled"], ["tokens", "tokens"], ["error", "failure"],
+];
+const TEXTS = new Set(["id", "stop", "error"]);
+const last = new Map();
+
+/** The numbers of the conversations that pass the filters, in their order. `found` are those of the search, or null. */
+export function select(columns, { step, stop, group, failed, errors, least, most, sort, down }, found) {
+  const wanted = found && new Set(found);
+  const numbers = [];
+  const from = step ? Number(step.split("-")[0]) : null, to = step ? Number(step.split("-").at(-1)) : null;
+  for (let n = 0; n < columns.id.length; n += 1) {
+    if (wanted && !wanted.has(n)) continue;
+    if (step && (columns.step[n] === null || columns.step[n] < from || columns.step[n] > to)) continue;
+    if (stop && columns.stop[n] !== stop) continue;
+    if (group && columns.group[n] !== group) continue;
+    if (failed && columns.error[n] === null) continue;
+    if (errors && !columns.call_errors[n]) continue;
+    if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
+    if (most && !(columns.reward[n] !== null && columns.reward[n] <= Number(most))) continue;
+    numbers.push(n);
+  }
+  if (!sort) return down === "0" ? numbers : numbers.reverse();
+  const values = columns[sort], sign = down === "0" ? 1 : -1;
+  return numbers.sort((a, b) => {
+    const x = values[a], y = values[b];
+    if (x === y) return a - b;
+    if (x === null || y === null) return x === null ? 1 : -1; // empty values last
+    return (x < y ? -1 : 1) * sign;
+  });
+}
+
+/** The order of the list that was shown last: the next and previous conversation while one is open. */
+export function neighbour(run, kind, n, by) {
+  const numbers = last.get(`${run} ${kind}`);
+  if (!numbers) return n + by;
+  return numbers[numbers.indexOf(n) + by];
+}
+
+export function Conversations({ runs, run, kind, address, go }) {
+  const columns = useColumns(run, kind, runs);
+  const [typed, setTyped] = useState(address.query || "");
+  useEffect(() => { const timer = setTimeout(() => typed !== (address.query || "") && go({ query: typed }), 250); return () => clearTimeout(timer); }, [typed]);
+  const [found] = useLoaded(() => (address.query ? data.search(run, kind, address.query) : Promise.resolve(null)), `${run} ${kind} ${address.query} ${runs[run].conversations[kind]}`);
+  const filters = ["step", "stop", "group", "failed", "errors", "least", "most", "sort", "down", "query"];
+  const key = JSON.stringify(filters.map((name) => address[name]));
+  const numbers = useMemo(() => (columns && !(address.query && !found) ? select(columns, address, found) : []), [columns, key, found]);
+  const rewards = useMemo(() => {
+    const values = columns ? columns.reward.filter((value) => value !== null) : [];
+    return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 1e-9]);
+  }, [columns]);
+  const stops = useMemo(() => [...new Set(columns?.stop ?? [])].filter(Boolean).sort(), [columns]);
+  last.set(`${run} ${kind}`, numbers);
+  const scroll = useRef(), search = useRef();
+  const virtual = useVirtual(scroll, numbers.length, 26);
+  const [picked, setPicked] = useState(() => Math.max(0, numbers.indexOf(Number(address.number))));
+  const open = (n) => go({ view: "conversation", number: n });
+  const pick = (place) => { const next = Math.max(0, Math.min(numbers.length - 1, place)); setPicked(next); virtual.scrollToIndex(next); };
+  useKeys((event) => {
+    if (event.key === "j" || event.key === "ArrowDown") { event.preventDefault(); pick(picked + 1); }
+    else if (event.key === "k" || event.key === "ArrowUp") { event.preventDefault(); pick(picked - 1); }
+    else if (event.key === "PageDown") { event.preventDefault(); pick(picked + 20); }
+    else if (event.key === "PageUp") { event.preventDefault(); pick(picked - 20); }
+    else if (event.key === "Enter" && !event.target.closest("button, a, input") && numbers.length) open(numbers[picked]);
+    else if (event.key === "/") { event.preventDefault(); search.current.focus(); }
+    else if (event.key === "Escape") event.target.blur?.();
+    else if (event.key === "g" && numbers.length) go({ view: "group", number: numbers[picked] });
+  });
+  const sortBy = (name) => go(address.sort === name ? { down: address.down === "0" ? null : "0" } : { sort: name, down: TEXTS.has(name) ? "0" : null });
+  const field = (name, label, extra) => html`<label>${label} <input size="6" value=${address[name] || ""} onChange=${(event) => go({ [name]: event.target.value })} ...${extra} /></label>`;
+  const check = (name, label) => html`<label><input type="checkbox" checked=${address[name] === "1"} onChange=${(event) => go({ [name]: event.target.checked ? "1" : null })} />${label}</label>`;
+  return html`
+    <div class="bar" role="search">
+      <label>Search <input ref=${search} type="search" size="22" value=${typed} onInput=${(event) => setTyped(event.target.value)} placeholder='words or "a phrase"' /></label>
+      ${field("step", "Step", { placeholder: "5 or 5-9" })} ${field("least", "Reward from")} ${field("most", "to")}
+      <label>Stop <select value=${address.stop || ""} onChange=${(event) => go({ stop: event.target.value })}><option value="">all</option>${stops.map((stop) => html`<option key=${stop}>${stop}</option>`)}</select></label>
+      ${check("failed", "failed")} ${check("errors", "tool errors")}
+      ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
+      <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${(columns?.id.length ?? 0).toLocaleString("en")}</span>
+      ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
+    </div>
+    <div class="scroll" ref=${scroll} tabindex="0" aria-label="Conversations">
+      <div class="table" role="grid" aria-label="Conversations" aria-rowcount=${numbers.length + 1}>
+        <div role="rowgroup"><div class="row head" role="row">${COLUMNS.map(([name, text]) => html`<span key=${name} role="columnheader" class=${TEXTS.has(name) ? "" : "num"}
+          aria-sort=${address.sort === name ? (address.down === "0" ? "ascending" : "descending") : "none"}><button onClick=${() => sortBy(name)}>${text}${address.sort === name ? (address.down === "0" ? " ▲" : " ▼") : ""}</button></span>`)}</div></div>
+        ${columns && html`<div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>
+          ${virtual.getVirtualItems().map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} onOpen=${open} />`)}
+        </div>`}
+      </div>
+      ${!columns && html`<p class="loading">Loading…</p>`}
+      ${columns && !numbers.length && html`<p class="loading">${columns.id.length ? "No conversation matches." : "No conversations yet."}</p>`}
+    </div>`;
+}
+
+function Row({ n, columns, top, place, selected, rewards, onOpen }) {
+  if (n === undefined || columns.id[n] === undefined) return null;
+  const reward = columns.reward[n];
+  const share = reward === null ? 0 : (reward - rewards[0]) / (rewards[1] - rewards[0]);
+  return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onOpen(n)}>
+    <span role="gridcell"><a href=${`#/conversation?number=${n}`} tabindex="-1" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); onOpen(n); }}>${columns.id[n]}</a></span>
+    <span role="gridcell" class="num">${number(columns.step[n])}</span>
+    <span role="gridcell" class="num"><i class="meter" style=${{ width: `${Math.round(share * 34)}px`, background: sequential(1) }}></i>${reward === null ? "–" : number(reward)}</span>
+    <span role="gridcell" class=${columns.error[n] === null ? "" : "bad"}>${columns.stop[n]}</span>
+    ${["turns", "calls", "call_errors", "sampled", "tokens"].map((name) => html`<span key=${name} role="gridcell" class="num">${number(columns[name][n])}</span>`)}
+    <span role="gridcell" class="bad">${columns.error[n]}${columns.mismatch[n] ? " mismatch" : ""}</span>
+  </div>`;
+}

@@ -1,0 +1,83 @@
+// What all parts of the page share: HTML templates, formats, colours, hooks.
+import { h, render } from "preact";
+import { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "preact/hooks";
+import htm from "htm";
+
+export { h, render, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState };
+export const html = htm.bind(h);
+
+/** A number in at most four significant digits; an empty text for null. */
+export function number(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value);
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  return size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
+}
+
+export function signed(value) {
+  return (value > 0 ? "+" : "") + number(value);
+}
+
+/** Okabe and Ito's colours, which people without full colour vision can tell apart. */
+export const RUN_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00", "#7a5195"];
+export const runColor = (run) => RUN_COLORS[run % RUN_COLORS.length];
+
+/** Blue (negative) over grey to orange (positive): `share` from -1 to 1. */
+export function diverging(share) {
+  const t = Math.max(-1, Math.min(1, share));
+  const strength = Math.round(Math.abs(t) * 45);
+  return `color-mix(in srgb, ${t < 0 ? "var(--negative)" : "var(--positive)"} ${strength}%, transparent)`;
+}
+
+/** From transparent (0) to the accent colour (1). */
+export function sequential(share) {
+  return `color-mix(in srgb, var(--sequential) ${Math.round(Math.max(0, Math.min(1, share)) * 50)}%, transparent)`;
+}
+
+/** The value of a promise, loaded again when `key` changes: [value, error]. */
+export function useLoaded(load, key) {
+  const [state, setState] = useState([null, null, null]);
+  useEffect(() => {
+    let current = true;
+    load().then(
+      (value) => current && setState([value, null, key]),
+      (error) => current && setState([null, String(error.message || error), key]),
+    );
+    return () => { current = false; };
+  }, [key]);
+  return state[2] === key ? state : [null, null, key];
+}
+
+/** Calls `handler(event)` for keys that are not typed into a field. The handler is always that of the last rendering. */
+export function useKeys(handler) {
+  const latest = useRef(handler);
+  useLayoutEffect(() => { latest.current = handler; });
+  useEffect(() => {
+    const listen = (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.target.closest("input, select, textarea") && event.key !== "Escape") return;
+      latest.current(event);
+    };
+    window.addEventListener("keydown", listen);
+    return () => window.removeEventListener("keydown", listen);
+  }, []);
+}
+
+/** A group of buttons of which one is pressed. */
+export function Choice({ label, options, value, onChange }) {
+  return html`<div class="choice" role="group" aria-label=${label}>
+    ${options.map(([name, text]) => html`<button key=${name} aria-pressed=${String(name === value)} onClick=${() => onChange(name)}>${text}</button>`)}
+  </div>`;
+}
+
+export function Problem({ text }) {
+  return html`<p class="problem" role="alert">${text}</p>`;
+}
+
+/** Text of a message: a list of parts has texts and images. */
+export function contentParts(content) {
+  if (content === null || content === undefined) return [];
+  if (Array.isArray(content)) return content;
+  return [{ type: "text", text: typeof content === "string" ? content : JSON.stringify(content, null, 1) }];
+}

@@ -1,0 +1,199 @@
+"""The viewer in a real browser: Chromium without a window. Skipped where there is no Chromium."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnwise.view.export import export
+from turnwise.view.runs import ViewedRun
+from turnwise.view.server import ViewServer
+
+pytestmark = pytest.mark.slow
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+VIEWS = [
+    "#/curves",
+    "#/conversations",
+    "#/conversation?number=3",
+    "#/conversation?number=3&show=tokens&color=advantage",
+    "#/group?number=3",
+    "#/timeline",
+    "#/compare?left=0&right=1&kind=train",
+]
+AXE = "https://registry.npmjs.org/axe-core/-/axe-core-4.14.1.tgz"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1300, "height": 800}, bypass_csp=False)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.set_default_timeout(60_000)
+    yield page
+    context.close()
+    assert problems == []
+
+
+@pytest.fixture
+def address(run: Path, other: Path) -> Iterator[str]:
+    runs = [ViewedRun(run), ViewedRun(other)]
+    server = ViewServer(runs)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.address
+    server.stop()
+    thread.join()
+
+
+def open_view(page: Any, address: str, view: str) -> None:
+    page.goto(address)
+    page.wait_for_selector("nav")
+    page.evaluate("view => { location.hash = view }", view)
+
+
+def test_curves(page: Any, address: str) -> None:
+    open_view(page, address, "#/curves")
+    page.wait_for_selector("section[aria-label='reward/mean'] canvas")
+    label = page.get_attribute("section[aria-label='reward/mean'] [role=img]", "aria-label")
+    assert label == "reward/mean: first 0.3, second 0.35"
+    page.uncheck("label:has-text('second') input")
+    page.wait_for_selector("[role=img][aria-label^='reward/mean: first 0.3, 90 %']")  # one run: with quantiles
+
+
+def test_filter_sort_open_by_keyboard(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversations")
+    page.wait_for_selector(".body .row")
+    page.wait_for_selector("text=24 of 24")
+    page.fill("label:has-text('Step') input", "2-3")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("text=16 of 24")
+    page.fill("input[type=search]", "owned")
+    page.wait_for_selector("text=1 of 24")
+    page.click("text=Reset")
+    page.wait_for_selector("text=24 of 24")
+    page.click(".head button:has-text('reward')")
+    page.wait_for_selector("[aria-sort=descending]")
+    assert page.inner_text(".body .row >> nth=0").startswith("3.0:1/3")  # the highest reward, 0.9
+    page.click(".head button:has-text('reward')")
+    page.wait_for_selector("[aria-sort=ascending]")
+    assert page.inner_text(".body .row >> nth=0").startswith("1.0:0/0")
+    page.locator(".scroll").focus()
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("b:has-text('1.0:0/1')")
+    page.keyboard.press("n")
+    page.wait_for_selector("b:has-text('1.0:0/2')")
+    page.keyboard.press("g")
+    page.wait_for_selector("b:has-text('group 1.0:0')")
+    assert page.locator(".pane").count() == 4
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".head")
+
+
+def test_tokens_say_what_they_are(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversation?number=0&show=tokens&color=logprob")
+    page.wait_for_selector(".token")
+    assert page.locator(".token").count() == 12
+    assert page.locator(".token.sampled").count() == 6
+    assert page.locator(".token.off").count() == 3
+    page.hover(".token >> nth=5")
+    detail = page.inner_text(".detail")
+    for fact in ("id 5", "turn 0", "log-probability -2.5", "advantage -0.5", "weights of step 2", "weight 1"):
+        assert fact in detail, detail
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("text=context: not sampled")
+    page.hover(".token >> nth=10")
+    assert "advantage -0.2" in page.inner_text(".detail")  # one number for each token
+
+
+def test_texts_of_the_model_are_texts(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversation?number=23")
+    page.wait_for_selector("pre:has-text('</script><script>')")
+    assert page.title() == "turnwise"
+    assert page.locator("img[src=x]").count() == 0
+
+
+def test_the_page_follows_the_run(page: Any, address: str, run: Path) -> None:
+    open_view(page, address, "#/conversations")
+    page.wait_for_selector("text=24 of 24")
+    record = json.loads((run / "trajectories.jsonl").read_text().splitlines()[0])
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps({**record, "step": 4, "id": "4.0:0/0"}) + "\n")
+    page.wait_for_selector("text=25 of 25")
+    page.wait_for_selector(".body .row:has-text('4.0:0/0')")
+
+
+def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) -> None:
+    open_view(page, address, "#/compare?left=0&right=1&kind=train&from=1&to=1")
+    page.wait_for_selector(".body .row")
+    assert page.locator(".body .row").count() == 2
+    assert "2 better, 0 worse" in page.inner_text(".bar")
+    page.click(".body .row >> nth=0")
+    page.wait_for_selector(".pane >> nth=1")
+    assert [text.split()[0] for text in page.locator(".pane h2").all_inner_texts()] == ["first", "second"]
+
+
+def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    size = export([ViewedRun(run), ViewedRun(other)], file)
+    assert size == file.stat().st_size
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(file.as_uri())
+    page.wait_for_selector("section[aria-label='reward/mean'] canvas")
+    page.evaluate("location.hash = '#/conversations?query=owned'")
+    page.wait_for_selector("text=1 of 24")
+    page.evaluate("location.hash = '#/conversation?number=23&show=tokens'")
+    page.wait_for_selector(".token")
+    page.evaluate("location.hash = '#/timeline'")
+    page.wait_for_selector("svg .engine")
+    assert page.title() == "turnwise"
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data"}
+
+
+def test_accessible_in_both_themes(browser: Any, address: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    try:
+        with urllib.request.urlopen(AXE, timeout=30) as answer:
+            package = answer.read()
+    except OSError as error:
+        pytest.skip(f"axe-core cannot be downloaded: {error}")
+    with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+        script = archive.extractfile("package/axe.min.js").read().decode()  # type: ignore[union-attr]
+    context = browser.new_context(viewport={"width": 1300, "height": 800}, bypass_csp=True)
+    page = context.new_page()
+    problems = []
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for view in VIEWS:
+            open_view(page, address, view)
+            page.wait_for_timeout(1500)
+            page.evaluate(script)
+            found = page.evaluate("axe.run()")["violations"]
+            problems += [f"{scheme} {view}: {one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
+    context.close()
+    assert problems == []
