@@ -1,4 +1,7 @@
-"""Empty modules for what SGLang imports on the CPU and never uses: torchvision, vllm's custom operations and some others.
+"""What SGLang's environment needs beside packages to run on the CPU.
+
+Empty modules for what SGLang imports on the CPU and never uses: torchvision, vllm's custom operations and some others. And pinned
+memory: SGLang's LoRA layers ask for it, and a build of torch without an accelerator has none. There it means ordinary memory.
 
 Loaded by stub_modules.pth when the interpreter of SGLang's environment starts. Any attribute of a stub is an empty class, whose
 attributes are empty classes too. Creating an object of such a class raises an error.
@@ -66,5 +69,32 @@ class _StubFinder(MetaPathFinder, Loader):
         pass
 
 
+class _PinnedMemory(MetaPathFinder):
+    """Changes torch before SGLang's LoRA layers are imported; finds no module itself."""
+
+    def find_spec(self, fullname, _path=None, _target=None):
+        if fullname == "sglang.srt.lora":
+            sys.meta_path.remove(self)
+            _make_pinned_memory_ordinary()
+
+
+def _make_pinned_memory_ordinary():
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    torch.Tensor.pin_memory = lambda self, device=None: self
+    for name in ("tensor", "empty", "zeros", "ones", "full"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(function):
+    def call(*args, pin_memory=False, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
 # last: a real package is preferred
 sys.meta_path.append(_StubFinder())
+sys.meta_path.insert(0, _PinnedMemory())

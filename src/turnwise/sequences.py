@@ -68,6 +68,10 @@ class Completion:
     logprob_kind: LogprobKind
     raw_logprobs: Sequence[float] | None = None
     """`log_softmax(logits)` of the same tokens; None if the engine does not report it."""
+    prompt_tokens: int | None = None
+    """The number of tokens of the prompt, where `cached_tokens` is known; else it may be None."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose keys and values the engine took from its prefix cache; None if the engine does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

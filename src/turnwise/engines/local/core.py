@@ -82,7 +82,10 @@ class EngineCore:
             request, partial = self.batch.remove(slot)
             self.cache.finish_request(slot)
             if not request.future.done():
-                request.future.set_result(partial.completion(finish_reason))
+                completion = partial.completion(
+                    finish_reason, prompt_tokens=len(request.prompt_N), cached_tokens=request.cached_tokens or 0
+                )
+                request.future.set_result(completion)
         return len(finished)
 
     def _next_step(self) -> DecodeStep:

@@ -27,8 +27,8 @@ class PartialCompletion:
     raw_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def completion(self, finish_reason: str) -> Completion:
-        """The finished completion."""
+    def completion(self, finish_reason: str, *, prompt_tokens: int, cached_tokens: int) -> Completion:
+        """The finished completion of a prompt with `prompt_tokens` tokens, of which `cached_tokens` were in the cache."""
         return Completion(
             token_ids=self.token_ids.tolist(),
             logprobs=self.logprobs.tolist(),
@@ -36,6 +36,8 @@ class PartialCompletion:
             finish_reason="stop" if finish_reason == "stop" else "length",
             logprob_kind=LogprobKind.SAMPLED,
             raw_logprobs=self.raw_logprobs.tolist(),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
         )
 
 
@@ -53,6 +55,8 @@ class PendingRequest:
     future: asyncio.Future[Completion]
     partial: PartialCompletion = field(default_factory=PartialCompletion)
     """Tokens sampled before the request was preempted."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the cache when the request started; None before the start."""
     arrival: int = field(default_factory=count().__next__)
     """Order of arrival."""
 

@@ -135,6 +135,8 @@ class Scheduler:
         cached = max(own_tokens, source.tokens)
         if request.vision_prompt is not None:
             cached = request.vision_prompt.snap_to_image_edge(cached)
+        if request.cached_tokens is None:  # and not when it starts again after it was preempted
+            request.cached_tokens = cached
         self._stats.reused_tokens += min(own_tokens, cached)
         self._stats.copied_tokens += max(cached - own_tokens, 0)
         self._stats.prefilled_tokens += len(tokens_N) - cached
