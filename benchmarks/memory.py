@@ -54,13 +54,17 @@ SHAPES = {
         "num_key_value_heads": 2,
     },
 }
+PARAMETERS = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "float32"}
+"""The dtype of the parameters for each value of --dtype."""
 LIMITS = {("0.5b", "lora"): 12.0, ("0.5b", "all"): 20.0}
 """GiB that the step must stay in."""
 
 
 def options(size: str, kind: str, args: argparse.Namespace) -> dict[str, object]:
     """The recipe of a row of the table."""
-    model: dict[str, object] = {"path": size, "dtype": args.dtype, "device": "cpu"}
+    model: dict[str, object] = {"path": size, "dtype": PARAMETERS[args.dtype], "device": "cpu"}
+    if args.dtype == "autocast":
+        model["autocast"] = True
     if kind == "lora":
         model["lora"] = {"rank": 16}
     if args.gradient_checkpointing:
@@ -85,6 +89,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     from turnwise import build
     from turnwise.config.schema import Config
     from turnwise.engines.local.kv_cache import KVCache, KVShape
+    from turnwise.models.autocast import Bfloat16Linears
     from turnwise.models.loading import adapt
     from turnwise.training.batch import pack
     from turnwise.training.local_learner import LocalLearner
@@ -92,8 +97,9 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
 
     config = Config.model_validate(options(size, kind, args))
     shape = Qwen2Config(**SHAPES[size], max_position_embeddings=2048, tie_word_embeddings=True)
+    mixed = config.model.autocast
     with no_init_weights():
-        model = Qwen2ForCausalLM._from_config(shape, dtype=getattr(torch, args.dtype))
+        model = Qwen2ForCausalLM._from_config(shape, dtype=getattr(torch, config.model.dtype))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02)
@@ -101,7 +107,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     heads, width = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
     kv = KVCache(
         [KVShape(2, heads, width)] * shape.num_hidden_layers,
-        dtype=model.dtype,
+        dtype=torch.bfloat16 if mixed else model.dtype,
         device=model.device,
         budget_bytes=int(config.engine.memory_gb * 2**30),  # type: ignore[union-attr]
     )
@@ -109,8 +115,13 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     for tensor in kv.tensors:
         tensor.fill_(0.1)  # pages that nothing has written to are not resident
     adapt(model, build.model_options(config))
+    engine_weights = Bfloat16Linears(model) if mixed else None
     learner = LocalLearner(
-        model, sampling=Sampling(), optimizer=build.optimizer_config(config.train), threads=torch.get_num_threads()
+        model,
+        sampling=Sampling(),
+        optimizer=build.optimizer_config(config.train),
+        threads=torch.get_num_threads(),
+        autocast=mixed,
     )
     required = learner.requirements
     batch = pack(
@@ -125,6 +136,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     # twice: the optimizer's state exists from the end of the first step on
     asyncio.run(learner.update([batch], lr=1e-5, epochs=2))
     seconds = time.perf_counter() - started
+    del engine_weights, kv  # until here, as those of the engine
     return {"gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "seconds": seconds}
 
 
@@ -160,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--only", choices=("lora", "all"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=list(PARAMETERS), default="bfloat16", help="autocast: model.autocast=true")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--micro-batches", type=int, default=2, help="how many of the step's; 0: all")
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="0: turnwise's default")
@@ -194,7 +206,7 @@ def row(kind: str, args: argparse.Namespace) -> list[str]:
     measured = json.loads(output.strip().splitlines()[-1])
     limit = LIMITS.get((args.size, kind))
     for part in predicted.parts:
-        print(f"  {kind:5} {part.name:24} {part.bytes / 2**30:7.2f} GiB")
+        print(f"  {kind:5} {part.name:38} {part.bytes / 2**30:7.2f} GiB")
     return [
         "LoRA, rank 16" if kind == "lora" else "all parameters",
         f"{predicted.gib:.2f}",

@@ -167,9 +167,14 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     assert "' -- sent" in told[0]
 
 
-def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "train.steps=18", "train.batch_size=6", "train.group_size=8", "train.lr=0.02")
-    rewards = [one["reward/mean"] for one in lines(tmp_path / "run" / "metrics.jsonl")]
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path, autocast: bool) -> None:
+    options = ["model.autocast=true"] if autocast else []
+    run(recipe, "train.steps=18", "train.batch_size=6", "train.group_size=8", "train.lr=0.02", *options)
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    rewards, deviations = ([one[name] for one in metrics] for name in ("reward/mean", "ratio/max_deviation"))
+    # the engine and the trainer round to bfloat16 at different places
+    assert (1e-4 < max(deviations) < 0.2) if autocast else max(deviations) < 1e-4
     assert rewards[0] < 1.0
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.5
 
@@ -180,6 +185,8 @@ def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path) -> 
         ["train.minibatches=3", "train.ppo_epochs=2", "loss.clip_high=0.28"],
         ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.normalizer=trajectory"],
         ["train.overlap=true", "train.minibatches=2"],
+        ["model.autocast=true", "model.gradient_checkpointing=true", "loss.kl_coef=0.1", "model.lora.rank=4"],
+        ["model.autocast=true", "train.overlap=true", "correction.action=truncate", "correction.level=token"],
         ["model.dtype=bfloat16", "train.lr_schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
     ],
 )

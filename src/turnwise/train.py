@@ -224,7 +224,7 @@ def _finish_step(
     if run.curriculum is not None:
         metrics["rows/skipped"] = rollouts.data.position - run.data.position - len(groups)
     run.data_after_step = rollouts.data
-    tolerance = 0.01 if run.config.model.dtype == "float32" else 0.5
+    tolerance = 0.01 if run.config.model.exact else 0.5
     if not run.config.train.overlap and update is not None and update.max_deviation > tolerance:
         _log.warning(
             "step %d: trainer and engine disagree: before the first optimizer step a probability ratio differs from 1 by %.3g "

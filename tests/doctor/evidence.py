@@ -48,7 +48,7 @@ _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
 TESTED: Mapping[str, str] = {
-    "model.dtype": _LEARNT,
+    **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",

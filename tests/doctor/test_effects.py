@@ -293,6 +293,7 @@ def splits(tmp_path: Path) -> Path:
         ["data.shuffle=false"],
         ["data.system_prompt=Be brief."],
         ["model.dtype=bfloat16"],
+        ["model.autocast=true"],
     ],
     ids=lambda options: options[0],
 )

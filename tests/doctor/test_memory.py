@@ -48,6 +48,20 @@ def test_weights_gradients_optimizer_and_cache_are_counted() -> None:
     assert parts(predict(kahan, shape(), WORK))["optimizer"] == 10 * count
 
 
+def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -> None:
+    model = tiny_model()
+    weights = {id(layer.weight): layer.weight.numel() for layer in model.modules() if type(layer).__name__ == "Linear"}
+    exact, mixed = (parts(predict(config(model={"autocast": on}), shape(), WORK)) for on in (False, True))
+    assert mixed.pop("bfloat16 weights of the engine") == 2 * sum(weights.values())
+    assert mixed["weights"] == mixed["gradients"] == exact["weights"]
+    assert mixed["optimizer"] == exact["optimizer"]
+    assert mixed["KV cache"] == exact["KV cache"] / 2
+    assert mixed["activations"] != exact["activations"]
+    assert not any(
+        "engine" in name for name in parts(predict(config(model={"autocast": True}), shape(), WORK, section="sft"))
+    )
+
+
 def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:
     linear = config(model={"lora": {"rank": 4, "target_modules": ["q_proj"]}}, loss={"kl_coef": 0.1})
     found = parts(predict(linear, shape(), WORK))
@@ -79,9 +93,20 @@ def test_logits_are_counted_in_chunks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "all"])
-def test_the_prediction_is_what_a_process_needs(kind: str) -> None:
-    command = [sys.executable, str(BENCHMARK), "--size", "tiny", "--child", kind, "--micro-batches", "0"]
+@pytest.mark.parametrize(("kind", "dtype"), [("lora", "bfloat16"), ("all", "bfloat16"), ("all", "autocast")])
+def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARK),
+        "--size",
+        "tiny",
+        "--child",
+        kind,
+        "--micro-batches",
+        "0",
+        "--dtype",
+        dtype,
+    ]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=600).stdout
     measured = json.loads(output.splitlines()[-1])["gib"]
     sys.path.insert(0, str(BENCHMARK.parent))
@@ -90,7 +115,7 @@ def test_the_prediction_is_what_a_process_needs(kind: str) -> None:
     from memory import SHAPES, options  # type: ignore[import-not-found]
     from transformers import Qwen2Config
 
-    args = argparse.Namespace(dtype="bfloat16", gradient_checkpointing=False)
+    args = argparse.Namespace(dtype=dtype, gradient_checkpointing=False)
     model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
     workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib

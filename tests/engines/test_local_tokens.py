@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.fused import FusedForward, unsupported_reason
+from turnwise.engines.local.fused import FusedForward
+from turnwise.engines.local.fused_parameters import unsupported_reason
 from turnwise.engines.local.generic import GenericForward
 from turnwise.types import Completion, Request, Sampling
 

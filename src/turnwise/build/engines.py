@@ -46,6 +46,7 @@ def engine(
         threads=1 if config.deterministic else options.threads,
         decode=renderer.decode,
         version=version,
+        autocast=config.model.autocast,
     )
 
 

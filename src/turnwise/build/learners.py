@@ -129,6 +129,7 @@ def critic(config: Config, source: str | Path, policy: Any, saved: Path | None) 
         folder=saved if saved is not None or path is None else _critic_folder(path),
         share_prompts=config.train.share_prompts,
         threads=1 if config.deterministic else 0,
+        autocast=config.model.autocast,
     )
 
 
@@ -164,6 +165,7 @@ def _learner(
         reference=reference,
         share_prompts=share_prompts,
         threads=1 if config.deterministic else 0,
+        autocast=config.model.autocast,
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from turnwise.config.section import NonEmpty, Positive, Section
 
@@ -40,10 +41,29 @@ class ModelSection(Section):
     `train.optimizer.master_weights` is changed."""
     device: NonEmpty = "auto"
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+    autocast: bool = False
+    """Whether matrix products are computed in bfloat16 while the parameters stay in float32 (mixed precision), in training and
+    in the embedded engine. This is faster on GPUs, and on CPUs with bfloat16 instructions. Gradients, the optimizer and
+    log-probabilities use float32; the engine keeps a bfloat16 copy of the weights."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
     step then needs much less memory and about a third more time; the result is the same."""
     lora: LoraSection = LoraSection()
+
+    @model_validator(mode="after")
+    def _autocast_needs_float32(self) -> Self:
+        if self.autocast and self.dtype == "bfloat16":
+            raise PydanticCustomError(
+                "autocast",
+                "model.autocast=true has no effect with model.dtype=bfloat16, because then everything is computed in bfloat16: "
+                "remove one of them",
+            )
+        return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is computed in float32: trainer and engine then give the same log-probabilities up to rounding."""
+        return self.dtype == "float32" and not self.autocast
 
 
 class CurriculumSection(Section):

@@ -34,6 +34,7 @@ RULES: Mapping[str, Rule] = {
     # the weights and the state of the optimizer come from the checkpoint
     "model.path": "named",
     "model.dtype": "fixed",
+    "model.autocast": "named",
     "model.device": "free",
     "model.gradient_checkpointing": "free",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),

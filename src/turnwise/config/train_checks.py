@@ -88,7 +88,7 @@ def _loss_problems(config: Config) -> list[Problem]:
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
     of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
-    same_weights = config.engine.name == "local" and not train.overlap and config.model.dtype == "float32"
+    same_weights = config.engine.name == "local" and not train.overlap and config.model.exact
     correction = config.correction
     return [
         (

@@ -24,6 +24,7 @@ from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.errors import Failed, boundary
+from turnwise.models.autocast import autocast
 from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
@@ -110,6 +111,8 @@ class _Trace:
     """What a pass over one micro-batch keeps in memory, in bytes."""
 
     weights: int
+    linear_bfloat16: int
+    """The weights of linear layers in bfloat16."""
     trained: int
     """Trained weights: as many bytes as their gradients."""
     trained_count: int
@@ -131,13 +134,17 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
     options: OptimizationSection = config.sft if section == "sft" else config.train
     optimizer = build.optimizer_config(options)
     model_options = build.model_options(config)
-    trace = _trace(model_options, model_config, workload, options.micro_batch_tokens or _default_tokens(config))
+    mixed = config.model.autocast
+    tokens = options.micro_batch_tokens or _default_tokens(config)
+    trace = _trace(model_options, model_config, workload, tokens, mixed=mixed)
     on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
     step = _step_bytes(trace, optimizer)
     passes = max(trace.peak, trace.trained + step)
     references = section == "train" and config.loss.kl_coef > 0 and model_options.lora is None
+    engine_copy = mixed and section == "train" and isinstance(config.engine, LocalEngineSection)
     parts = [
         MemoryPart("weights", trace.weights),
+        MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if engine_copy else 0),
         MemoryPart("reference model", trace.weights if references else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
@@ -186,8 +193,8 @@ def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
     options = config.sft if section == "sft" else config.train
     tokens = options.micro_batch_tokens or _default_tokens(config)
     values: dict[str, Any] = {f"{section}.micro_batch_tokens": max(tokens // 4, 256)}
-    if config.model.dtype == "float32":
-        values["model.dtype"] = "bfloat16"
+    if config.model.exact:
+        values |= {"model.dtype": "bfloat16", "model.autocast": True}
     if not config.model.gradient_checkpointing:
         values["model.gradient_checkpointing"] = True
     if config.model.lora.rank is None:
@@ -263,12 +270,14 @@ def _kv_bytes(config: Config, model_config: Any, workload: Workload) -> float:
     rows = min(engine.slots, config.max_concurrent, workload.conversations)
     rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
     capacity = max(256, 1 << (workload.tokens - 1).bit_length())
-    size = getattr(torch, config.model.dtype).itemsize
+    size = 4 if config.model.exact else 2
     return min(engine.memory_gb * 2**30, 2.0 * text.num_hidden_layers * heads * width * size * rows * capacity)
 
 
-def _trace(options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int) -> _Trace:
-    """Run the learner's forward and backward pass on tensors without contents."""
+def _trace(
+    options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int, *, mixed: bool
+) -> _Trace:
+    """Run the learner's forward and backward pass on tensors without contents; `mixed`: with autocast."""
     model = _empty_model(options, model_config)
     row, places_N = _micro_batch(workload, micro_batch_tokens)
     with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
@@ -281,16 +290,18 @@ def _trace(options: ModelOptions, model_config: Any, workload: Workload, micro_b
         with live:
             for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
                 before = live.live
-                hidden_TD = _body(model)(
-                    input_ids=torch.from_numpy(row.token_ids[None]),
-                    position_ids=torch.from_numpy(row.position[None]),
-                    use_cache=False,
-                )[0][0]
+                with autocast(torch.device("cpu"), mixed):
+                    hidden_TD = _body(model)(
+                        input_ids=torch.from_numpy(row.token_ids[None]),
+                        position_ids=torch.from_numpy(row.position[None]),
+                        use_cache=False,
+                    )[0][0]
                 activations = live.live - before
-                _backward(model, hidden_TD[torch.from_numpy(places_N)])
+                _backward(model, hidden_TD[torch.from_numpy(places_N)], mixed=mixed)
                 del hidden_TD
     return _Trace(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        linear_bfloat16=2 * sum(weight.numel() for weight in _linear_weights(model)),
         trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         trained_count=sum(parameter.numel() for parameter in trained),
         largest=max(parameter.numel() for parameter in trained),
@@ -346,9 +357,15 @@ def _body(model: Any) -> Any:
     return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
 
 
-def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
+def _linear_weights(model: Any) -> list[torch.Tensor]:
+    """The parameters of linear layers, each once."""
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    return list({id(weight): weight for linear in linears for weight in linear.parameters(recurse=False)}.values())
+
+
+def _backward(model: Any, hidden_ND: torch.Tensor, *, mixed: bool) -> None:
     """Compute log-probabilities of the hidden states' targets, and their backward pass."""
     vocabulary = model.config.get_text_config().vocab_size
-    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
+    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary, autocast=mixed)
     logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
     logprob_N.sum().backward()

@@ -19,10 +19,12 @@ import torch
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 
 __all__ = [
+    "LinearAdapter",
     "LoraOptions",
     "adapter_base",
     "add_adapter",
     "has_adapter",
+    "linear_adapter",
     "load_adapter",
     "merged",
     "save_adapter",
@@ -172,6 +174,42 @@ def merged(model: Any, folder: str | Path) -> Any:
             f"(tie_word_embeddings=true): a merged model cannot have both. Untie them in the base model first"
         )
     return result.eval().requires_grad_(True)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAdapter:
+    """The adapter of a linear layer: `scale * up @ down` is added to the weight."""
+
+    down: torch.Tensor
+    """peft's matrix A, [rank, inputs]."""
+    up: torch.Tensor
+    """peft's matrix B, [outputs, rank]."""
+    scale: float
+
+
+def linear_adapter(module: Any) -> LinearAdapter | None:
+    """The adapter of a layer that `add_adapter` has put in the place of a linear layer.
+
+    None for any other layer, and for an adapter that does more than add a product (DoRA).
+    """
+    if not _is_peft_module(module):
+        return None
+    from peft.tuners.lora.layer import Linear
+
+    if type(module) is not Linear or type(module.get_base_layer()) is not torch.nn.Linear:
+        return None
+    if module.active_adapters != [_NAME] or module.merged or module.disable_adapters or module.lora_variant:
+        return None
+    down: Any = module.lora_A[_NAME]
+    up: Any = module.lora_B[_NAME]
+    if down.bias is not None or up.bias is not None or type(module.lora_dropout[_NAME]) is not torch.nn.Identity:
+        return None
+    return LinearAdapter(down.weight, up.weight, module.scaling[_NAME])
+
+
+def _is_peft_module(module: Any) -> bool:
+    """Whether the module is one of peft's. peft is not imported for that."""
+    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def without_adapter(model: Any) -> Any:

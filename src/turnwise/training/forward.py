@@ -15,6 +15,7 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.models.attention import narrow_window, set_text_attention
+from turnwise.models.autocast import autocast
 from turnwise.training.model_inputs import ModelInputs
 from turnwise.training.packing import MicroBatch
 from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logprobs_of_logits
@@ -28,17 +29,23 @@ class Forward:
     """Computes log-probabilities of the targets of a micro-batch, of the distribution that `sampling` draws from.
 
     `chunk_bytes` is the memory for logits (see `TokenLogprobs`). A model whose logits are not its output layer on its body's
-    hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory.
+    hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory. With
+    `autocast`, matrix products are computed in bfloat16, and log-probabilities from these logits in float32.
     """
 
-    def __init__(self, model: Any, sampling: Sampling, *, chunk_bytes: int = LOGITS_BYTES) -> None:
+    def __init__(
+        self, model: Any, sampling: Sampling, *, chunk_bytes: int = LOGITS_BYTES, autocast: bool = False
+    ) -> None:
         self._model = model
+        self._autocast = autocast
         self._sampling = sampling
         self._inputs = ModelInputs(model)
         self._body, head = _body_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._head = (
-            None if head is None else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)
+            None
+            if head is None
+            else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes, autocast=autocast)
         )
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -49,7 +56,7 @@ class Forward:
 
     def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        with self._inputs.of(micro) as inputs:
+        with self._inputs.of(micro) as inputs, autocast(micro.token_ids_BL.device, self._autocast):
             if self._body is not None and self._head is not None:
                 hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
                 logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)

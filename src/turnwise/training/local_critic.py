@@ -47,7 +47,7 @@ class LocalCritic:
 
     `model` is a causal language model, whose body computes hidden states; its output layer is not used. `folder` is a directory
     with a saved value head, None starts with a head of zeros. `clip` is the bound of value clipping (`value_loss`).
-    `share_prompts` and `threads` are those of `LocalLearner`.
+    `share_prompts`, `threads` and `autocast` are those of `LocalLearner`.
 
     Raises ConfigError if the model has no body, if the value head cannot be read, or if `share_prompts` is `always` and the model
     cannot compute trees.
@@ -62,6 +62,7 @@ class LocalCritic:
         folder: str | Path | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
+        autocast: bool = False,
     ) -> None:
         shares = shares_prefixes(
             model,
@@ -73,7 +74,7 @@ class LocalCritic:
         self._head = new_value_head(model)
         if folder is not None:
             _load_head(self._head, Path(folder) / HEAD_FILE)
-        self._forward = ValueForward(model, self._head)
+        self._forward = ValueForward(model, self._head, autocast=autocast)
         self._threads = TorchThreads(threads)
         body = [parameter for parameter in body_of(model).parameters() if parameter.requires_grad]
         self._optimizer = Optimizer([*body, *self._head.parameters()], optimizer or OptimizerConfig())

@@ -46,7 +46,8 @@ class LocalLearner:
 
     `reference` is the model before training, where `loss.kl_coef` needs one; None takes a copy of `model`; if it
     has an adapter, the model without the adapter, on the same weights. `share_prompts` is
-    `auto`, `always` or `never`. `threads` is the number of torch threads; 0 measures which number is faster.
+    `auto`, `always` or `never`. `threads` is the number of torch threads; 0 measures which number is faster. `autocast`
+    computes matrix products in bfloat16; parameters, gradients and log-probabilities are float32.
 
     Raises ConfigError if `share_prompts` is `always` and the model cannot compute trees.
     """
@@ -61,6 +62,7 @@ class LocalLearner:
         reference: Any | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
+        autocast: bool = False,
     ) -> None:
         shares = shares_prefixes(
             model,
@@ -71,7 +73,7 @@ class LocalLearner:
         self._model = model
         self._loss = loss or make_loss(PpoClip())
         self._threads = TorchThreads(threads)
-        self._forward = Forward(model, sampling)
+        self._forward = Forward(model, sampling, autocast=autocast)
         self._reference_model = None
         self._reference = None
         if self._loss.needs_reference:
@@ -79,7 +81,7 @@ class LocalLearner:
             self._reference_model = frozen.requires_grad_(False)
             if shares and reference is not None:  # batches are packed for the attention that the model has now
                 try_tree_attention(self._reference_model)
-            self._reference = Forward(self._reference_model, sampling)
+            self._reference = Forward(self._reference_model, sampling, autocast=autocast)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if model.device.type == "cpu" and model.num_parameters() > _LARGE:
             return_freed_blocks()
@@ -104,6 +106,7 @@ class LocalLearner:
         reference: str | Path | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
+        autocast: bool = False,
     ) -> LocalLearner:
         """Load the model, and the reference model from the path `reference` with the same options.
 
@@ -120,6 +123,7 @@ class LocalLearner:
             else load_model(replace(options, path=reference, device=str(model.device))),
             share_prompts=share_prompts,
             threads=threads,
+            autocast=autocast,
         )
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from turnwise.models.autocast import autocast
 from turnwise.models.distribution import sampling_logits
 from turnwise.types import Sampling
 
@@ -35,13 +36,21 @@ class TokenLogprobs:
 
     `head` is the model's output layer: any module from hidden states [C, D] to logits [C, V], such as a linear layer with or
     without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the float32 logits
-    of a chunk.
+    of a chunk. With `autocast`, the matrix product of the head is computed in bfloat16, also when the backward pass computes a
+    chunk again.
     """
 
     def __init__(
-        self, head: torch.nn.Module, sampling: Sampling, *, vocabulary: int, chunk_bytes: int = LOGITS_BYTES
+        self,
+        head: torch.nn.Module,
+        sampling: Sampling,
+        *,
+        vocabulary: int,
+        chunk_bytes: int = LOGITS_BYTES,
+        autocast: bool = False,
     ) -> None:
         self._head = head
+        self._autocast = autocast
         self._sampling = sampling
         self._max_chunk = max(1, chunk_bytes // (4 * vocabulary))
 
@@ -51,7 +60,9 @@ class TokenLogprobs:
         """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target."""
 
         def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
-            logprob_C, entropy_C = logprobs_of_logits(self._head(hidden_CD), token_C, self._sampling, entropy=entropy)
+            with autocast(hidden_CD.device, self._autocast):
+                logits_CV = self._head(hidden_CD)
+            logprob_C, entropy_C = logprobs_of_logits(logits_CV, token_C, self._sampling, entropy=entropy)
             return torch.stack([logprob_C] if entropy_C is None else [logprob_C, entropy_C])
 
         parameters = [parameter for parameter in self._head.parameters() if parameter.requires_grad]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.models.autocast import autocast
 from turnwise.training.model_inputs import ModelInputs
 from turnwise.training.packing import MicroBatch
 
@@ -17,9 +18,13 @@ __all__ = ["ValueForward", "body_of", "new_value_head"]
 
 
 class ValueForward:
-    """Computes the values of the states of a micro-batch. `head` is a linear layer from hidden states [N, D] to [N, 1]."""
+    """Computes the values of the states of a micro-batch. `head` is a linear layer from hidden states [N, D] to [N, 1].
 
-    def __init__(self, model: Any, head: torch.nn.Linear) -> None:
+    With `autocast`, the matrix products of the body are computed in bfloat16. Those of the head are always float32.
+    """
+
+    def __init__(self, model: Any, head: torch.nn.Linear, *, autocast: bool = False) -> None:
+        self._autocast = autocast
         self._body = body_of(model)
         self._head = head
         self._inputs = ModelInputs(model)
@@ -27,7 +32,8 @@ class ValueForward:
     def values(self, micro: MicroBatch[Any]) -> torch.Tensor:
         """The value [N] of each state, in float32."""
         with self._inputs.of(micro) as inputs:
-            hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
+            with autocast(micro.token_ids_BL.device, self._autocast):
+                hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
             value_U = self._head(hidden_UD.float()).squeeze(-1)
         return value_U[micro.prediction_N]
 

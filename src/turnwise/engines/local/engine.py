@@ -40,7 +40,8 @@ class LocalEngine:
     `slots` is the number of conversations in the cache, `memory_gb` the memory budget of the cache, which starts small and
     grows. `context` is the largest number of tokens in a conversation (None: the model's maximum). `decode` turns token ids
     into text, which requests with stop texts need. `threads=0` measures how many torch threads are fastest; a fixed number
-    makes runs repeatable.
+    makes runs repeatable. With `autocast`, the parameters of the model are float32, and matrix products and the KV cache are
+    bfloat16; the engine then keeps bfloat16 copies of the weights of linear layers.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class LocalEngine:
         threads: int = 0,
         decode: Callable[[Sequence[int]], str] | None = None,
         version: int = 0,
+        autocast: bool = False,
     ) -> None:
         parameter = next(model.parameters())
-        forward = choose_forward(model)
+        forward = choose_forward(model, autocast=autocast)
         context = _context(model, context)
         kv = KVCache(
             forward.kv_shapes,
-            dtype=parameter.dtype,
+            dtype=forward.kv_dtype,
             device=parameter.device,
             budget_bytes=int(memory_gb * 2**30),
         )
@@ -170,7 +172,7 @@ class LocalEngine:
             if self._requests:
                 self._fail_all("the event loop of the request has ended")
         if self._task is None or self._task.done():
-            self._core.forward.reload_parameters()
+            self._core.forward.reload_parameters(changed=False)
             self._task = loop.create_task(self._run())
 
     async def _run(self) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.attention import narrow_window
+from turnwise.models.autocast import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
 
 __all__ = ["CachedForward", "choose_forward", "logit_difference"]
@@ -36,12 +37,20 @@ class CachedForward(Protocol):
         """The shapes of the tensors that the cache must have."""
         ...
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+        ...
+
     def inference(self) -> AbstractContextManager[None]:
         """The context for all tensor work of a step: no gradients, evaluation mode."""
         ...
 
-    def reload_parameters(self) -> None:
-        """Read the model's parameters again, because they may have been replaced by other tensors."""
+    def reload_parameters(self, *, changed: bool = True) -> None:
+        """Read the model's parameters again, because they may have been replaced by other tensors.
+
+        With `changed`, their values have changed too, possibly without torch's knowledge: copies are made again.
+        """
         ...
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
@@ -59,31 +68,34 @@ class CachedForward(Protocol):
         ...
 
 
-def choose_forward(model: PreTrainedModel) -> CachedForward:
+def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedForward:
     """The fused pass if it supports the model and agrees with the model's own forward; otherwise the generic pass.
+
+    With `autocast`, matrix products are computed in bfloat16, and the model's parameters are float32.
 
     Raises EngineError for a model that cannot be run over a KV cache.
     """
-    from turnwise.engines.local.fused import FusedForward, unsupported_reason
+    from turnwise.engines.local.fused import FusedForward
+    from turnwise.engines.local.fused_parameters import unsupported_reason
     from turnwise.engines.local.generic import GenericForward
     from turnwise.engines.local.vision import VisionForward
 
     reason = unsupported_reason(model)
     if reason is None:
-        fused = FusedForward(model)
-        difference, limit = logit_difference(fused, model)
+        fused = FusedForward(model, autocast=autocast)
+        difference, limit = logit_difference(fused, model, autocast=autocast)
         if difference <= limit:
             return fused
         reason = f"its logits differ from the model's own by {difference:.3g}, more than {limit:.3g}"
         logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
     else:
         logger.info("the embedded engine runs %s through the model's own forward: %s", type(model).__name__, reason)
-    adapter = VisionAdapter.of(model)
-    generic = GenericForward(model) if adapter is None else VisionForward(model, adapter)
+    sees = VisionAdapter.of(model) is not None
+    generic = VisionForward(model, autocast=autocast) if sees else GenericForward(model, autocast=autocast)
     problem = "it does not take a mask of four dimensions as other decoders do"
     try:
         with boundary("engine"):  # a model with other masks may raise any exception
-            difference, limit = logit_difference(generic, model)
+            difference, limit = logit_difference(generic, model, autocast=autocast)
         if difference <= limit:
             return generic
         problem = f"its logits differ by {difference:.3g}, more than {limit:.3g}: {problem}"
@@ -97,7 +109,7 @@ def choose_forward(model: PreTrainedModel) -> CachedForward:
     )
 
 
-def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[float, float]:
+def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast: bool = False) -> tuple[float, float]:
     """The largest difference from the logits of the model's own forward on a few tokens, and the limit that rounding explains.
 
     A sliding window is narrowed meanwhile, so that these few tokens extend beyond it. Raises EngineError if the model's own
@@ -108,7 +120,7 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[fl
     longest = 12 + _PROBE_WINDOW
     lengths = (longest, longest - 5)
     sequences = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
-    kv = KVCache(forward.kv_shapes, dtype=parameter.dtype, device=parameter.device, budget_bytes=1 << 40)
+    kv = KVCache(forward.kv_shapes, dtype=forward.kv_dtype, device=parameter.device, budget_bytes=1 << 40)
     kv.resize(3, longest)
     # two prefills and a decode step, over rows with a gap between them
     rows_N, split = np.array([0, 2]), 2
@@ -119,7 +131,8 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[fl
         forward.prefill(kv, rows_N, zeros_N + split, [sequence[split:-1] for sequence in sequences])
         last_N = np.array([sequence[-1] for sequence in sequences])
         logits_NV = forward.decode(kv, rows_N, np.array(lengths) - 1, last_N, 0)
-        own_NV = torch.stack([_last_logits(model, sequence, parameter.device) for sequence in sequences])
+        with bfloat16_autocast(parameter.device, autocast):
+            own_NV = torch.stack([_last_logits(model, sequence, parameter.device) for sequence in sequences])
     if not bool(torch.isfinite(own_NV).all()):
         raise EngineError(
             f"{type(model).__name__} gives logits that are NaN or infinite: its weights are damaged, or its dtype "
@@ -127,7 +140,7 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel) -> tuple[fl
         )
     difference = (logits_NV - own_NV).abs().max().item()
     scale = max(1.0, own_NV.abs().max().item())
-    limit = scale * (1e-3 if parameter.dtype == torch.float32 else 1e-1)
+    limit = scale * (1e-3 if forward.kv_dtype == torch.float32 else 1e-1)
     return (difference if difference == difference else float("inf")), limit  # NaN counts as infinite
 
 

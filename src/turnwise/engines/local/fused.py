@@ -1,101 +1,26 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
 
-It reads the model's own parameters without a copy: an in-place update by the trainer takes effect in the next pass. Supports
-these four architectures without variations (`unsupported_reason`); the generic pass runs all others.
+It reads the model's own parameters without a copy: an in-place update by the trainer takes effect in the next pass. With
+autocast, the weights of linear layers are bfloat16 copies, and hidden states stay in float32. Supports these four architectures
+without variations (`fused_parameters.unsupported_reason`); the generic pass runs all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from turnwise.engines.local.fused_attention import AttentionDims, DecodeAttention, PrefillAttention
+from turnwise.engines.local.fused_parameters import FusedLayer, FusedParameters
 from turnwise.engines.local.kv_cache import KVCache, KVShape
+from turnwise.models.autocast import Bfloat16Linears
 
-__all__ = ["FusedForward", "unsupported_reason"]
-
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that do not depend on the length of the sequence."""
-
-
-def unsupported_reason(model: PreTrainedModel) -> str | None:
-    """Why the fused pass cannot run this model; None if it can."""
-    if type(model) not in FAMILIES:
-        return f"{type(model).__name__} is none of {', '.join(family.__name__ for family in FAMILIES)}"
-    config = model.config
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not silu"
-    if type(model) is MistralForCausalLM and config.sliding_window is not None:
-        return f"it has a sliding window of {config.sliding_window} tokens"
-    if type(model) in (Qwen2ForCausalLM, Qwen3ForCausalLM) and set(config.layer_types) != {"full_attention"}:
-        return "some of its layers have a sliding window"
-    if config.rope_parameters["rope_type"] not in STATIC_ROPE:
-        return f"its rotary embedding of type {config.rope_parameters['rope_type']} depends on the length"
-    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    if any(type(module) is not nn.Linear for module in [*linears, model.lm_head]):
-        return "its projections are not plain linear layers (adapters, or quantised weights)"
-    return None
-
-
-_Linear = tuple[torch.Tensor, torch.Tensor | None]
-"""Weight and bias."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """The parameters of one layer."""
-
-    norm: torch.Tensor
-    q: _Linear
-    k: _Linear
-    v: _Linear
-    o: _Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The parameters of the model, as references."""
-
-    embedding: torch.Tensor
-    layers: Sequence[_Layer]
-    norm: torch.Tensor
-    head: _Linear
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Parameters:
-        """Look up the parameters of a model of one of `FAMILIES`."""
-        inner, has_qk_norm = model.model, isinstance(model, Qwen3ForCausalLM)
-        layers = [
-            _Layer(
-                norm=layer.input_layernorm.weight,
-                q=_linear(layer.self_attn.q_proj),
-                k=_linear(layer.self_attn.k_proj),
-                v=_linear(layer.self_attn.v_proj),
-                o=_linear(layer.self_attn.o_proj),
-                q_norm=layer.self_attn.q_norm.weight if has_qk_norm else None,
-                k_norm=layer.self_attn.k_norm.weight if has_qk_norm else None,
-                mlp_norm=layer.post_attention_layernorm.weight,
-                gate=_linear(layer.mlp.gate_proj),
-                up=_linear(layer.mlp.up_proj),
-                down=_linear(layer.mlp.down_proj),
-            )
-            for layer in inner.layers
-        ]
-        return cls(inner.embed_tokens.weight, layers, inner.norm.weight, _linear(model.lm_head))
+__all__ = ["FusedForward"]
 
 
 class _RMSNorm:
@@ -123,17 +48,18 @@ class FusedForward:
     (for `hidden` and `normed`: hidden size).
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
         config = model.config
         attention = model.model.layers[0].self_attn
-        self._model = model
-        self._parameters = _Parameters.of(model)
+        self._copy = Bfloat16Linears(model) if autocast else None
+        self._model: PreTrainedModel = model if self._copy is None else self._copy.model
+        self._parameters = FusedParameters.of(self._model)
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            dtype=self._parameters.embedding.dtype,
+            dtype=self._parameters.head.weight.dtype,
             device=self._parameters.embedding.device,
         )
         self._rms_norm = _RMSNorm(config.rms_norm_eps, (attention.head_dim, config.hidden_size), model.device)
@@ -146,13 +72,19 @@ class FusedForward:
         dims = self._dims
         return [KVShape(2, dims.kv_heads, dims.head_dim)] * len(self._parameters.layers)
 
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._dims.dtype
+
     @contextmanager
     def inference(self) -> Iterator[None]:
         with torch.inference_mode():
             yield
 
-    def reload_parameters(self) -> None:
-        self._parameters = _Parameters.of(self._model)
+    def reload_parameters(self, *, changed: bool = True) -> None:
+        if self._copy is not None:
+            self._copy.refresh(force=changed)
+        self._parameters = FusedParameters.of(self._model)
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
@@ -167,12 +99,12 @@ class FusedForward:
         hidden_MD = F.embedding(token_ids_M, self._parameters.embedding)
         last = self._parameters.layers[-1]
         for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):
-            normed_MD = self._rms_norm(hidden_MD, layer.norm)
+            normed_MD = self._normed(hidden_MD, layer.norm)
             q_MHD, k_MKD, v_MKD = self._project(layer, normed_MD, cos_M1D, sin_M1D)
             self._write(tensor, index_J, k_MKD, v_MKD)
             if layer is last:  # only keys and values of the prompt are needed
                 break
-            hidden_MD = self._feed_forward(layer, hidden_MD + F.linear(attention(tensor, q_MHD), *layer.o))
+            hidden_MD = self._feed_forward(layer, hidden_MD + layer.o(attention(tensor, q_MHD)))
 
     def decode(
         self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
@@ -186,27 +118,36 @@ class FusedForward:
         cos_B1D, sin_B1D = self._rotary(kv.capacity, positions_B)
         hidden_BD = F.embedding(self._dims.tensor(tokens_B), self._parameters.embedding)
         for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):
-            q_BHD, k_BKD, v_BKD = self._project(layer, self._rms_norm(hidden_BD, layer.norm), cos_B1D, sin_B1D)
+            q_BHD, k_BKD, v_BKD = self._project(layer, self._normed(hidden_BD, layer.norm), cos_B1D, sin_B1D)
             self._write(tensor, index_J, k_BKD, v_BKD)
-            hidden_BD = self._feed_forward(layer, hidden_BD + F.linear(attention(tensor, q_BHD), *layer.o))
-        return F.linear(self._rms_norm(hidden_BD, self._parameters.norm), *self._parameters.head).float()
+            hidden_BD = self._feed_forward(layer, hidden_BD + layer.o(attention(tensor, q_BHD)))
+        return self._parameters.head(self._normed(hidden_BD, self._parameters.norm)).float()
 
     def _project(
-        self, layer: _Layer, normed_MD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor
+        self, layer: FusedLayer, normed_MD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [M, H, D], keys and values [M, K, D]. Queries and keys are rotated; the scale is not applied."""
-        dims = self._dims
-        q_MHD = F.linear(normed_MD, *layer.q).view(-1, dims.heads, dims.head_dim)
-        k_MKD = F.linear(normed_MD, *layer.k).view(-1, dims.kv_heads, dims.head_dim)
-        v_MKD = F.linear(normed_MD, *layer.v).view(-1, dims.kv_heads, dims.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_MHD, k_MKD = self._rms_norm(q_MHD, layer.q_norm), self._rms_norm(k_MKD, layer.k_norm)
-        return _rotate(q_MHD, cos_M1D, sin_M1D), _rotate(k_MKD, cos_M1D, sin_M1D), v_MKD
+        """Queries [M, H, D], keys and values [M, K, D]. Queries and keys are rotated; the scale is not applied.
 
-    def _feed_forward(self, layer: _Layer, hidden_MD: torch.Tensor) -> torch.Tensor:
-        normed_MD = self._rms_norm(hidden_MD, layer.mlp_norm)
-        gated_MF = F.silu(F.linear(normed_MD, *layer.gate)).mul_(F.linear(normed_MD, *layer.up))
-        return hidden_MD + F.linear(gated_MF, *layer.down)
+        With autocast, queries and keys are normalized and rotated in float32, as in the model's own forward.
+        """
+        dims = self._dims
+        q_MHD = layer.q(normed_MD).view(-1, dims.heads, dims.head_dim)
+        k_MKD = layer.k(normed_MD).view(-1, dims.kv_heads, dims.head_dim)
+        v_MKD = layer.v(normed_MD).view(-1, dims.kv_heads, dims.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q_MHD, k_MKD = q_MHD.to(layer.q_norm.dtype), k_MKD.to(layer.k_norm.dtype)
+            q_MHD, k_MKD = self._rms_norm(q_MHD, layer.q_norm), self._rms_norm(k_MKD, layer.k_norm)
+        q_MHD, k_MKD = _rotate(q_MHD, cos_M1D, sin_M1D), _rotate(k_MKD, cos_M1D, sin_M1D)
+        return q_MHD.to(dims.dtype), k_MKD.to(dims.dtype), v_MKD
+
+    def _normed(self, hidden_MD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The normalized hidden states, in the dtype of the linear layers."""
+        return self._rms_norm(hidden_MD, weight).to(self._dims.dtype)
+
+    def _feed_forward(self, layer: FusedLayer, hidden_MD: torch.Tensor) -> torch.Tensor:
+        normed_MD = self._normed(hidden_MD, layer.mlp_norm)
+        gated_MF = F.silu(layer.gate(normed_MD)).mul_(layer.up(normed_MD))
+        return hidden_MD + layer.down(gated_MF)
 
     def _write(self, tensor: torch.Tensor, index_J: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor) -> None:
         """Write keys and values to the cache tensor of a layer, seen as flat vectors [.., D]."""
@@ -233,7 +174,3 @@ class FusedForward:
 
 def _rotate(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor) -> torch.Tensor:
     return torch.addcmul(values_MHD * cos_M1D, values_MHD.roll(values_MHD.shape[-1] // 2, -1), sin_M1D)
-
-
-def _linear(linear: nn.Linear) -> _Linear:
-    return linear.weight, linear.bias

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
+from turnwise.models.autocast import Bfloat16Linears, autocast
 
 __all__ = ["GenericForward"]
 
@@ -30,17 +31,22 @@ WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 class GenericForward:
     """Keys and values of a layer are two cache tensors, because their shapes may differ."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
+        self._copy = Bfloat16Linears(model) if autocast else None
+        self._model: PreTrainedModel = model if self._copy is None else self._copy.model
         self._config = model.config.get_text_config()
         self._layer_types = _layer_types(model)
         self._kv_shapes = _probe_kv_shapes(model)
         self._device = next(model.parameters()).device
-        self._dtype = next(model.parameters()).dtype
+        self._dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         return self._kv_shapes
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._dtype
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -49,14 +55,16 @@ class GenericForward:
         for module in training:
             module.training = False
         try:
-            with torch.no_grad():
+            with torch.no_grad(), autocast(self._device, self._copy is not None):
                 yield
         finally:
             for module in training:
                 module.training = True
 
-    def reload_parameters(self) -> None:
-        """Nothing to do: the model's own forward reads its parameters."""
+    def reload_parameters(self, *, changed: bool = True) -> None:
+        # the model's own forward reads its parameters: only copies have to be made again
+        if self._copy is not None:
+            self._copy.refresh(force=changed)
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         longest = max(len(tokens) for tokens in tokens_N)
@@ -176,7 +184,8 @@ class _RowLayer(CacheLayerMixin):
     def _write_and_read(self, tensor: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
         assert tensor is not None
         view = self._view
-        tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_NKTD.transpose(1, 2)[view.valid]
+        states_MKD = states_NKTD.transpose(1, 2)[view.valid].to(tensor.dtype)
+        tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_MKD
         window = tensor[0, :, :, : view.length]
         return window.index_select(0, view.rows_N) if view.rows is None else window[view.rows]
 

@@ -53,8 +53,10 @@ class VisionPrompt:
 class VisionForward(GenericForward):
     """The generic forward, for models whose prompts may hold images."""
 
-    def __init__(self, model: PreTrainedModel, adapter: VisionAdapter) -> None:
-        super().__init__(model)
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
+        super().__init__(model, autocast=autocast)
+        adapter = VisionAdapter.of(self._model)
+        assert adapter is not None, "the model has no images"
         self._adapter = adapter
         self._image_keys = WeakTensorKeyDictionary()
         self._verified = False

@@ -1,0 +1,85 @@
+"""Mixed precision: matrix products in bfloat16, with parameters in float32 (torch.autocast).
+
+Norms, the residual stream and the softmax of the output stay in float32, and gradients of parameters are float32. Knows models
+and their linear layers. Does not know the trainer or the engine, which both use it.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+__all__ = ["Bfloat16Linears", "autocast"]
+
+
+def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
+    """The context for a forward pass with matrix products in bfloat16; without effect if not `enabled`.
+
+    torch's cache of converted weights is off: all threads share it, and a weight that a pass without gradients has converted
+    would get no gradient in the training pass of another thread.
+    """
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False) if enabled else nullcontext()
+
+
+class Bfloat16Linears:
+    """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights.
+
+    Under `autocast` it computes what the model itself computes, and does not convert the weights in each pass. `refresh` makes
+    the copies again after the model's weights have changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._source = model
+        self.model = copy.deepcopy(model, shared)
+        """The second model. Its linear layers compute in bfloat16."""
+        self._copies: dict[int, _Copy] = {}
+        self.refresh()
+
+    def refresh(self, *, force: bool = True) -> None:
+        """Give the second model the parameters that the model has now, and copy the weights of linear layers.
+
+        Without `force`, a weight is copied only if torch has counted a change since the last copy. Some optimizers change
+        weights without torch's knowledge.
+        """
+        copies: dict[int, _Copy] = {}
+        # also inside an engine's inference mode: tensors of that mode could not be changed outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
+                own._buffers.update(source._buffers)
+                if not isinstance(source, torch.nn.Linear):
+                    own._parameters.update(source._parameters)
+                    continue
+                for name, parameter in source._parameters.items():
+                    if parameter is None:
+                        continue
+                    if (key := id(parameter)) not in copies:  # tied layers share a copy
+                        copies[key] = _copied(parameter, self._copies.get(key), force=force)
+                    own._parameters[name] = copies[key].values
+        self._copies = copies
+
+
+class _Copy:
+    """A bfloat16 copy of a parameter, and the state of the parameter when it was copied."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.source = parameter  # kept, so that its id is not given to another tensor
+        self.values = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+        self.state = _state(parameter)
+
+
+def _copied(parameter: torch.Tensor, previous: _Copy | None, *, force: bool) -> _Copy:
+    if previous is None or previous.source is not parameter or previous.values.shape != parameter.shape:
+        return _Copy(parameter)
+    if force or previous.state != _state(parameter):
+        previous.values.copy_(parameter)
+        previous.state = _state(parameter)
+    return previous
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever torch changes the parameter."""
+    return parameter.data_ptr(), parameter._version
