@@ -9,6 +9,7 @@ from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse, Too
 from turnwise.environments.users import ScriptedUser, checked_answer
 from turnwise.types import (
     Completion,
+    Edit,
     Group,
     Message,
     Opening,
@@ -29,6 +30,7 @@ from turnwise.version import __version__
 
 __all__ = [
     "Completion",
+    "Edit",
     "Environment",
     "Group",
     "Message",

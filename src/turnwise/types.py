@@ -1,8 +1,8 @@
 """The data types that the parts of turnwise exchange, and that environments and reward functions receive.
 
 A `Row` is where a conversation starts. An environment returns an `Opening` and then a `Reply` to each `Turn` of the model. A
-`Trajectory` records one conversation; a `Group` holds the trajectories of one row. This module has no torch, no tokenizer, no
-engine, and reads and writes no files. Token sequences (`Segment`, `Request`, `Completion`) are defined in `turnwise.sequences`.
+`Trajectory` records one conversation; a `Group` holds the trajectories of one row. This module has no torch and no tokenizer,
+and reads and writes no files. Token sequences (`Segment`, `Request`, `Completion`) are defined in `turnwise.sequences`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where the
 role needs it.
 
-`content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`,
-`{"type": "video", "video": ...}`.
+`content` is a text, or a list of parts: `{"type": "text", "text": ...}`, and the same with `image` or `video`.
 """
 
 ToolSchema = dict[str, Any]
@@ -42,7 +41,7 @@ class MismatchKind(StrEnum):
     COMPLETION = "completion"
     """Sampled tokens. They are trained on as they were sampled."""
     TEMPLATE_ERROR = "template_error"
-    """The template raises an error for all messages together, but accepted them turn by turn."""
+    """The template accepted the messages turn by turn, and raises an error for all of them together."""
 
 
 class Stop(StrEnum):
@@ -81,8 +80,7 @@ class Failure:
     message: str
     """The value, the rule and the fix."""
     traceback: str = field(default="", compare=False)
-    """The frames of the exception, innermost last, as Python prints them, without those of turnwise. Empty if no exception was
-    raised."""
+    """The frames of the exception without those of turnwise, innermost last. Empty if no exception was raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +190,13 @@ class Turn:
     reward: float = 0.0
     """The sum of `rewards`. Written by `add_reward` only."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """The parts of `reward` by source: `environment`, `final_reward`, or the name of a reward function. A source that gave 0
-    has no entry."""
+    """The parts of `reward` that are not 0 by source: `environment`, `final_reward`, or the name of a reward function."""
     info: dict[str, Any] = field(default_factory=dict)
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
     finish_reason: str = "stop"
     """`length` if a limit cut the turn."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt that the turn was sampled after. Not part of the record."""
     completion: Completion | None = None
     """The engine's result. Not part of the record."""
     usage: Usage | None = None
@@ -237,8 +236,7 @@ class Trajectory:
     """`Group.id`."""
     row: Row
     step: int | None = None
-    """The training step, counted from 1, that the trajectory was recorded in; None where there are no steps. Set when the
-    trajectory is written."""
+    """The training step, counted from 1; None where there are no steps. Set when the trajectory is written."""
     seed: int = 0
     """Seed of the conversation's own random stream."""
     messages: list[Message] = field(default_factory=list)
@@ -259,7 +257,7 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     """The parts of `reward` by the name of the reward function. `turns` is the sum of the environment's rewards for the turns."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further numbers that reward functions report. They are not part of `reward`."""
+    """Further numbers that reward functions and environments report. They are not part of `reward`."""
     advantages: list[float | Sequence[float]] = field(default_factory=list)
     """One entry for each turn; empty where the trajectory is not trained on. An entry is one number for all tokens of the turn,
     or one number for each of its sampled tokens: those whose `Segment.turn` is the turn's index, in the order of the segments."""
@@ -356,6 +354,20 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Replaces the end of the model's last turn with other text. The turn then ends: the model does not continue it.
+
+    Example: the turn was "It is 5.  " and the edit is `Edit(keep=8)`. The segment then has "It is 5." and the template's end of
+    the turn. The kept tokens are trained on; added text and the end of the turn are context. The other tokens are removed.
+    """
+
+    keep: int
+    """How many characters of `turn.text` are kept. A token that is cut in two becomes context."""
+    add: str = ""
+    """Text that is added behind the kept text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """An environment's reply to a turn of the model."""
 
@@ -373,18 +385,20 @@ class Reply:
     """Replaces the history, before `messages` are appended. The conversation continues in a new segment."""
     resume: Resume | None = None
     """Lets the model continue its last turn, in the same segment. Cannot be combined with `messages` or `rewrite`."""
+    edit: Edit | None = None
+    """Changes the end of the last turn, before `messages` are appended. Cannot be combined with `rewrite`, `resume` or `done`."""
     prefill: str = ""
     """Text that the model's next turn begins with, behind `messages`. It is context and is not trained on."""
     masked: Mapping[int, Collection[int]] = field(default_factory=dict)
-    """Sampled tokens that are not trained on: turn index -> positions among the turn's sampled tokens. They stay in the segment
-    as context. `{0: [3, 4]}` excludes the fourth and the fifth token of the first turn."""
+    """Sampled tokens that become context and are not trained on: `{0: [3, 4]}` are the fourth and the fifth token of turn 0."""
     train_on: Collection[int] = ()
-    """Indexes of turns to train on although they are not in the last round: `loss_mask` `last_round` and `after_last_user` give
-    them weight 1."""
+    """Indexes of turns that `loss_mask` `last_round` and `after_last_user` give weight 1 too."""
     sampling: SamplingChange | None = None
     """A change of the sampling from the next turn on, which replaces an earlier change; None changes nothing."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that are added to `Trajectory.metrics`."""
     tools: Sequence[ToolSchema] | None = None
     """Replaces the tools that the model may call, from the next turn on; None changes nothing, an empty list offers no tools.
 
-    Chat templates write the tools into the prompt. Other tools therefore begin a new segment, for which the complete history
-    is rendered again. Pass new schemas: do not edit a schema in place."""
+    Other tools begin a new segment, for which the complete history is rendered again, because chat templates write the tools
+    into the prompt. Pass new schemas: do not edit a schema in place."""

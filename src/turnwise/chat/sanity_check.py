@@ -131,8 +131,9 @@ class SanityCheck:
         runs: list[ContextRun | TurnRun] = []
         start, turns, number = 0, segment.turn, 0
         for end in range(1, len(segment) + 1):
-            if end < len(segment) and end not in injected and (turns[end] < 0) == (turns[end - 1] < 0):
-                continue
+            same_kind = end < len(segment) and (turns[end] < 0) == (turns[end - 1] < 0)
+            if same_kind and end not in injected and end not in checked.context_texts:
+                continue  # injected text may be followed by a message: an environment edited the end of a turn
             is_turn = turns[start] >= 0 or start in injected  # a run that begins with injected text is a turn too
             if is_turn and end < len(segment) and (turns[end] >= 0 or end in injected):
                 continue  # the same turn continues

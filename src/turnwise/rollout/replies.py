@@ -6,10 +6,12 @@ the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from turnwise.types import (
+    Edit,
     Message,
     Opening,
     Reply,
@@ -26,7 +28,8 @@ __all__ = ["annotate_turns", "check_opening", "check_reply", "presentable", "tur
 
 
 def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply) -> None:
-    """Check a reply to `turn`, the last turn, and write what it says of the turns: reward, info, outcomes and `train_on`.
+    """Check a reply to `turn`, the last turn, and write what it says of the turns: reward, info, outcomes,
+    `train_on`, and its metrics.
 
     Raises TypeError or ValueError, with nothing written.
     """
@@ -34,6 +37,8 @@ def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply) -> None:
     turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes)
+    for name, value in reply.metrics.items():
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
     for index in reply.train_on:
         trajectory.turns[index].train_on = True
 
@@ -76,6 +81,8 @@ def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
         _check_done(reply)
     if reply.resume is not None:
         _check_resume(reply, reply.resume, turn)
+    if reply.edit is not None:
+        _check_edit(reply, reply.edit, turn)
     for index, positions in reply.masked.items():
         _check_masked(index, positions, turns)
     for index in reply.train_on:
@@ -95,6 +102,14 @@ def _check_types(reply: Reply) -> None:
             raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
     if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
         raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
+    if not isinstance(reply.metrics, Mapping):
+        raise TypeError(f"Reply(metrics={reply.metrics!r:.80}): metrics must be a dictionary of numbers")
+    for name, value in reply.metrics.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not isinstance(name, str) or not number:
+            raise TypeError(
+                f"Reply(metrics={{{name!r:.80}: {value!r:.80}}}): the name must be a text and the value a finite number"
+            )
     if reply.tools is not None:
         _check_tools(reply.tools)
     if reply.sampling is not None:
@@ -128,6 +143,21 @@ def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
     if keep is not None and not 0 <= keep <= len(turn.text):
         raise ValueError(
             f"Resume(keep={keep}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
+        )
+
+
+def _check_edit(reply: Reply, edit: Edit, turn: Turn) -> None:
+    """An edited turn stays in its segment, and new messages follow it."""
+    if not isinstance(edit, Edit) or not isinstance(edit.add, str):
+        raise TypeError(f"Reply(edit={edit!r:.80}): give Edit(keep=..., add='...')")
+    if reply.rewrite is not None or reply.resume is not None or reply.done:
+        raise ValueError(
+            "a Reply with `edit` changes the last turn, and the conversation continues behind that turn: it has no rewrite and "
+            "no resume, and is not done"
+        )
+    if not isinstance(edit.keep, int) or isinstance(edit.keep, bool) or not 0 <= edit.keep <= len(turn.text):
+        raise ValueError(
+            f"Edit(keep={edit.keep!r:.80}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
         )
 
 

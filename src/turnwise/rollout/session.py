@@ -22,6 +22,7 @@ from turnwise.rollout.replies import annotate_turns, check_opening, presentable,
 from turnwise.rollout.segment_history import SegmentHistory
 from turnwise.types import (
     Completion,
+    Edit,
     Failure,
     LogprobKind,
     Message,
@@ -133,6 +134,7 @@ class Session:
         same_kind = not trajectory.turns or trajectory.logprob_kind == completion.logprob_kind
         trajectory.logprob_kind = completion.logprob_kind if same_kind else LogprobKind.NONE
         turn = self._add_turn(completion)
+        turn.prompt_tokens = len(segment) - len(completion.token_ids)
         turn.started, turn.seconds_engine = began, seconds
         return turn
 
@@ -150,6 +152,9 @@ class Session:
             with boundary("tokens"):
                 self._reopen_turn(turn, reply.resume)
             return  # `check_reply` has refused messages, tools and a rewrite beside it
+        if reply.edit is not None:
+            with boundary("tokens"):
+                self._edit_turn(turn, reply.edit)
         if reply.rewrite is not None:
             self._replace_history(reply.rewrite)
         if reply.tools is not None and tuple(reply.tools) != trajectory.tools:
@@ -282,14 +287,9 @@ class Session:
 
     def _reopen_turn(self, turn: Turn, resume: Resume) -> None:
         """Remove the end of the last turn from the segment, and make the rest the beginning of the next turn."""
-        assert turn.completion is not None
-        history, renderer, token_ids = self._history, self._context.renderer, turn.completion.token_ids
         keep = len(turn.text) if resume.keep is None else resume.keep
         self._calls -= len(turn.calls)
-        turn.kept_tokens, kept = renderer.token_prefix(token_ids, turn.text[:keep])
-        history.segment.truncate(len(history.segment) - len(token_ids) + turn.kept_tokens)
-        parsed = history.pop_turn()
-        before = parsed.text[: len(parsed.text) - len(turn.text)]  # prefilled, or kept when it was resumed before
+        parsed, before, kept, turn.kept_tokens = self._cut_turn(turn, keep)
         self._partial = PartialTurn(
             text=before + turn.text[:keep] + resume.add,
             unencoded=turn.text[len(kept) : keep] + resume.add,
@@ -297,9 +297,37 @@ class Session:
             continues=True,
         )
         # the message holds what was kept until the next turn replaces it; a limit may end the conversation before that
-        shortened = self._parse_turn((), before + kept, parsed.reasoning_opening)
-        self.trajectory.messages[-1] = shortened.message
-        history.append_turn(shortened)
+        self._replace_last_message(before + kept, parsed.reasoning_opening)
+
+    def _edit_turn(self, turn: Turn, edit: Edit) -> None:
+        """Replace the end of the last turn with other text, as context. The turn has ended."""
+        parsed, before, kept, _ = self._cut_turn(turn, edit.keep)
+        segment, added = self._history.segment, turn.text[len(kept) : edit.keep] + edit.add
+        if added:
+            self._history.mark_injected(len(segment))
+            segment.append_context(self._context.renderer.encode_continuation(segment.token_ids[-1], added))
+        self._calls -= len(turn.calls)
+        self._calls += len(self._replace_last_message(before + kept + added, parsed.reasoning_opening).calls)
+
+    def _cut_turn(self, turn: Turn, keep: int) -> tuple[ParsedTurn, str, str, int]:
+        """Remove the tokens of the last turn behind its first `keep` characters, and its message from the history.
+
+        Returns the complete turn as it was parsed, the text of it that was not sampled in this turn (prefilled, or kept when it
+        was resumed before), and the text and the number of the sampled tokens that stay.
+        """
+        assert turn.completion is not None
+        history, token_ids = self._history, turn.completion.token_ids
+        count, kept = self._context.renderer.token_prefix(token_ids, turn.text[:keep])
+        history.segment.truncate(len(history.segment) - len(token_ids) + count)
+        parsed = history.pop_turn()
+        return parsed, parsed.text[: len(parsed.text) - len(turn.text)], kept, count
+
+    def _replace_last_message(self, text: str, reasoning_opening: str) -> ParsedTurn:
+        """Make `text` the model's last message."""
+        parsed = self._parse_turn((), text, reasoning_opening)
+        self.trajectory.messages[-1] = parsed.message
+        self._history.append_turn(parsed)
+        return parsed
 
     # the environment's reply
 
