@@ -16,8 +16,9 @@ HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sgla
 MAY_IMPORT: dict[str, set[str]] = {
     # the parts and modules of turnwise that a part may import, besides its own folder
     "sampling": set(),
+    "endings": set(),
     "sequences": {"sampling"},
-    "types": {"sampling", "sequences"},
+    "types": {"sampling", "sequences", "endings"},
     "errors": {"types"},
     "json_yaml": {"errors"},
     "user_code": {"types", "errors"},
@@ -95,6 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 LIGHT = [
     "sampling",
     "sequences",
+    "endings",
     "types",
     "errors",
     "json_yaml",

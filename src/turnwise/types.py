@@ -2,16 +2,20 @@
 
 A `Row` is where a conversation starts. An environment returns an `Opening` and then a `Reply` to each `Turn` of the model. A
 `Trajectory` records one conversation; a `Group` holds the trajectories of one row. This module has no torch and no tokenizer,
-and reads and writes no files. Token sequences (`Segment`, `Request`, `Completion`) are defined in `turnwise.sequences`.
+and reads and writes no files. Token sequences (`Segment`, `Request`, `Completion`) are defined in `turnwise.sequences`,
+and the reasons why conversations end in `turnwise.endings`; import all of them from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from turnwise.endings import Failure as Failure
+from turnwise.endings import MismatchKind as MismatchKind
+from turnwise.endings import Stop as Stop
+from turnwise.endings import TemplateMismatch as TemplateMismatch
 from turnwise.sampling import LogprobKind as LogprobKind
 from turnwise.sampling import Sampling as Sampling
 from turnwise.sampling import SamplingChange as SamplingChange
@@ -31,69 +35,6 @@ role needs it.
 
 ToolSchema = dict[str, Any]
 """One tool in the OpenAI format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-
-
-class MismatchKind(StrEnum):
-    """The place of a difference between the tokens and the chat template's rendering."""
-
-    CONTEXT = "context"
-    """Tokens that the model did not sample."""
-    COMPLETION = "completion"
-    """Sampled tokens. They are trained on as they were sampled."""
-    TEMPLATE_ERROR = "template_error"
-    """The template accepted the messages turn by turn, and raises an error for all of them together."""
-
-
-class Stop(StrEnum):
-    """Why a conversation ended. The values are the names in the record and in the metrics (`stop/<value>`)."""
-
-    DONE = "done"
-    """The environment ended the conversation."""
-    MAX_TURNS = "max_turns"
-    """The model has taken `limits.turns` turns."""
-    LENGTH = "length"
-    """The last turn reached `limits.tokens_per_turn`, or `SamplingChange.max_tokens`, before its stop token."""
-    MAX_TOKENS = "max_tokens"
-    """`limits.tokens` tokens were sampled in the trajectory."""
-    MAX_RESPONSE = "max_response"
-    """The tokens after the first prompt reached `limits.response_tokens`, or the next prompt would reach it."""
-    CONTEXT = "context"
-    """The next prompt leaves no room for a turn within `limits.context`, or the last turn was cut by it."""
-    DEADLINE = "deadline"
-    """A turn or the trajectory took longer than `limits.seconds_per_turn` or `limits.seconds`."""
-    ERROR = "error"
-    """Something failed; `Trajectory.error` says what."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the conversation failed. A failed trajectory is recorded, but neither scored nor trained on."""
-        return self in (Stop.ERROR, Stop.DEADLINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a conversation failed."""
-
-    kind: str
-    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `loss_mask` or `deadline`; `internal` is a bug in
-    turnwise."""
-    message: str
-    """The value, the rule and the fix."""
-    traceback: str = field(default="", compare=False)
-    """The frames of the exception without those of turnwise, innermost last. Empty if no exception was raised."""
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateMismatch:
-    """A difference between the tokens of a segment and the tokens that the chat template writes for its messages."""
-
-    kind: MismatchKind | None
-    """None if it is not known, because an earlier version wrote the record."""
-    message: str
-    """The place, both texts and both lists of token ids."""
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +136,7 @@ class Turn:
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
     finish_reason: str = "stop"
     """`length` if a limit cut the turn."""
-    prompt_tokens: int = 0
+    prompt_tokens: int = field(default=0, compare=False)
     """Tokens of the prompt that the turn was sampled after. Not part of the record."""
     completion: Completion | None = None
     """The engine's result. Not part of the record."""
