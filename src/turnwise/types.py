@@ -136,7 +136,7 @@ class Turn:
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
     finish_reason: str = "stop"
     """`length` if a limit cut the turn."""
-    prompt_tokens: int = field(default=0, compare=False)
+    prompt_tokens: int = 0
     """Tokens of the prompt that the turn was sampled after. Not part of the record."""
     completion: Completion | None = None
     """The engine's result. Not part of the record."""
