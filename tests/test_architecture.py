@@ -134,6 +134,7 @@ EXCEPT_EXCEPTION = {
 call a user's code, and the requests of an embedded engine whose model raised."""
 
 RAISED_AGAIN = {
+    "engines/remote/engine.py": 1,  # a cancelled weight update gives the old weights back as well
     "user_code/object_references.py": 1,  # removes the half-imported module
     "compat/verl/names.py": 1,  # forgets the module, so that the next import fails in the same way
     "compat/verl/files.py": 2,  # closes the MCP servers that were started

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise import build
+from turnwise.engines.engine import closing
 from turnwise.errors import RolloutError
 from turnwise.record.metrics import conversation_metrics, failures, has_reward_differences
 from turnwise.rollout.rollout import new_group, rollout_groups
@@ -38,7 +39,8 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
     """
     config, options = run.config, run.config.train
     report.begin(config, done=run.step, notes=run.notes)
-    async with contextlib.aclosing(run.environments), run.checkpoint_on_exit():
+    async with contextlib.aclosing(run.environments), closing(run.context.engine), run.checkpoint_on_exit():
+        await run.publisher.begin(run.step)
         next_rollouts: asyncio.Task[_Rollouts] | None = None
         while run.step < run.steps:
             if run.evaluation_due(config.eval.every):

@@ -4,7 +4,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 """
 
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
-from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
+from turnwise.build.engines import Scripts, engine, engine_model, publisher, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
@@ -42,6 +42,7 @@ __all__ = [
     "model_options",
     "normalization",
     "optimizer_config",
+    "publisher",
     "read_scripts",
     "renderer",
     "rollout_context",

@@ -13,10 +13,14 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
+from turnwise.engines.publisher import SharedWeights, WeightPublisher
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.training.learner import Learner
 
-__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "scripted_engine"]
+__all__ = ["Scripts", "engine", "engine_model", "publisher", "read_scripts", "scripted_engine"]
 
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
@@ -48,6 +52,13 @@ def engine(
         version=version,
         autocast=config.model.autocast,
     )
+
+
+def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublisher:
+    """How the learner's weights reach the recipe's engine."""
+    if isinstance(engine, RemoteEngine):
+        return RemoteWeights(engine, learner, ProbeOptions())
+    return SharedWeights(engine)
 
 
 def engine_model(config: Config) -> Any | None:

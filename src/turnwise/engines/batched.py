@@ -35,6 +35,9 @@ class Batched:
     def version(self) -> int:
         return self._engine.version
 
+    async def start(self) -> None:
+        await self._engine.start()
+
     async def generate(self, request: Request) -> Completion:
         pending = _Pending(request)
         self._waiting[request.conversation] = pending

@@ -5,12 +5,13 @@ An engine knows nothing of messages, tools, rewards or groups. Batching, caching
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from turnwise.types import Completion, Request
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "closing"]
 
 
 class Engine(Protocol):
@@ -19,6 +20,13 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights that the engine samples with now."""
+        ...
+
+    async def start(self) -> None:
+        """Wait until the engine can generate. Called before the first request.
+
+        Raises EngineError if the engine cannot be started.
+        """
         ...
 
     async def generate(self, request: Request) -> Completion:
@@ -43,3 +51,12 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Free all resources. A closed engine refuses to generate."""
         ...
+
+
+@asynccontextmanager
+async def closing(engine: Engine) -> AsyncIterator[Engine]:
+    """A context at whose end the engine is closed."""
+    try:
+        yield engine
+    finally:
+        await engine.close()

@@ -16,6 +16,13 @@ __all__ = ["SharedWeights", "WeightPublisher"]
 class WeightPublisher(Protocol):
     """Hands the learner's current weights to the engine."""
 
+    async def begin(self, version: int) -> None:
+        """Before the first conversation: when it returns, the engine is ready and has the learner's weights as `version`.
+
+        Raises EngineError if the engine cannot be started, or cannot take the weights.
+        """
+        ...
+
     async def publish(self, version: int) -> None:
         """When it returns, the engine samples with the learner's current weights and reports them as `version`.
 
@@ -32,6 +39,9 @@ class SharedWeights:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    async def begin(self, version: int) -> None:
+        await self._engine.start()
 
     async def publish(self, version: int) -> None:
         await self._engine.load_weights(version)

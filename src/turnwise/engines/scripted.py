@@ -41,6 +41,9 @@ class ScriptedEngine:
         self._stop_token_id = stop_token_id
         self.version = 0
 
+    async def start(self) -> None:
+        pass
+
     async def generate(self, request: Request) -> Completion:
         name = request.conversation
         turn = self._turns.get(name, 0)

@@ -22,6 +22,7 @@ __all__ = [
     "LinearAdapter",
     "LoraOptions",
     "adapter_base",
+    "adapter_weights",
     "add_adapter",
     "has_adapter",
     "linear_adapter",
@@ -117,8 +118,7 @@ def save_adapter(model: Any, folder: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    state = _peft().get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
-    tensors = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_weights(model).items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.deepcopy(model.peft_config[_NAME])
     config.base_model_name_or_path = _absolute(model.name_or_path)
@@ -127,6 +127,12 @@ def save_adapter(model: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def adapter_weights(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of the model's adapter, by the names in the adapter's file."""
+    state = _peft().get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+    return {f"{_PREFIX}{name}": tensor for name, tensor in state.items()}
 
 
 def load_adapter(model: Any, folder: str | Path) -> None:

@@ -145,6 +145,10 @@ METRICS = (
         lines=_BOTH,
     ),
     Metric(
+        "engine/prefix_hit_rate", "share", "prompt tokens of all turns",
+        "Prompt tokens that the engine took from its prefix cache instead of computing them. Null if the engine does not report it.",
+    ),
+    Metric(
         "entropy", "nats", "mean over the sampled tokens of finished conversations",
         "Estimate of the entropy: -log p of each sampled token. Null if the engine reports no log-probabilities for it.",
         near=("actor/entropy", "actor/entropy_loss"),

@@ -34,6 +34,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "tokens/sampled": sum(trajectory.sampled_tokens for trajectory in trajectories),
         "tokens/all": sum(len(segment) for trajectory in trajectories for segment in trajectory.segments),
         "entropy": _entropy(finished),
+        "engine/prefix_hit_rate": _prefix_hit_rate(trajectories),
         "groups/zero_std": share(_all_equal(group) for group in groups),
         "template_mismatch": share(trajectory.template_mismatch is not None for trajectory in trajectories),
         "failed": share(trajectory.failed for trajectory in trajectories),
@@ -104,6 +105,19 @@ def _entropy(finished: Sequence[Trajectory]) -> float | None:
         for logprob in turn.completion.logprobs
     ]
     return -statistics.fmean(logprobs) if logprobs else None
+
+
+def _prefix_hit_rate(trajectories: Sequence[Trajectory]) -> float | None:
+    """The share of prompt tokens that the engine took from its prefix cache; None if the engine does not report it."""
+    completions = [
+        turn.completion for trajectory in trajectories for turn in trajectory.turns if turn.completion is not None
+    ]
+    known = [
+        (completion.cached_tokens, completion.prompt_tokens)
+        for completion in completions
+        if completion.cached_tokens is not None and completion.prompt_tokens
+    ]
+    return sum(cached for cached, _ in known) / sum(prompt for _, prompt in known) if known else None
 
 
 def _all_equal(group: Group) -> bool:

@@ -17,6 +17,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.doctor.preflight import preflight
+from turnwise.engines.engine import closing
 from turnwise.errors import DataError, RolloutError
 from turnwise.models.model_config import context_length
 from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
@@ -69,8 +70,9 @@ async def _collect(
                 weigh_turns(scored)  # nothing is trained; the record shows what training would use
                 writer.add(scored)
 
-        await rollout_groups(groups, context, on_finished=done)
-    await engine.close()
+        async with closing(engine):
+            await engine.start()
+            await rollout_groups(groups, context, on_finished=done)
     if (warning := template_mismatches(trajectories)) is not None:
         _print(console, [warning], style="yellow")
     _print(console, failures(groups)[:5], style="red")

@@ -10,7 +10,7 @@ from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.data.curriculum import Curriculum, PassRates, initial_pass_rates, pass_rates_of
-from turnwise.engines.publisher import SharedWeights, WeightPublisher
+from turnwise.engines.publisher import WeightPublisher
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext
@@ -127,7 +127,7 @@ def assemble(config: Config) -> TrainingRun:
         environments=environments,
         scorer=scorer,
         credit=credit,
-        publisher=SharedWeights(engine),
+        publisher=build.publisher(config, engine, learner),
         watch=LearningWatch(config),
         curriculum=curriculum,
         data=data,

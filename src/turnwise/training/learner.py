@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from turnwise.types import LogprobKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from turnwise.training.batch import Batch
 
 __all__ = ["BatchRequirements", "Learner", "UpdateStats"]
@@ -90,6 +92,23 @@ class Learner(Protocol):
         If the call is cancelled before the first optimizer step, the weights are unchanged. A later cancellation takes effect
         after the last optimizer step.
         """
+        ...
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter on frozen weights is trained; `save` then writes the adapter only."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The present weights by the names of the checkpoint files of Hugging Face, on the learner's device, without copies.
+
+        Tied weights have one name. With an adapter: only the adapter's weights, by peft's names. The next `update` changes
+        the tensors in place.
+        """
+        ...
+
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """`log_softmax(logits)` of each of the tokens after the first, given the tokens before it. Changes nothing."""
         ...
 
     async def evaluate_loss(self, batch: Batch) -> float:

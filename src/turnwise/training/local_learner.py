@@ -30,6 +30,7 @@ from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_losses import nll
+from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums, update_stats
 from turnwise.types import Sampling
@@ -240,6 +241,16 @@ class LocalLearner:
                     loss_N = nll(self._forward.logprobs(here)[0], here.targets).loss_N
                     total += float((loss_N * here.targets.weight_N).sum())
         return total
+
+    @property
+    def trains_adapter(self) -> bool:
+        return has_adapter(self._model)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return published_weights(self._model)
+
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return token_logprobs(self._model, token_ids)
 
     def save(self, folder: Path) -> None:
         if has_adapter(self._model):

@@ -100,6 +100,9 @@ class LocalEngine:
         """Bytes that the KV cache takes now."""
         return self._core.cache.kv.bytes
 
+    async def start(self) -> None:
+        pass
+
     async def generate(self, request: Request) -> Completion:
         """Continue `request.token_ids`; cancelling the call frees its row at once.
 

@@ -1,0 +1,1 @@
+"""What all engines behind an HTTP server share: sessions, processes, replicas, joined completions, checks, weight updates."""

@@ -1,0 +1,317 @@
+"""An engine whose tokens are sampled by servers: requests, lost servers and weight updates.
+
+What differs between vLLM, SGLang and others is behind `ServerApi`. This module knows neither routes nor formats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.engines.remote.checks import check_logprobs, check_part
+from turnwise.engines.remote.http import HttpServer, ServerLost
+from turnwise.engines.remote.partial import JoinedCompletion
+from turnwise.engines.remote.replicas import Replica, Replicas
+from turnwise.engines.remote.server_api import ServerApi, ServerInfo
+from turnwise.engines.remote.weights import Probe, WeightFiles, WeightUpdate
+from turnwise.errors import EngineError
+from turnwise.types import Completion, Request
+
+__all__ = ["RemoteEngine", "WriteAdapter"]
+
+_MAX_LOSSES = 3
+"""How often a request may lose its server without a new token in between. A prompt that kills each server must not go on."""
+_MAX_ABORTS = 50
+"""How often a server may abort a request without a new token in between."""
+
+_log = logging.getLogger(__name__)
+
+
+WriteAdapter = Callable[[Path], None]
+"""Writes the files of an adapter into an existing directory."""
+
+
+class RemoteEngine:
+    """An `Engine` on one or several servers of one kind.
+
+    `files` writes the weights for the servers; None for an engine whose weights never change. `decode` turns token ids into
+    text, for stop texts. `version` is the version of the weights that the servers have after their start.
+    """
+
+    def __init__(
+        self,
+        api: ServerApi,
+        replicas: Sequence[Replica],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        files: WeightFiles | None = None,
+        version: int = 0,
+        patience: float = 60.0,
+    ) -> None:
+        self.version = version
+        self.info: ServerInfo | None = None
+        """What the servers serve; None before the start."""
+        self._api = api
+        self._replicas = Replicas(replicas, prepare=self._prepare, patience=patience)
+        self._decode = decode
+        self._files = files
+        self._open = asyncio.Event()
+        """Set while requests may be sent: not during a weight update."""
+        self._open.set()
+        self._update = asyncio.Lock()
+        self._current: WeightUpdate | None = None
+        """The weights that the servers have; None: those that they were started with."""
+        self.deviation: float | None = None
+        """The largest difference of log-probabilities between servers and trainer in the last probe."""
+        self._closed = False
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """The addresses of the servers."""
+        return [replica.server.url for replica in self._replicas.all]
+
+    async def start(self) -> None:
+        """Start the servers and wait until they are ready. `generate` does so if it was not called. Raises EngineError."""
+        await self._replicas.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`. A request whose server is lost goes on at another server, after the tokens that are known."""
+        joined: JoinedCompletion | None = None
+        losses = aborts = 0
+        while True:
+            await self._open.wait()
+            if self._closed:
+                raise EngineError("the engine is closed: it takes no more requests")
+            replica = await self._replicas.of(request.conversation)
+            joined = joined or JoinedCompletion(request, self._max_tokens(request))
+            known = len(joined.token_ids)
+            try:
+                await self._sample(replica, joined)
+            except ServerLost as error:
+                losses = 1 if len(joined.token_ids) > known else losses + 1
+                if losses >= _MAX_LOSSES:
+                    raise EngineError(
+                        f"the request lost its server {losses} times without a new token: {error}"
+                    ) from error
+                self._replicas.lose(replica)
+            if joined.versions and joined.versions[-1] > self.version:
+                await self._open.wait()  # an update is not decided yet
+                joined.drop_versions_above(self.version)
+            joined.close_if_complete(self._decode)
+            if joined.finish is not None:
+                replica.failed_starts = 0
+                assert self.info is not None
+                return joined.completion(self.info.logprob_kind)
+            aborts = 0 if len(joined.token_ids) > known else aborts + 1
+            if aborts > _MAX_ABORTS:
+                raise EngineError(f"{replica.name} aborted a request {aborts} times without sampling a token")
+            if aborts:
+                await asyncio.sleep(0.1)
+
+    def release(self, conversation: str) -> None:
+        self._replicas.release(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        """See `Engine.load_weights`. `weights` must be the complete state dict; None only sets the version."""
+        await self.update(version, weights)
+
+    async def update(
+        self, version: int, weights: Mapping[str, Any] | WriteAdapter | None, probe: Probe | None = None
+    ) -> None:
+        """Give the servers other weights: a state dict, an adapter on the weights that the servers were started with (a function
+        that writes its files into a directory), or None for the same weights with another version.
+
+        With `probe`, the log-probabilities of the servers are compared with those of the trainer. If a server cannot load the
+        weights, or has other log-probabilities, all servers get the previous weights again, the version stays, and EngineError
+        is raised. Requests that are running go on; those that have sampled with rejected weights repeat these tokens.
+        """
+        async with self._updating():
+            if weights is None:
+                await self._on_all(lambda server: self._api.label(server, version))
+                await self._compare(probe)
+                if self._current is not None:
+                    self._current = replace(self._current, version=version)
+            else:
+                await self._replace(self._write(version, weights), probe)
+            self.version = version
+
+    async def sleep(self) -> None:
+        """Free the memory of the servers' devices until `wake`. No request may be running."""
+        self._open.clear()
+        await self._on_all(self._api.sleep)
+
+    async def wake(self) -> None:
+        """Take the memory again."""
+        await self._on_all(self._api.wake)
+        self._open.set()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._open.set()
+        for replica in self._replicas.all:
+            if replica.ready and replica.process is None:
+                try:
+                    await self._api.release(replica.server)
+                except EngineError as error:
+                    _log.warning("%s", error)
+        await self._replicas.close()
+        if self._files is not None:
+            self._files.close()
+
+    # one request
+
+    async def _sample(self, replica: Replica, joined: JoinedCompletion) -> None:
+        """Send a request for the rest of a completion, and add its parts.
+
+        A server reports the versions of tokens at the end of a request. If the server is lost before, and the weights changed
+        meanwhile, only the tokens from before the change are kept: the versions of the others are not known.
+        """
+        assert self.info is not None
+        first, version = len(joined.token_ids), self.version
+        certain = first
+        replica.running += 1
+        complete = False
+        try:
+            async with aclosing(self._api.sample(replica.server, joined.next_request(), version)) as parts:
+                async for part in parts:
+                    check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
+                    joined.add(part, version)
+                    if self.version == version and self._open.is_set():
+                        certain = len(joined.token_ids)
+                    if part.finish is not None:
+                        complete = True
+                        return
+            raise ServerLost(f"{replica.name} ended its answer without a finish reason")
+        finally:
+            replica.running -= 1
+            if not complete:
+                joined.truncate(certain)
+
+    def _max_tokens(self, request: Request) -> int:
+        """The most tokens of the completion. Raises EngineError if the request can never be served."""
+        assert self.info is not None
+        info, length, sampling = self.info, len(request.token_ids), request.sampling
+        if not length:
+            raise EngineError(
+                "the prompt is empty: it must have at least one token, such as the token that begins a text"
+            )
+        if min(request.token_ids) < 0 or max(request.token_ids) >= info.vocab_size:
+            raise EngineError(
+                f"the prompt contains token ids from {min(request.token_ids)} to {max(request.token_ids)}; the model has 0 to "
+                f"{info.vocab_size - 1}. The tokenizer must be the model's own"
+            )
+        if sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise EngineError(
+                f"max_tokens is {sampling.max_tokens} and temperature {sampling.temperature}: max_tokens must be at least 1, "
+                "and temperature must not be negative (0 is greedy)"
+            )
+        if length >= info.context:
+            raise EngineError(
+                f"the prompt has {length} tokens and the context {info.context}: no token can be sampled after it. "
+                "Shorten the conversation (limits.context), or raise the context of the server"
+            )
+        return min(sampling.max_tokens, info.context - length)
+
+    # weights
+
+    @asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """A context in which no request is sent, and in which all servers are ready."""
+        async with self._update:
+            await self._replicas.all_ready()
+            self._open.clear()
+            try:
+                yield
+            finally:
+                self._open.set()
+
+    def _write(self, version: int, weights: Mapping[str, Any] | WriteAdapter) -> WeightUpdate:
+        if self._files is None:
+            raise EngineError(f"this {self._api.name} engine was created without weight updates")
+        if callable(weights):
+            return self._files.write_adapter(version, weights)
+        return self._files.write(version, weights)
+
+    async def _replace(self, update: WeightUpdate, probe: Probe | None) -> None:
+        """Give all servers other weights. If one of them fails, all get the previous weights again."""
+        assert self._files is not None
+        changed: list[Replica] = []
+        try:
+            for replica in self._replicas.all:
+                changed.append(replica)
+                try:
+                    await self._load(replica, update)
+                except ServerLost:
+                    self._replicas.lose(replica)
+                    await self._replicas.restore(replica)
+                    await self._load(replica, update)
+            await self._compare(probe)
+        except BaseException as error:
+            for replica in changed:
+                await self._give_back(replica)
+            self._files.discard(update)
+            if isinstance(error, EngineError):
+                raise EngineError(
+                    f"the weights of version {update.version} were not taken over; the engine goes on with version "
+                    f"{self.version}: {error}"
+                ) from error
+            raise
+        previous, self._current = self._current, update
+        if previous is not None:
+            self._files.discard(previous)
+
+    async def _load(self, replica: Replica, update: WeightUpdate) -> None:
+        await self._api.pause(replica.server)
+        await self._api.load(replica.server, update)
+        await self._api.resume(replica.server)
+        replica.server.note_progress()
+
+    async def _compare(self, probe: Probe | None) -> None:
+        """Raise EngineError if a server's log-probabilities are not those of the trainer."""
+        for replica in self._replicas.all if probe is not None else ():
+            assert probe is not None
+            answer = await self._api.probe(replica.server, probe.token_ids)
+            check_logprobs(replica.name, answer, len(probe.logprobs))
+            self.deviation = max(abs(own - other) for own, other in zip(probe.logprobs, answer, strict=True))
+            if self.deviation > probe.tolerance:
+                raise EngineError(
+                    f"{replica.name} has other weights than the trainer: the log-probabilities of the same tokens differ by "
+                    f"{self.deviation:.3g}, and at most {probe.tolerance:g} is rounding. The server must serve the model of "
+                    f"model.path, in the same precision (docs/engines.md)"
+                )
+
+    async def _give_back(self, replica: Replica) -> None:
+        """The present weights for a server whose update has failed or was rejected. Its running requests start again."""
+        try:
+            await self._api.pause(replica.server, abort=True)
+            if self._current is not None:
+                await self._api.load(replica.server, self._current)
+            elif replica.process is not None:
+                raise ServerLost("a restart gives back the weights from before the first update")
+            await self._api.resume(replica.server)
+        except EngineError:
+            self._replicas.lose(replica)
+
+    async def _prepare(self, replica: Replica) -> None:
+        """Give a server that was started or found again the present weights, and ask it what it serves."""
+        info = await self._api.info(replica.server)
+        if self.info is not None and info != self.info:
+            raise EngineError(
+                f"{replica.name} serves another model than the other servers, or with other options: {info} instead of "
+                f"{self.info}. All servers of engine.url must be equal"
+            )
+        self.info = info
+        if self._files is not None:
+            await self._api.claim(replica.server)
+            if self._current is not None:
+                await self._load(replica, self._current)
+            else:
+                await self._api.label(replica.server, self.version)
+
+    async def _on_all(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
+        await asyncio.gather(*(call(replica.server) for replica in self._replicas.all))

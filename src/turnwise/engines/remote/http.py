@@ -1,0 +1,280 @@
+"""An HTTP server that an engine talks to: JSON requests and streams of server-sent events, with time limits and retries.
+
+Knows HTTP. Does not know engines, prompts or weights. Needs aiohttp (`pip install 'turnwise[http]'`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from turnwise.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["HttpLimits", "HttpServer", "ServerFailed", "ServerLost", "ServerRefused"]
+
+_MAX_ANSWER = 256 << 20  # bytes of an answer, or of an event of a stream
+_QUOTED = 500  # characters of a server's error that an error message quotes
+_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+
+
+class ServerLost(EngineError):
+    """No connection to a server, a broken connection, or no answer in time. Another server may serve the request."""
+
+
+class ServerRefused(EngineError):
+    """A server refused a request (status 4xx). A repeated request would be refused again."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerFailed(EngineError):
+    """A server failed at a request (status 5xx, or an error in a stream), and still answers other requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Time limits of requests, in seconds."""
+
+    connect: float = 10.0
+    """To open a connection."""
+    answer: float = 300.0
+    """For the complete answer of a JSON request."""
+    idle: float = 300.0
+    """Without any event in any stream of the server, while a stream is open."""
+    retries: int = 3
+    """How often a JSON request is repeated that got no connection. A request that reached the server is not repeated."""
+
+
+class HttpServer:
+    """A server at `url` (scheme, host and port), with an optional bearer `token`. One object serves one event loop at a time.
+
+    Raises ConfigError if the URL is invalid.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, limits: HttpLimits | None = None) -> None:
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is not a number
+            valid = False
+        if not valid:
+            raise ConfigError(f"{url!r} is not the address of a server; it must have the form http://host:port")
+        self.url = url.rstrip("/")
+        self.limits = limits or HttpLimits()
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._session: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession] | None = None
+        self._progress = time.monotonic()
+        """When the server last sent an event of a stream."""
+
+    async def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """The JSON answer of a GET request; None if the answer is empty. Raises EngineError."""
+        return await self._request("GET", path, None, {}, timeout)
+
+    async def post(
+        self, path: str, body: Any = None, *, query: Mapping[str, str] | None = None, timeout: float | None = None
+    ) -> Any:
+        """The JSON answer of a POST request; None if the answer is empty. Raises EngineError."""
+        return await self._request("POST", path, body, query or {}, timeout)
+
+    async def healthy(self, path: str, *, timeout: float = 5.0) -> bool:
+        """Whether a GET request to `path` has a status of 2xx. Raises ServerRefused if the token is wrong."""
+        try:
+            async with asyncio.timeout(timeout), self._opened("GET", path, None, {}) as response:
+                if response.status in (401, 403):
+                    raise self._refused(path, response.status, await response.text())
+                return response.status < 300
+        except (TimeoutError, ServerLost):
+            return False
+
+    async def text(self, path: str, *, timeout: float = 30.0) -> str:
+        """The answer of a GET request as text. Raises EngineError."""
+        try:
+            async with asyncio.timeout(timeout), self._opened("GET", path, None, {}) as response:
+                text = await response.text()
+                self._check_status(path, response.status, text)
+                return text
+        except TimeoutError:
+            raise ServerLost(f"{self.url}{path} gave no answer within {timeout:g} s") from None
+
+    async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream (`data: {...}` lines), until the server ends it with `data: [DONE]`.
+
+        Closing the iterator closes the connection, which makes the server cancel the request.
+        Raises ServerLost if the stream breaks off, ServerRefused or ServerFailed for an error of the server.
+        """
+        self._progress = time.monotonic()
+        async with self._opened("POST", path, body, {}) as response:
+            if response.status >= 300:
+                self._check_status(path, response.status, await response.text())
+            buffer = bytearray()
+            while True:
+                data = await self._next_bytes(response, path)
+                if not data:
+                    raise ServerLost(f"{self.url}{path} closed the connection before the answer was complete")
+                buffer += data
+                *lines, rest = buffer.split(b"\n")
+                buffer = bytearray(rest)
+                if len(buffer) > _MAX_ANSWER:
+                    raise ServerFailed(f"{self.url}{path} sent an event of more than {_MAX_ANSWER >> 20} MB")
+                for line in lines:
+                    if not line.startswith(b"data:"):
+                        continue
+                    payload = line[5:].strip()
+                    if payload == b"[DONE]":
+                        return
+                    yield self._event(path, payload)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            loop, session = self._session
+            self._session = None
+            if loop is asyncio.get_running_loop():
+                await session.close()
+
+    async def _next_bytes(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        """The next bytes of a stream. Waits while other streams of the server make progress."""
+        import aiohttp
+
+        while True:
+            try:
+                async with asyncio.timeout(self.limits.idle):
+                    data = await response.content.readany()
+            except TimeoutError:
+                idle = time.monotonic() - self._progress
+                if idle >= self.limits.idle:
+                    raise ServerLost(
+                        f"{self.url}{path} sent nothing for {idle:.0f} s: the server hangs, or engine.timeout is too short"
+                    ) from None
+                continue
+            except (aiohttp.ClientError, OSError) as error:
+                raise ServerLost(f"{self.url}{path} broke off: {_text(error)}") from error
+            self._progress = time.monotonic()
+            return data
+
+    def note_progress(self) -> None:
+        """Do not count the time until now as time without progress: the server was paused."""
+        self._progress = time.monotonic()
+
+    def _event(self, path: str, payload: bytes | bytearray) -> dict[str, Any]:
+        try:
+            event = json.loads(payload)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            raise ServerFailed(f"{self.url}{path} must send JSON objects; it sent {payload[:_QUOTED]!r}")
+        if "error" in event:
+            raise ServerFailed(f"{self.url}{path} failed: {_error_text(event['error'])}")
+        return event
+
+    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str], timeout: float | None) -> Any:
+        limit = self.limits.answer if timeout is None else timeout
+        pause = _PAUSE
+        for attempt in range(self.limits.retries + 1):
+            try:
+                async with asyncio.timeout(limit), self._opened(method, path, body, query) as response:
+                    content = await response.content.read(_MAX_ANSWER + 1)
+                    while not response.content.at_eof() and len(content) <= _MAX_ANSWER:
+                        content += await response.content.read(_MAX_ANSWER)
+                    return self._answer(path, response.status, content)
+            except TimeoutError:
+                raise ServerLost(f"{self.url}{path} gave no answer within {limit:g} s") from None
+            except _NotConnected:
+                if attempt == self.limits.retries:
+                    raise
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise AssertionError("unreachable")
+
+    def _answer(self, path: str, status: int, content: bytes) -> Any:
+        text = content[: _MAX_ANSWER + 1].decode("utf-8", errors="replace")
+        self._check_status(path, status, text)
+        if len(content) > _MAX_ANSWER:
+            raise ServerFailed(f"{self.url}{path} returned more than {_MAX_ANSWER >> 20} MB")
+        if not text.strip():
+            return None
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise ServerFailed(f"{self.url}{path} must return JSON; it returned {text[:_QUOTED]!r}") from None
+
+    def _check_status(self, path: str, status: int, text: str) -> None:
+        if status >= 500:
+            raise ServerFailed(f"{self.url}{path} failed with status {status}: {_quoted(text)}")
+        if status >= 300:
+            raise self._refused(path, status, text)
+
+    def _refused(self, path: str, status: int, text: str) -> ServerRefused:
+        fix = ""
+        if status in (401, 403):
+            fix = (
+                ". The server accepts another token: set the environment variable that engine.api_key_env names to "
+                "the server's own token"
+            )
+        return ServerRefused(f"{self.url}{path} refused the request with status {status}: {_quoted(text)}{fix}", status)
+
+    @asynccontextmanager
+    async def _opened(
+        self, method: str, path: str, body: Any, query: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        import aiohttp
+
+        try:
+            async with (await self._open_session()).request(
+                method, f"{self.url}{path}", json=body, params=dict(query)
+            ) as response:
+                yield response
+        except aiohttp.ClientConnectorError as error:
+            raise _NotConnected(f"there is no connection to {self.url}: {_text(error)}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise _NotConnected(f"no connection to {self.url} within {self.limits.connect:g} s") from error
+            raise ServerLost(f"{self.url}{path} broke off: {_text(error)}") from error
+
+    async def _open_session(self) -> aiohttp.ClientSession:
+        try:
+            import aiohttp
+        except ImportError:
+            raise ConfigError("an engine on a server needs aiohttp: pip install 'turnwise[http]'") from None
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session[0] is not loop:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect)
+            connector = aiohttp.TCPConnector(limit=0)  # the number of conversations is bounded elsewhere
+            session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+            self._session = (loop, session)
+        return self._session[1]
+
+
+class _NotConnected(ServerLost):
+    """The request did not reach the server, so it can be repeated."""
+
+
+def _error_text(error: Any) -> str:
+    return _quoted(str(error.get("message", error)) if isinstance(error, dict) else str(error))
+
+
+def _quoted(text: str) -> str:
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and "error" in content:
+            error = content["error"]
+            text = str(error.get("message", error)) if isinstance(error, dict) else str(error)
+    except (ValueError, RecursionError):
+        pass
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]} [...]"
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")

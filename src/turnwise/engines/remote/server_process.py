@@ -1,0 +1,181 @@
+"""A server process that turnwise starts, supervises and stops.
+
+The process runs under `guard.py`, in a process group of its own: it ends with turnwise, however turnwise ends. Its output is
+written to a log file. Knows processes and ports; does not know which server it is, nor how to ask it whether it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import turnwise
+from turnwise.engines.remote import guard
+from turnwise.errors import EngineError
+
+__all__ = ["ServerCommand", "ServerProcess", "free_port", "new_token", "python_path"]
+
+_POLL = 0.25  # seconds between two checks whether a starting server is ready
+_PROGRESS = 15.0  # seconds between two messages about a starting server
+_TAIL = 12  # lines of the log in an error message
+
+_log = logging.getLogger(__name__)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def new_token() -> str:
+    """A random bearer token for a server."""
+    return secrets.token_urlsafe(32)
+
+
+def python_path() -> str:
+    """The value of PYTHONPATH with which another Python can import turnwise, for extensions of servers."""
+    return os.pathsep.join(
+        path for path in (str(Path(turnwise.__file__).parent.parent), os.environ.get("PYTHONPATH")) if path
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    """How a server is started."""
+
+    name: str
+    """The name in messages, such as `vLLM server 0`."""
+    arguments: Sequence[str]
+    """The program and its arguments."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables besides those of this process."""
+    log: Path
+    """The file to which the output of the server is appended."""
+    start_timeout: float = 600.0
+    """The longest time from the start until the server is ready, in seconds."""
+
+
+class ServerProcess:
+    """One server process. `start` may be called again after the process has died."""
+
+    def __init__(self, command: ServerCommand) -> None:
+        self.command = command
+        self.starts = 0
+        """How often the process was started."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process group, which is the process that guards the server; None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process, after ending what is left of an earlier one. Does not wait until the server is ready.
+
+        Raises EngineError if the program cannot be run.
+        """
+        self.kill()
+        command = self.command
+        program = command.arguments[0]
+        if not (os.path.isfile(program) and os.access(program, os.X_OK)):
+            raise EngineError(
+                f"{command.name} cannot be started: there is no program {program}. Set engine.python to the Python interpreter "
+                f"of the environment in which the engine is installed (docs/engines.md)"
+            )
+        try:
+            command.log.parent.mkdir(parents=True, exist_ok=True)
+            with command.log.open("ab") as output:
+                output.write(f"[turnwise] {time.strftime('%Y-%m-%d %H:%M:%S')} starting {command.name}\n".encode())
+                output.flush()
+                self._process = subprocess.Popen(
+                    [sys.executable, guard.__file__, *command.arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **command.environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"{command.name} cannot be started: {error}; its log file is {command.log}") from error
+        self.starts += 1
+        self._started = time.monotonic()
+
+    async def wait_until(self, ready: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until `ready` returns true. A message every 15 seconds reports the time that has passed.
+
+        Raises EngineError, with the end of the log, if the process ends or `start_timeout` is over.
+        """
+        command, reported = self.command, 0.0
+        while not await ready():
+            seconds = time.monotonic() - self._started
+            if not self.running:
+                self.kill()
+                raise EngineError(f"{command.name} has ended {seconds:.0f} s after its start{self.log_tail()}")
+            if seconds > command.start_timeout:
+                self.kill()
+                raise EngineError(
+                    f"{command.name} was not ready within engine.start_timeout={command.start_timeout:g} s: raise "
+                    f"engine.start_timeout if the model needs longer{self.log_tail()}"
+                )
+            if seconds - reported >= _PROGRESS:
+                reported = seconds
+                _log.warning("%s: starting, %.0f s (log: %s)", command.name, seconds, command.log)
+            await asyncio.sleep(_POLL)
+
+    def log_tail(self) -> str:
+        """The last lines of the log, as the end of an error message."""
+        try:
+            with self.command.log.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - 16384))
+                lines = file.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return f". Its log is {self.command.log}"
+        return "".join([f". The end of its log {self.command.log}:", *(f"\n  {line}" for line in lines[-_TAIL:])])
+
+    async def stop(self, grace: float = guard.GRACE + 2.0) -> None:
+        """End the process group: SIGTERM, and SIGKILL after 10 seconds. Returns when it has ended."""
+        if self._process is None:
+            return
+        _close_pipe(self._process)  # the guard ends the group
+        deadline = time.monotonic() + grace
+        try:
+            while self.running and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        finally:  # also if this call is cancelled
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process group at once."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        _close_pipe(process)
+        process.wait()
+
+
+def _close_pipe(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()

@@ -1,0 +1,141 @@
+"""Weights as files that a server process reads: in shared memory on the same machine, or on a disk.
+
+A file stays until the next weights have arrived, so that a server can get its weights again after a failed update or a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import EngineError
+
+__all__ = ["Probe", "WeightFiles", "WeightUpdate", "checksum_of"]
+
+SHARED_MEMORY = Path("/dev/shm")
+_SPARE = 1.1
+"""Free space that must be there, as a multiple of the size of the weights."""
+_BLOCK = 16 << 20  # bytes read at once for a checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightUpdate:
+    """Weights that servers load."""
+
+    version: int
+    path: Path
+    """A safetensors file with Hugging Face's names of the state dict; for an adapter, a directory in peft's format."""
+    adapter: bool
+    checksum: str
+    """CRC-32 of the file with the weights. A server computes it again from what it has read."""
+    size: int
+    """Bytes of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The trainer's own log-probabilities of some tokens, to be compared with those of a server."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """`log_softmax(logits)` of each token after the first."""
+    tolerance: float
+    """The largest difference that is rounding."""
+
+
+class WeightFiles:
+    """Writes weights into files below `folder`; None: in shared memory, or in the system's temporary directory if that is full.
+
+    Every object has a directory of its own, which `close` removes.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._own: Path | None = None
+
+    def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
+        """Write tensors into a safetensors file. `weights` maps the names of the state dict to tensors, without tied copies.
+
+        Raises EngineError if they cannot be written.
+        """
+        from safetensors.torch import save_file
+
+        size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        path = self._directory(size) / f"{version}-{os.urandom(4).hex()}.safetensors"
+        with _writing(path):
+            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+        return WeightUpdate(version=version, path=path, adapter=False, checksum=checksum_of(path), size=size)
+
+    def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
+        """The same with an adapter: `write(folder)` writes its files into a new directory."""
+        path = self._directory(0) / f"{version}-{os.urandom(4).hex()}"
+        with _writing(path):
+            path.mkdir()
+            write(path)
+        weights = path / "adapter_model.safetensors"
+        return WeightUpdate(
+            version=version, path=path, adapter=True, checksum=checksum_of(weights), size=weights.stat().st_size
+        )
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Remove the files of an update that no server needs any more."""
+        if update.adapter:
+            shutil.rmtree(update.path, ignore_errors=True)
+        else:
+            update.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove all files."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+
+    def _directory(self, size: int) -> Path:
+        if self._own is None:
+            parent = self._folder or _parent_for(size)
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                self._own = Path(tempfile.mkdtemp(prefix="turnwise-weights-", dir=parent))
+            except OSError as error:
+                raise EngineError(
+                    f"weights for the engine's servers cannot be written to {parent}: {error}. Set engine.weight_folder to a "
+                    f"directory that the server can read, too"
+                ) from error
+        return self._own
+
+
+def checksum_of(path: Path) -> str:
+    """CRC-32 of a file, as 8 hexadecimal digits."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def _parent_for(size: int) -> Path:
+    """Shared memory, if two copies of the weights fit into it (the present and the next ones); else the temporary directory."""
+    with contextlib.suppress(OSError):
+        if os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * _SPARE * size:
+            return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise EngineError(
+            f"weights for the engine's servers cannot be written to {path}: {error}. Set engine.weight_folder to a directory "
+            f"with more free space"
+        ) from error

@@ -1,0 +1,341 @@
+"""The shared layer of engines on servers, against a small server that fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.fake_server import CONTEXT, STOP, VOCAB, FakeApi, FakeServer, fake_servers, rule
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.weights import Probe, WeightFiles
+from turnwise.errors import EngineError
+from turnwise.types import Completion, Request, Sampling
+
+LIMITS = HttpLimits(connect=2, answer=5, idle=0.5, retries=0)
+WEIGHTS = {"weight": torch.ones(3)}
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, 30))
+
+
+def request(prompt: list[int], *, conversation: str = "c", seed: int = 5, **sampling: Any) -> Request:
+    options = {"max_tokens": 8, "stop_token_ids": (STOP,), **sampling}
+    return Request(conversation=conversation, token_ids=prompt, sampling=Sampling(**options), seed=seed)
+
+
+def expected(last: int, count: int, version: int = 0) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        last = rule(last, version)
+        tokens.append(last)
+    return tokens
+
+
+@asynccontextmanager
+async def engine_on(servers: list[FakeServer], *, files: Path | None = None, token: str | None = None, **options: Any):
+    replicas = [
+        Replica(HttpServer(server.url, token=token, limits=LIMITS), health_path="/health") for server in servers
+    ]
+    engine = RemoteEngine(
+        FakeApi(options.pop("owner", "a")),
+        replicas,
+        decode=lambda ids: "".join(chr(97 + token % 26) for token in ids),
+        files=None if files is None else WeightFiles(files),
+        patience=options.pop("patience", 0.2),
+        **options,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def test_a_completion_has_the_servers_tokens_logprobs_versions_and_cache_hits() -> None:
+    async def main() -> None:
+        async with fake_servers() as servers, engine_on(servers) as engine:
+            completion = await engine.generate(request([3, 4]))
+            assert list(completion.token_ids) == expected(4, 8)
+            assert completion.finish_reason == "length"
+            assert list(completion.logprobs) == [-0.5] * 8
+            assert list(completion.versions) == [0] * 8
+            assert (completion.prompt_tokens, completion.cached_tokens) == (2, 1)
+            stopped = await engine.generate(request([VOCAB - 3]))
+            assert list(stopped.token_ids) == [VOCAB - 2, VOCAB - 1, STOP]
+            assert stopped.finish_reason == "stop"
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", ["break_after", "abort_after"])
+def test_a_request_goes_on_after_the_tokens_that_are_known(fault: str) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            getattr(server, fault).extend([3, 2])
+            completion = await engine.generate(request([4]))
+            assert list(completion.token_ids) == expected(4, 8)
+            assert completion.finish_reason == "length"
+            sent = [len(body["ids"]) for body in server.requests]
+            assert sent == [1, 4, 6]
+            assert [body["max"] for body in server.requests] == [8, 5, 3]
+            assert len({body["seed"] for body in server.requests}) == 3
+            assert completion.cached_tokens == 0  # of the first request: later ones find their own tokens
+
+    run(main())
+
+
+def test_a_stop_text_that_begins_in_one_part_and_ends_in_the_next_ends_the_turn() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.abort_after.append(3)
+            completion = await engine.generate(request([4], stop=("hi",)))  # tokens 5 to 12 are "fghijklm"
+            assert list(completion.token_ids) == [5, 6, 7, 8]
+            assert completion.finish_reason == "stop"
+
+    run(main())
+
+
+def test_a_request_that_kills_each_server_fails_alone() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.break_after.extend([0, 0, 0])
+            with pytest.raises(EngineError, match="lost its server 3 times without a new token"):
+                await engine.generate(request([4]))
+            assert list((await engine.generate(request([4]))).token_ids) == expected(4, 8)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"logprobs": []}, "1 token ids and 0 log-probabilities"),
+        ({"ids": [VOCAB]}, f"token id {VOCAB}; the model has the ids 0 to {VOCAB - 1}"),
+        ({"ids": [-1]}, "token id -1"),
+        ({"ids": ["3"]}, "token id '3'"),
+        ({"logprobs": [float("nan")]}, "nan as the log-probability"),
+        ({"logprobs": [-9999.0]}, "-9999.0 as the log-probability"),
+        ({"logprobs": [0.5]}, "0.5 as the log-probability"),
+        ({"logprobs": [None]}, "None as the log-probability"),
+        ({"ids": [1] * 9, "logprobs": [-0.5] * 9}, "9 tokens where 8 were allowed"),
+    ],
+)
+def test_a_bad_answer_is_refused_with_its_value_and_the_rule(bad: dict[str, Any], message: str) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.bad = bad
+            with pytest.raises(EngineError, match=message) as raised:
+                await engine.generate(request([4]))
+            assert server.url in str(raised.value)
+            server.bad = {}
+            await engine.generate(request([4]))  # the engine goes on
+
+    run(main())
+
+
+def test_a_server_that_fails_at_a_long_prompt_fails_that_request_only() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.status = 500
+            with pytest.raises(EngineError, match="failed with status 500: out of memory"):
+                await engine.generate(request([4]))
+            server.status = 200
+            await engine.generate(request([4]))
+
+    run(main())
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_before_it_is_sent() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            for prompt, message in (([], "empty"), ([VOCAB], "token ids from"), ([1] * CONTEXT, "no token can be")):
+                with pytest.raises(EngineError, match=message):
+                    await engine.generate(request(prompt))
+            assert server.requests == []
+            cut = await engine.generate(request([1] * (CONTEXT - 2)))
+            assert len(cut.token_ids) == 2
+            assert cut.finish_reason == "length"
+
+    run(main())
+
+
+def test_a_server_that_is_not_there_or_refuses_the_token_is_named() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,):
+            server.token = "right"
+            async with engine_on([server], token="wrong") as engine:
+                with pytest.raises(EngineError, match=r"status 401: Unauthorized.*engine\.api_key_env"):
+                    await engine.generate(request([4]))
+            async with engine_on([server], token="right") as engine:
+                await engine.generate(request([4]))
+            await server.stop()
+            async with engine_on([server]) as engine:
+                with pytest.raises(EngineError, match=r"there is no server at http://127.*engine\.url"):
+                    await engine.generate(request([4]))
+
+    run(main())
+
+
+def test_a_server_that_hangs_is_given_up_after_the_time_limit() -> None:
+    async def main() -> None:
+        async with fake_servers(2) as servers, engine_on(servers) as engine:
+            await engine.start()
+            servers[0].hang = servers[1].hang = True
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.2)
+            hung = next(server for server in servers if server.requests)
+            other = next(server for server in servers if not server.requests)
+            other.hang = False
+            assert list((await task).token_ids) == expected(4, 8)
+            assert len(other.requests) == 1
+            hung.hang = False
+
+    run(main())
+
+
+def test_waiting_requests_are_not_given_up_while_others_make_progress() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.delay = 0.2  # 8 tokens take longer than the idle limit of 0.5 s
+            completion = await engine.generate(request([4]))
+            assert len(completion.token_ids) == 8
+            assert len(server.requests) == 1
+
+    run(main())
+
+
+def test_a_cancelled_request_is_cancelled_at_the_server() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            server.delay = 0.05
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.15)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.2)
+            assert server.cancelled == 1
+
+    run(main())
+
+
+def test_conversations_keep_their_server_and_are_spread_over_all() -> None:
+    async def main() -> None:
+        async with fake_servers(3) as servers, engine_on(servers) as engine:
+            for _ in range(2):
+                await asyncio.gather(*(engine.generate(request([4], conversation=str(n), seed=n)) for n in range(9)))
+            seeds = [sorted(body["seed"] for body in server.requests) for server in servers]
+            assert [len(own) for own in seeds] == [6, 6, 6]
+            assert all(own[0::2] == own[1::2] for own in seeds)
+            await servers[0].stop()  # its conversations go to the others
+            await asyncio.gather(*(engine.generate(request([4], conversation=str(n), seed=n)) for n in range(9)))
+            assert sum(len(server.requests) for server in servers[1:]) >= 12 + 9
+
+    run(main())
+
+
+def test_new_weights_reach_requests_that_are_running(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path) as engine:
+            await engine.start()
+            server.delay = 0.05
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.22)
+            await engine.load_weights(3, WEIGHTS)
+            completion: Completion = await task
+            old = list(completion.versions).count(0)
+            assert 0 < old < 8
+            assert list(completion.versions) == [0] * old + [3] * (8 - old)
+            assert list(completion.token_ids) == [
+                *expected(4, old),
+                *expected(completion.token_ids[old - 1], 8 - old, 3),
+            ]
+            assert engine.version == 3
+            assert server.events == ["claim", "label", "pause", "load", "resume"]
+
+    run(main())
+
+
+def test_a_failed_update_leaves_the_old_weights_and_the_version(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers(2) as servers, engine_on(servers, files=tmp_path) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            servers[1].fail_load = True
+            task = asyncio.create_task(engine.load_weights(2, WEIGHTS))
+            await asyncio.sleep(0.05)
+            servers[1].fail_load = False if servers[1].events[-1] != "load" else servers[1].fail_load
+            with pytest.raises(EngineError, match=r"version 2 were not taken over; the engine goes on with version 1"):
+                await task
+            servers[1].fail_load = False
+            assert engine.version == 1
+            assert servers[0].version == 1
+            completion = await engine.generate(request([4]))
+            assert list(completion.versions) == [1] * 8
+            assert list(completion.token_ids) == expected(4, 8, 1)
+            assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+        assert list(tmp_path.rglob("*")) == []
+
+    run(main())
+
+
+def test_wrong_log_probabilities_after_an_update_take_it_back(tmp_path: Path) -> None:
+    probe = Probe(token_ids=[1, 2, 3], logprobs=[-0.7, -0.7], tolerance=1e-4)
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            server.delay = 0.03
+            server.wrong_weights = True
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.1)
+            with pytest.raises(EngineError, match=r"differ by 8\.3, and at most 0\.0001 is rounding"):
+                await engine.update(2, WEIGHTS, probe)
+            completion = await task  # tokens of the rejected weights were sampled again
+            assert list(completion.versions) == [1] * 8
+            assert list(completion.token_ids) == expected(4, 8, 1)
+            server.wrong_weights = False
+            await engine.update(2, WEIGHTS, probe)
+            assert engine.version == 2
+            assert engine.deviation == pytest.approx(0.0, abs=1e-9)
+
+    run(main())
+
+
+def test_a_second_trainer_is_refused_at_a_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,):
+            async with engine_on([server], files=tmp_path) as first:
+                await first.start()
+                async with engine_on([server], files=tmp_path, owner="b") as second:
+                    with pytest.raises(EngineError, match="the server belongs to a"):
+                        await second.start()
+                await first.load_weights(1, WEIGHTS)
+            async with engine_on([server], files=tmp_path, owner="b") as second:
+                await second.start()  # the first has released it
+
+    run(main())
+
+
+def test_a_server_that_comes_back_gets_the_present_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, patience=5.0) as engine:
+            await engine.load_weights(4, WEIGHTS)
+            port = int(server.url.rpartition(":")[2])
+            await server.stop()
+            server.version, server.label, server.owner = 0, "-1", None
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.3)
+            await server.start(port)
+            completion = await task
+            assert list(completion.versions) == [4] * 8
+            assert list(completion.token_ids) == expected(4, 8, 4)
+
+    run(main())
