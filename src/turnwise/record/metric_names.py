@@ -146,7 +146,8 @@ METRICS = (
     ),
     Metric(
         "engine/prefix_hit_rate", "share", "prompt tokens of all turns",
-        "Prompt tokens that the engine took from its prefix cache instead of computing them. Null if the engine does not report it.",
+        "Prompt tokens that the engine took from its prefix cache instead of computing them. Null if the engine does not report "
+        "it.",
     ),
     Metric(
         "entropy", "nats", "mean over the sampled tokens of finished conversations",
