@@ -18,6 +18,7 @@ from turnwise.data.messages import clean_message
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row
+from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records"]
 
@@ -117,6 +118,8 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
 
     Raises DataError if the source is missing or cannot be read.
     """
+    if is_live(source):
+        return _live_records(source)
     path = Path(os.path.expanduser(source))
     if path.suffix in FILES:
         if not os.path.isfile(path):
@@ -144,6 +147,22 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
         SourceRecord(record, number, f"{source}, row {number}")
         for number, record in enumerate(_packed(datasets, table), 1)
     )
+
+
+def _live_records(source: str) -> Iterator[SourceRecord]:
+    """The rows that a Python program has given: mappings, or a `datasets.Dataset`."""
+    table = live_object(source, key="data.train")
+    if getattr(table, "features", None):
+        import datasets
+
+        table = _packed(datasets, table)
+    for number, record in enumerate(table, 1):
+        place = f"row {number}"
+        if not isinstance(record, Mapping):
+            raise DataError(
+                f'{place} is a {type(record).__name__}; a row is a dict such as {{"prompt": "2+2?", "answer": "4"}}'
+            )
+        yield SourceRecord(dict(record), number, place)
 
 
 def _packed(datasets: Any, table: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Imports the objects that recipes refer to: `package.module:name` and `path/to/file.py:name`."""
+"""Finds the objects that recipes refer to: `package.module:name` and `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["resolve"]
 
@@ -19,6 +20,8 @@ def resolve(reference: str, *, key: str) -> Any:
 
     Raises ConfigError.
     """
+    if is_live(reference):
+        return live_object(reference, key=key)
     place, colon, name = reference.partition(":")
     if not colon or not place or not name:
         raise ConfigError(f"{key}: {reference!r} is not a reference; write package.module:name or path/to/file.py:name")

@@ -1,0 +1,275 @@
+"""turnwise from Python: the commands as functions, with live objects and typed results.
+
+Example::
+
+    from turnwise import Opening, Reply, environment
+    from turnwise.api import train
+
+    @environment
+    async def echo(row):
+        turn = yield Opening(messages=row.messages)
+        yield Reply(reward=float(row["answer"] in turn.text), done=True)
+
+    result = train(model="demo/model", rows=[{"prompt": "2+2?", "answer": "4"}], environment=echo, train={"steps": 5})
+    print(result.metrics[-1]["reward/mean"], result.trajectories[-1].messages)
+
+The functions work where an event loop is running, as in a notebook. The options are those of a recipe (`Options`, and
+docs/recipes.md). Errors are `TurnwiseError`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+
+from turnwise.config.schema import Config
+from turnwise.errors import ConfigError
+from turnwise.recipe import Options, Recipe
+from turnwise.record.frames import metrics_frame, trajectories_frame
+from turnwise.record.reader import RecordedTrajectories, read_lines
+from turnwise.types import Group, Trajectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.record.run_directory import RunDirectory
+    from turnwise.runs.run_state import RunState
+
+__all__ = ["Callback", "Options", "Recipe", "RunResult", "Step", "StopTraining", "rollout", "sft", "train"]
+
+T = TypeVar("T")
+
+
+class StopTraining(Exception):
+    """Raised by a callback to end the run after this step. A checkpoint is written, as at the end of a run."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step of training, or an evaluation."""
+
+    number: int
+    """The number of finished steps."""
+    metrics: Mapping[str, Any]
+    """The metrics by name (docs/metrics.md)."""
+    file: Path
+    """The file that holds the trajectories of all steps."""
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of the step, as recorded."""
+        recorded, found = RecordedTrajectories(self.file), list[Trajectory]()
+        for place in reversed(range(len(recorded))):
+            trajectory = recorded[place]
+            if trajectory.step != self.number:
+                break
+            found.append(trajectory)
+        return found[::-1]
+
+
+class Callback(Protocol):
+    """Receives the finished steps and evaluations of a run, in the event loop of the run. A plain function receives the steps.
+
+    A callback that raises StopTraining ends the run after the step. Another exception ends the run as an error does: a checkpoint
+    of the last finished step is written.
+    """
+
+    def on_step(self, step: Step) -> None:
+        """Called after each step."""
+        ...
+
+    def on_evaluation(self, step: Step) -> None:
+        """Called after each evaluation on held-out rows."""
+        ...
+
+
+Callbacks = Sequence[Callback | Callable[[Step], None]]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has left in its directory."""
+
+    directory: Path
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        return list(read_lines(self.directory / "metrics.jsonl"))
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The metrics of each evaluation; empty without held-out rows."""
+        return list(read_lines(self.directory / "evaluations.jsonl"))
+
+    @property
+    def trajectories(self) -> RecordedTrajectories:
+        """All conversations, each read when it is asked for."""
+        return RecordedTrajectories(self.directory)
+
+    @property
+    def model(self) -> Path:
+        """The directory of the trained model, or of its adapter. Raises ConfigError if the run trained nothing."""
+        path = self.directory / "checkpoint"
+        if not path.exists():
+            raise ConfigError(f"{self.directory} has no checkpoint: conversations without training leave no model")
+        return path
+
+    def metrics_frame(self) -> Any:
+        """The metrics as a pandas data frame: one row for each step."""
+        return metrics_frame(self.directory)
+
+    def to_pandas(self) -> Any:
+        """The conversations as a pandas data frame: one row for each (`record.to_pandas`)."""
+        return trajectories_frame(self.directory)
+
+
+def train(
+    recipe: Recipe | None = None, *, callbacks: Callbacks = (), progress: bool = True, **options: Unpack[Options]
+) -> RunResult:
+    """Train by reinforcement learning, as `turnwise train`.
+
+    Give a `Recipe`, or its options by keyword. `progress` shows the steps. Raises TurnwiseError, and KeyboardInterrupt after
+    Ctrl-C, with a checkpoint of the last finished step.
+    """
+    from turnwise.terminal.train_report import TrainReport
+    from turnwise.train import assemble
+    from turnwise.train import train as work
+
+    config = _config(recipe, options)
+    run = assemble(config)
+    report = _observed(TrainReport)(_console(progress), run, callbacks)
+    return _run(run, work(run, report), report)
+
+
+def sft(
+    recipe: Recipe | None = None, *, callbacks: Callbacks = (), progress: bool = True, **options: Unpack[Options]
+) -> RunResult:
+    """Fine-tune on given conversations, as `turnwise sft`. Parameters and errors are those of `train`."""
+    from turnwise.sft.fine_tune import assemble, fine_tune
+    from turnwise.terminal.sft_report import SftReport
+
+    config = _config(recipe, options)
+    run = assemble(config)
+    report = _observed(SftReport)(_console(progress), run, callbacks)
+    return _run(run, fine_tune(run, report), report)
+
+
+def rollout(recipe: Recipe | None = None, *, progress: bool = True, **options: Unpack[Options]) -> RunResult:
+    """Run and score conversations without training, as `turnwise rollout`. They are written to the recipe's `output`.
+
+    Raises TurnwiseError. If all conversations fail, they are in the record, and RolloutError is raised.
+    """
+    from turnwise.runs.collect import collect
+
+    config = _config(recipe, options)
+    _wait_for(collect(config, Path(config.output), _console(progress)))
+    return RunResult(Path(config.output))
+
+
+def _config(recipe: Recipe | None, options: Options) -> Config:
+    if recipe is not None and options:
+        raise ConfigError(
+            f"a recipe and the options {', '.join(options)} are both given: give one of them, or recipe.with_options(...)"
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ConfigError(f"{recipe!r:.80} is not a Recipe; for a file: Recipe.from_yaml({str(recipe)!r:.80})")
+    return (recipe or Recipe(**options)).config
+
+
+def _console(progress: bool) -> Console:
+    from rich.console import Console
+
+    return Console(quiet=not progress)
+
+
+def _observed(report: type[Any]) -> type[Any]:
+    """The class of a report that also calls callbacks."""
+
+    class Observed(report):
+        def __init__(self, console: Console, run: RunState, callbacks: Callbacks) -> None:
+            super().__init__(console, run.activity)
+            self._run, self._callbacks = run, callbacks
+
+        def step(self, metrics: Mapping[str, Any], problems: Sequence[str] = ()) -> None:
+            super().step(metrics, problems)
+            self._notify("on_step", metrics, self._directory.trajectories)
+
+        def evaluated(self, summary: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
+            super().evaluated(summary, groups)
+            self._notify("on_evaluation", summary, self._directory.eval_trajectories)
+
+        @property
+        def _directory(self) -> RunDirectory:
+            return self._run.directory
+
+        def _notify(self, event: str, metrics: Mapping[str, Any], file: Path) -> None:
+            step = Step(metrics["step"], dict(metrics), file)
+            for callback in self._callbacks:
+                function: Any = getattr(callback, event, callback if event == "on_step" else None)
+                if function is None:
+                    continue  # a plain function receives the steps only
+                try:
+                    function(step)
+                except StopTraining:
+                    self._run.steps = self._run.step  # the loop ends as after the last step
+                    if self._run.saved < self._run.step:
+                        self._run.save()
+
+    return Observed
+
+
+def _run(run: RunState, work: Coroutine[Any, Any, None], report: Any) -> RunResult:
+    from turnwise.terminal.activity import Heartbeat
+
+    try:
+        with Heartbeat(run.activity, report.console):
+            _wait_for(work)
+    finally:
+        report.close()
+    return RunResult(run.directory.path)
+
+
+def _wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine. If an event loop is running in this thread, as in a notebook, it runs in another thread."""
+    from turnwise.commands.stopping import Stops
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with Stops() as stops:
+            return stops.run(work)
+    return _in_thread(work)
+
+
+def _in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread with an event loop of its own. Ctrl-C cancels it, and waits until it has ended."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+    thread = threading.Thread(target=lambda: _complete(loop, task), name="turnwise", daemon=True)
+    thread.start()
+    interrupted = False
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            interrupted = True
+            loop.call_soon_threadsafe(task.cancel)
+    if interrupted:
+        raise KeyboardInterrupt
+    return task.result()
+
+
+def _complete(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(asyncio.wait([task]))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()

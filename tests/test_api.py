@@ -1,0 +1,226 @@
+"""The Python interface: recipes with live objects, the commands as functions, typed results, a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support import byte_tokenizer
+from support.places import low_bytes
+from support.tiny import save_model, tiny_model
+from turnwise import Opening, Reply, environment, record
+from turnwise.api import Recipe, Step, StopTraining, rollout, sft, train
+from turnwise.errors import ConfigError, DataError
+from turnwise.user_code.live_objects import is_live, live_object, reference_to
+
+ROWS = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
+SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def local_objects() -> tuple[Any, Any, Any]:
+    """An environment, a reward and a tool that cannot be imported."""
+
+    @environment
+    async def ask(row: Any, turns: int = 2) -> Any:
+        yield Opening(messages=row.messages)
+        for _ in range(turns - 1):
+            yield Reply(messages=[{"role": "user", "content": "And?"}])
+        yield Reply(reward=1.0, done=True, info={"answer": row["answer"]})
+
+    def length(completion: str) -> float:
+        return -len(completion) / 1000
+
+    def look_up(word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+        """
+        return word
+
+    return ask, length, look_up
+
+
+def test_train_with_live_objects(model: Path, tmp_path: Path) -> None:
+    ask, length, look_up = local_objects()
+    steps: list[Step] = []
+    result = train(
+        model=model,
+        rows=ROWS,
+        environment={"use": ask, "arguments": {"turns": 3}},
+        tools=[look_up],
+        reward=[length],
+        train=SMALL,
+        limits={"tokens_per_turn": 6, "turns": 3},
+        credit="grpo",
+        output=tmp_path / "run",
+        callbacks=[steps.append],
+        progress=False,
+    )
+    assert [line["step"] for line in result.metrics] == [1, 2] == [step.number for step in steps]
+    assert steps[1].metrics["reward/mean"] == result.metrics[1]["reward/mean"]
+    assert [t.id for t in steps[1].trajectories] == [t.id for t in result.trajectories[4:]]
+    trajectory = result.trajectories[0]
+    assert set(trajectory.rewards) == {"turns", "length"}
+    assert trajectory.tools[0]["function"]["name"] == "look_up"
+    assert (result.model / "model.safetensors").is_file()
+    config = yaml.safe_load((result.directory / "config.yaml").read_text())
+    assert config["environment"]["use"] == "live:ask"
+    frame = result.to_pandas()
+    assert list(frame["id"]) == [t.id for t in result.trajectories]
+    assert frame["rewards/length"].iloc[0] == trajectory.rewards["length"]
+    assert list(result.metrics_frame().index) == [1, 2]
+    assert list(record.to_pandas(result.directory)["row"]) == list(frame["row"])
+
+
+def test_a_resumed_run_finds_its_objects(model: Path, tmp_path: Path) -> None:
+    ask, _, _ = local_objects()
+    options: dict[str, Any] = {
+        "model": model, "rows": ROWS, "environment": ask, "credit": "grpo", "output": tmp_path / "run",
+        "limits": {"tokens_per_turn": 4}, "deterministic": True,
+    }  # fmt: skip
+    train(**options, train=SMALL, progress=False)
+    ask, _, _ = local_objects()  # the cell of a notebook is run again: another object of the same name
+    result = train(**options, train={**SMALL, "steps": 3}, resume="auto", progress=False)
+    assert [line["step"] for line in result.metrics] == [1, 2, 3]
+
+
+def test_a_callback_can_stop_the_run(model: Path, tmp_path: Path) -> None:
+    class Stops:
+        evaluations = 0
+
+        def on_step(self, step: Step) -> None:
+            if step.number == 2:
+                raise StopTraining
+
+        def on_evaluation(self, step: Step) -> None:
+            self.evaluations += 1
+
+    stops = Stops()
+    result = train(
+        model=model, rows=ROWS, eval_rows=ROWS[:1], environment=low_bytes, limits={"tokens_per_turn": 4}, credit="grpo",
+        train={**SMALL, "steps": 9}, checkpoint={"every": 100}, output=tmp_path / "run", callbacks=[stops], progress=False,
+    )  # fmt: skip
+    assert len(result.metrics) == 2
+    assert stops.evaluations == 2 == len(result.evaluations)  # before and after training
+    assert json.loads((result.model.parent / "run.json").read_text())["checkpoint"] == 2
+
+
+def test_in_a_running_event_loop(model: Path, tmp_path: Path) -> None:
+    """As in a notebook: the function is called while a loop runs in the thread."""
+
+    async def cell() -> list[Any]:
+        result = rollout(
+            model=model, rows=(row for row in ROWS), environment=low_bytes, limits={"tokens_per_turn": 4},
+            output=tmp_path / "out", progress=False,
+        )  # fmt: skip
+        return list(result.trajectories)
+
+    trajectories = asyncio.run(cell())
+    assert [t.row["answer"] for t in trajectories] == ["1", "2", "3", "4"]
+    assert all(t.reward is not None for t in trajectories)
+
+
+def test_sft(model: Path, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}] * 4
+    result = sft(model=model, rows=rows, sft={"epochs": 1, "batch_size": 2}, output=tmp_path / "run", progress=False)
+    assert [line["step"] for line in result.metrics] == [1, 2]
+    assert result.metrics[0]["loss"] > 0
+
+
+def test_a_model_object_and_a_data_set(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    tokenizer = byte_tokenizer()
+    result = train(
+        model=tiny_model(vocabulary=len(tokenizer)),
+        tokenizer=tokenizer,
+        rows=datasets.Dataset.from_list(ROWS),
+        environment=low_bytes,
+        limits={"tokens_per_turn": 4},
+        train={**SMALL, "steps": 1},
+        credit="grpo",
+        output=tmp_path / "run",
+        progress=False,
+    )
+    assert len(result.trajectories) == 4
+    assert (tmp_path / "run-start-model" / "config.json").is_file()  # so that the run can be resumed
+
+
+def test_yaml_and_back(model: Path, tmp_path: Path) -> None:
+    recipe = Recipe(model=model, rows="rows.jsonl", environment=low_bytes, train={"steps": 7}, loss="gspo")
+    assert recipe.config.environment.use == "support.places:low_bytes"
+    recipe.to_yaml(tmp_path / "recipe.yaml")
+    again = Recipe.from_yaml(tmp_path / "recipe.yaml", ["train.lr=3e-4"])
+    assert again.config.train.lr == 3e-4
+    assert again.config.model_copy(update={"train": recipe.config.train}) == recipe.config
+    changed = recipe.with_options(train={"lr": 1e-5}, loss={"name": "cispo"})
+    assert (changed.config.train.steps, changed.config.train.lr, changed.config.loss.name) == (7, 1e-5, "cispo")
+    ask, _, _ = local_objects()
+    with pytest.raises(ConfigError, match=r"live:ask.*Put them into a file"):
+        recipe.with_options(environment=ask).to_yaml(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"model": "m", "rows": ROWS, "trian": {}}, "there is no option trian.*train"),
+        ({"model": "m", "rows": {"prompt": "x"}}, "the rows are a dict"),
+        ({"model": "m", "rows": 5}, "the rows are a int"),
+        ({"model": "m", "rows": ROWS, "data": {"train": "x.jsonl"}}, "rows and data\\['train'\\] are both given"),
+        ({"model": object(), "rows": ROWS}, "model is a object and tokenizer a NoneType"),
+        ({"model": "m", "tokenizer": 1, "rows": ROWS}, "remove tokenizer"),
+        ({"model": "m", "rows": ROWS, "train": {"steps": "many"}}, "train.steps"),
+        ({"rows": ROWS}, "model is missing"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Recipe(**options)
+
+
+def test_wrong_calls(model: Path, tmp_path: Path) -> None:
+    recipe = Recipe(model=model, rows=["missing.jsonl"], environment=low_bytes, output=tmp_path / "run")
+    with pytest.raises(ConfigError, match="both given"):
+        train(recipe, seed=1)
+    with pytest.raises(ConfigError, match=r"Recipe\.from_yaml"):
+        train("recipe.yaml")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="there is no"):
+        train(recipe, progress=False)
+    with pytest.raises(DataError, match="row 2 is a int"):
+        train(recipe.with_options(rows=[ROWS[0], 5]), progress=False)  # type: ignore[list-item]
+
+
+def test_references() -> None:
+    _, length, _ = local_objects()
+    assert reference_to(low_bytes, name="environment") == "support.places:low_bytes"
+    assert reference_to(json.dumps, name="x") == "json:dumps"
+    first = reference_to([1], name="rows_of_this_test")
+    assert first == "live:rows_of_this_test"
+    assert reference_to([1], name="rows_of_this_test") == "live:rows_of_this_test_2"  # another object
+    assert live_object(first, key="data.train") == [1]
+    assert reference_to(length, name="reward") == reference_to(length, name="reward") == "live:length"
+    _, other, _ = local_objects()
+    assert reference_to(other, name="reward") == "live:length"  # defined again
+    assert live_object("live:length", key="reward") is other
+    assert is_live("live:x")
+    with pytest.raises(ConfigError, match="this process does not have it"):
+        live_object("live:nothing", key="environment")
+
+
+@pytest.fixture(autouse=True)
+def no_objects_left() -> Iterator[None]:
+    from turnwise.user_code import live_objects
+
+    yield
+    live_objects._objects.clear()
