@@ -254,6 +254,7 @@ async def _evaluate(run: TrainingRun, report: TrainReport) -> None:
         samples=run.config.eval.samples_per_row,
         seed=run.config.seed,
         step=run.step,
+        pass_reward=run.config.eval.pass_reward,
     )
     run.write_evaluation(summary, (trajectory for group in groups for trajectory in group.trajectories))
     report.evaluated(summary, groups)

@@ -66,6 +66,15 @@ TESTED: Mapping[str, str] = {
         f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")
     },
     "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
+    **{
+        f"engine.{name}": "runs/test_endpoint_run.py::test_the_options_of_an_endpoint_reach_its_requests"
+        for name in ("url", "model", "api_key_env", "request", "max_tokens_field", "timeout", "retries")
+    },
+    **{
+        f"engine.{name}": "runs/test_endpoint_run.py::test_the_limits_of_an_endpoint_space_its_requests"
+        for name in ("requests_per_minute", "tokens_per_minute")
+    },
+    "eval.pass_reward": "runs/test_evaluate.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),

@@ -25,3 +25,11 @@ def test_an_evaluation_holds_scores_and_summarises() -> None:
     again = Says("a", "b")
     asyncio.run(evaluate(rows, a_table(again, lambda: ScriptedUser(["And?"])), Scorer(), samples=2, seed=3, step=8))
     assert sorted((request.conversation, request.seed) for request in again.requests) == sorted(seeds)  # at every step
+
+
+def test_the_pass_rate_counts_rewards_from_the_recipes_bound() -> None:
+    scorer = Scorer(trajectory=[TrajectoryReward("id", lambda one: float(one.row.id))])
+    rows = [a_row(id=id) for id in ("0.5", "1", "3")]
+    for bound, expected in ((1.0, 2 / 3), (0.5, 1.0), (3.5, 0.0)):
+        summary, _ = asyncio.run(evaluate(rows, a_table(Says("a")), scorer, pass_reward=bound))
+        assert summary["pass_rate"] == expected

@@ -4,6 +4,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 """
 
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
+from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
 from turnwise.build.engines import Scripts, engine, engine_model, publisher, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
@@ -31,6 +32,7 @@ __all__ = [
     "critic",
     "curriculum",
     "drop_long_prompts",
+    "endpoint_notes",
     "engine",
     "engine_model",
     "environment_factory",
@@ -44,6 +46,7 @@ __all__ = [
     "optimizer_config",
     "publisher",
     "read_scripts",
+    "refuse_for_endpoint",
     "renderer",
     "rollout_context",
     "row_order",
@@ -52,5 +55,6 @@ __all__ = [
     "scorer",
     "scripted_engine",
     "sft_learner",
+    "text_context",
     "turn_weighting",
 ]

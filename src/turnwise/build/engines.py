@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.build.learners import model_options
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config, ScriptedEngineSection
+from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.engines.publisher import SharedWeights, WeightPublisher
@@ -39,6 +39,8 @@ def engine(
         return scripted_engine(renderer, scripts)
     if isinstance(options, ScriptedEngineSection):
         return scripted_engine(renderer, read_scripts(options.script))
+    if isinstance(options, OpenAIEngineSection):
+        raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
     if model is None:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
     from turnwise.engines.local import LocalEngine  # torch

@@ -10,6 +10,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.rollout.rollout import RolloutContext
+from turnwise.types import Sampling
 
 __all__ = ["renderer", "rollout_context"]
 
@@ -25,9 +26,16 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
 
 
 def rollout_context(
-    config: Config, renderer: Renderer, engine: Engine, environments: Environments, *, longest: int | None
+    config: Config,
+    renderer: Renderer,
+    engine: Engine,
+    environments: Environments,
+    *,
+    longest: int | None,
+    sampled: Sampling | None = None,
 ) -> RolloutContext:
-    """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known.
+    """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known; `sampled`
+    is the distribution that the conversations sample from, if it is not that of training.
 
     Raises ConfigError if the recipe's limits exceed it.
     """
@@ -35,7 +43,7 @@ def rollout_context(
         engine=engine,
         renderer=renderer,
         make_environment=environments,
-        sampling=sampling(config),
+        sampling=sampled or sampling(config),
         limits=limits(config, longest=longest),
         thinking=config.thinking,
         max_concurrent=config.max_concurrent,

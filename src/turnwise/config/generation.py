@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ __all__ = [
     "EvaluationSamplingSection",
     "LimitsSection",
     "LocalEngineSection",
+    "OpenAIEngineSection",
     "SamplingSection",
     "ScriptedEngineSection",
 ]
@@ -35,6 +36,34 @@ class ScriptedEngineSection(Section):
     name: Literal["scripted"]
     script: NonEmpty
     """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts."""
+
+
+class OpenAIEngineSection(Section):
+    """An OpenAI-compatible endpoint, for `turnwise eval` and `turnwise rollout`: messages are sent and a message comes back. It
+    reports no token ids and no log-probabilities, so nothing can be trained with it."""
+
+    name: Literal["openai"]
+    url: NonEmpty
+    """The base URL of the OpenAI-compatible endpoint, such as `http://127.0.0.1:8000/v1`."""
+    model: NonEmpty | None = None
+    """The name of the model at the endpoint. Null: the value of `model.path`."""
+    api_key_env: NonEmpty | None = None
+    """The name of the environment variable that contains the API key of the endpoint. Null: no key is sent."""
+    request: dict[str, Any] = {}
+    """Further fields of each request to the endpoint, such as `{top_k: 20}`. A field that turnwise sends too is replaced; the
+    value null removes the field (`{seed: null}`)."""
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """The name of the request field that limits the tokens of a turn. OpenAI's reasoning models need `max_completion_tokens`."""
+    timeout: Seconds = 120.0
+    """The time limit of each request to the endpoint, in seconds."""
+    retries: Annotated[int, Field(ge=0)] = 8
+    """The number of further attempts of a request to the endpoint if there is no connection, no answer in time, or an answer with
+    status 429 or 5xx. The first pause is one second and doubles with each attempt, up to a minute. If the endpoint sends
+    `Retry-After`, all requests wait for that time instead."""
+    requests_per_minute: Annotated[float, Field(gt=0)] | None = None
+    """The largest number of requests to the endpoint in a minute. Null: no limit."""
+    tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
+    """The largest number of tokens in a minute, in prompts and answers together. Null: no limit."""
 
 
 class SamplingSection(Section):

@@ -59,6 +59,10 @@ RULES: Mapping[str, Rule] = {
     # sampling
     **_all("named", "engine.", "name script"),
     **_all("free", "engine.", "slots memory_gb threads"),
+    **_all(
+        "free", "engine.", "url model api_key_env request max_tokens_field timeout retries"
+    ),  # endpoints train nothing
+    **_all("free", "engine.", "requests_per_minute tokens_per_minute"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
     **_all("free", "limits.", "seconds_per_turn seconds"),
@@ -90,7 +94,7 @@ RULES: Mapping[str, Rule] = {
     "correction.off_policy_sequence_mask_delta": "named",
     **_all("named", "correction.reject.", "level estimator low high"),
     **_all("free", "train.", "micro_batch_tokens share_prompts"),
-    **_all("free", "eval.", "max_rows samples_per_row every"),
+    **_all("free", "eval.", "max_rows samples_per_row every pass_reward"),
     **_all("free", "eval.sampling.", "temperature top_p top_k min_p"),
     **_all("free", "rollout.", "max_rows samples_per_row"),
     **_all("free", "sft.", "steps epochs micro_batch_tokens eval_every max_eval_rows max_recorded_rows"),

@@ -22,6 +22,7 @@ from turnwise.config.generation import (
     EvaluationSamplingSection,
     LimitsSection,
     LocalEngineSection,
+    OpenAIEngineSection,
     SamplingSection,
     ScriptedEngineSection,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "LocalEngineSection",
     "McpSection",
     "ModelSection",
+    "OpenAIEngineSection",
     "OptimizationSection",
     "RewardSection",
     "RewardUse",
@@ -66,14 +68,16 @@ LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 
 
 class EvaluationSection(Section):
-    """Evaluations during `turnwise train`: conversations on the held-out rows of `data.eval`."""
+    """Evaluations: conversations on the held-out rows of `data.eval`, during `turnwise train` and with `turnwise eval`."""
 
     max_rows: Positive | None = None
     """The number of held-out rows to evaluate on. The first rows of the data are used. Null: all of them."""
     samples_per_row: Positive = 1
     """The number of conversations on each held-out row."""
     every: Annotated[int, Field(ge=0)] = 0
-    """The number of steps between two evaluations. 0: only before and after training."""
+    """The number of training steps between two evaluations. 0: only before and after training."""
+    pass_reward: float = 1.0
+    """The smallest reward of a conversation that counts as passed, for the pass rate, pass@k and pass^k of evaluations."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. Null: the value of the same option in
     `sampling`. `eval.sampling.temperature=0` takes the most likely token."""
@@ -110,7 +114,9 @@ class Config(Section):
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
     engine: Annotated[
-        Annotated[LocalEngineSection, Tag("local")] | Annotated[ScriptedEngineSection, Tag("scripted")],
+        Annotated[LocalEngineSection, Tag("local")]
+        | Annotated[ScriptedEngineSection, Tag("scripted")]
+        | Annotated[OpenAIEngineSection, Tag("openai")],
         by_name("local"),
     ] = LocalEngineSection()
     sampling: SamplingSection = SamplingSection()

@@ -32,6 +32,7 @@ def refuse_without_effect(config: Config) -> None:
     Raises ConfigError.
     """
     problems = [
+        *_engine_problems(config),
         *_row_problems(config),
         *_loss_problems(config),
         *credit_problems(config),
@@ -48,6 +49,18 @@ def refuse_without_effect(config: Config) -> None:
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
+
+
+def _engine_problems(config: Config) -> list[Problem]:
+    """An engine that cannot be trained with."""
+    return [
+        (
+            config.engine.name == "openai",
+            "engine.name=openai cannot be used in training: an OpenAI-compatible endpoint returns text, without the ids and the "
+            "log-probabilities of the sampled tokens, and it cannot load new weights. Use it with `turnwise eval` or `turnwise "
+            "rollout`; to train, remove the section engine or choose another engine",
+        )
+    ]
 
 
 def _optimization_problems(config: Config) -> list[Problem]:

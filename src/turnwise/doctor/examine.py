@@ -10,7 +10,7 @@ from typing import Any, Literal
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.stop_tokens import generation_config_stops
-from turnwise.config.schema import Config, ScriptedEngineSection
+from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
@@ -40,7 +40,7 @@ def examine(
     A TurnwiseError becomes a failed check and is not raised.
     """
     checks = list(_checks(path, config, weights))
-    if config is not None and not isinstance(config.engine, ScriptedEngineSection):
+    if config is not None and not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
         checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
     return checks
 

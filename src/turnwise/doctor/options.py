@@ -15,7 +15,7 @@ from turnwise import build
 from turnwise.config.correction import CorrectionSection, RejectionSection
 from turnwise.config.credit import ESTIMATORS
 from turnwise.config.loss import LOSSES
-from turnwise.config.schema import Config, ScriptedEngineSection, Use
+from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
@@ -204,7 +204,7 @@ def take_effect(config: Config) -> Check:
     try:
         if fine_tunes(config):
             refuse_sft_without_effect(config)
-        elif not isinstance(config.engine, ScriptedEngineSection):
+        elif not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
             refuse_without_effect(config)
             refuse_without_reward(config)
     except ConfigError as error:

@@ -72,6 +72,10 @@ METRICS = (
         "A number that a reward function reported (TRL: `log_metric`). It is not part of the reward.",
     ),
     Metric(
+        "pass_rate", "share", "finished conversations",
+        "Conversations whose reward is at least `eval.pass_reward`.", same=("accuracy", "pass@1"), lines="eval",
+    ),
+    Metric(
         "groups/zero_std", "share", "groups",
         "Groups whose finished conversations all have the same reward, so that their advantages are 0.",
         same=("frac_reward_zero_std", "groups/all_equal"),

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from turnwise import build
-from turnwise.chat.renderer import Renderer
-from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, ScriptedEngineSection
-from turnwise.doctor.preflight import preflight
-from turnwise.engines.engine import closing
 from turnwise.errors import DataError, RolloutError
-from turnwise.models.model_config import context_length
 from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
 from turnwise.record.run_directory import refuse_run_directory
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import write_config, write_trajectories, writing
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.terminal.activity import Activity, Heartbeat
+from turnwise.runs.sampling_only import conversation_context, prepare
+from turnwise.terminal.progress import progress
 from turnwise.types import Group, Trajectory
 
 __all__ = ["collect"]
@@ -37,41 +31,26 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     Returns the summary, which is also the only line of `out/metrics.jsonl`. Raises TurnwiseError. If all conversations failed,
     everything is written, and then RolloutError is raised.
     """
-    renderer = build.renderer(config)
-    _print(console, preflight(config, renderer), style="dim")
-    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
-        return await _collect(config, environments, renderer, out, console)
-
-
-async def _collect(
-    config: Config, environments: build.Environments, renderer: Renderer, out: Path, console: Console
-) -> dict[str, Any]:
-    rows, notes = build.drop_long_prompts(config, build.rows(config, limit=config.rollout.max_rows), renderer)
+    conversations = prepare(config, build.sampling(config))
+    _print(console, conversations.notes, style="dim")
+    rows, notes = conversations.keep_rows(build.rows(config, limit=config.rollout.max_rows))
     _print(console, notes, style="dim")
-    scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
-    scorer.refuse_unknown_columns(rows)
-    rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    rows, weigh_turns = conversations.process(rows), build.turn_weighting(config)
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
     groups, scripts = _assign_scripts(config, groups)
-    model = build.engine_model(config)
-    engine = build.engine(config, renderer, model, scripts=scripts)
-    build.connect_engine(scorer, engine, renderer)
-    longest = context_length(model.config.to_dict()) if model is not None else None
-    context = build.rollout_context(config, renderer, engine, environments, longest=longest)
-    started = time.perf_counter()
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    writer = _OrderedWriter(out, trajectories)
-    score = scorer.scoring_callback(groups)
-    with _progress(console, len(trajectories)) as advance:
+    async with conversation_context(conversations, scripts=scripts) as context:
+        started = time.perf_counter()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        writer = _OrderedWriter(out, trajectories)
+        score = conversations.scorer.scoring_callback(groups)
+        with progress(console, len(trajectories)) as advance:
 
-        async def done(trajectory: Trajectory) -> None:
-            advance()
-            for scored in await score(trajectory):
-                weigh_turns(scored)  # nothing is trained; the record shows what training would use
-                writer.add(scored)
+            async def done(trajectory: Trajectory) -> None:
+                advance()
+                for scored in await score(trajectory):
+                    weigh_turns(scored)  # nothing is trained; the record shows what training would use
+                    writer.add(scored)
 
-        async with closing(engine):
-            await engine.start()
             await rollout_groups(groups, context, on_finished=done)
     if (warning := template_mismatches(trajectories)) is not None:
         _print(console, [warning], style="yellow")
@@ -108,27 +87,6 @@ def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group
     for group in groups:
         group.trajectories = [trajectory for trajectory in group.trajectories if trajectory.id in by_id]
     return [group for group in groups if group.trajectories], by_id
-
-
-@contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal, and a line now and then elsewhere. Yields the function that counts a conversation."""
-    activity = Activity(label="conversations", total=total)
-    bar = Progress(
-        *Progress.get_default_columns()[:2],
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    task = bar.add_task("conversations", total=total)
-
-    def advance() -> None:
-        activity.advance()
-        bar.advance(task)
-
-    with Heartbeat(activity, console), bar:
-        yield advance
 
 
 def _print(console: Console, lines: Sequence[str], *, style: str) -> None:

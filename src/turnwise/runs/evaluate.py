@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.record.metrics import conversation_metrics
+from turnwise.record.metrics import conversation_metrics, mean
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
@@ -23,8 +23,11 @@ async def evaluate(
     samples: int = 1,
     seed: int = 0,
     step: int = 0,
+    pass_reward: float = 1.0,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Run `samples` conversations on each row and score them. Returns the metrics and the groups.
+
+    A conversation with a reward of at least `pass_reward` counts in the metric `pass_rate`.
 
     The random streams depend on `seed` only, so equal weights give equal conversations at every step.
     """
@@ -37,7 +40,13 @@ async def evaluate(
 
     await rollout_groups(groups, table, on_finished=done)
     seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
-    return {"step": step, **conversation_metrics(groups), **seconds}, groups
+    passed = [
+        float(trajectory.reward >= pass_reward)
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.reward is not None and not trajectory.failed
+    ]
+    return {"step": step, **conversation_metrics(groups), "pass_rate": mean(passed), **seconds}, groups
 
 
 async def sample_baselines(groups: Sequence[Group], context: RolloutContext, scorer: Scorer) -> None:

@@ -32,7 +32,7 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
     shown = [first, last] if len(evaluations) > 1 else [last]
     for label, evaluation in zip(("before", "after") if len(shown) > 1 else ("so far",), shown, strict=True):
         table.add_column(f"{label} (step {evaluation.get('step', '-')})", justify="right")
-    names = ["reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
+    names = ["reward/mean", "reward/std", "pass_rate", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
     names = names if "reward/mean" in last else ["loss"]
     names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
     for name in names:
