@@ -21,7 +21,7 @@ from turnwise.rollout.context import TextContext
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.services.chat_endpoint import ChatEndpoint, EndpointOptions
-from turnwise.types import Opening, Reply, Resume, Row, Sampling, SamplingChange, Stop, Trajectory, Usage
+from turnwise.types import Edit, Opening, Reply, Resume, Row, Sampling, SamplingChange, Stop, Trajectory, Usage
 
 FULL = Answer({"error": {"code": "context_length_exceeded"}}, 400)
 
@@ -198,8 +198,9 @@ def test_rewrites_tools_and_sampling_changes_reach_the_endpoint() -> None:
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (Reply(resume=Resume(keep=0)), "Reply(resume=...) lets the model continue a turn"),
-        (Reply(prefill="Sure"), "Reply(prefill=...) lets the model continue a turn"),
+        (Reply(resume=Resume(keep=0)), "Reply(resume=...) changes or begins a turn of the model as text"),
+        (Reply(edit=Edit(keep=0)), "Reply(edit=...) changes or begins a turn of the model as text"),
+        (Reply(prefill="Sure"), "Reply(prefill=...) changes or begins a turn of the model as text"),
         (
             Reply(messages=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]),
             "an OpenAI-compatible endpoint gets text only",

@@ -86,12 +86,16 @@ class TextSession:
         with boundary("environment"):
             annotate_turns(trajectory, turn, reply)
         self.turns_answered += 1
-        if reply.resume is not None or reply.prefill:
-            field = "prefill" if reply.prefill else "resume"
+        unsupported = {
+            "resume": reply.resume is not None,
+            "prefill": bool(reply.prefill),
+            "edit": reply.edit is not None,
+        }
+        if field := next((name for name, given in unsupported.items() if given), None):
             raise Failed(
                 Failure(
                     "engine",
-                    f"Reply({field}=...) lets the model continue a turn that was begun, and an OpenAI-compatible endpoint begins "
+                    f"Reply({field}=...) changes or begins a turn of the model as text, and an OpenAI-compatible endpoint writes "
                     f"each turn itself: use an engine that samples tokens (engine.name=local)",
                 )
             )
