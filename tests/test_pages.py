@@ -84,7 +84,7 @@ def test_a_checkpoint_of_the_demo_is_right_for_a_server() -> None:
 
 
 def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path) -> None:
-    code, tool = blocks(README, "python")
+    code, _, tool = blocks(README, "python")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
@@ -97,6 +97,35 @@ def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path
     assert (one.stop, one.reward, len(one.turns)) == ("done", None, 3)
     exec(compile(tool, "README.md", "exec"), names)
     assert Tool.of(names["search"]).schema["function"]["parameters"]["required"] == ["query"]
+
+
+def test_the_script_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, script, _ = blocks(README, "python")
+    small = {
+        "Qwen/Qwen2.5-0.5B-Instruct": str(ROOT / "demo" / "model"),
+        '"steps": 200': '"steps": 1',
+        "16, ": "2, ",
+        "8, ": "2, ",
+    }
+    for old, new in small.items():
+        assert old in script
+        script = script.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(script, "README.md", "exec"), names)
+    assert len(names["result"].trajectories) == 4
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("demo", "recipes"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    names: dict[str, Any] = {}
+    for block in blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"), "python"):
+        exec(compile(block.replace("train.steps=20", "train.steps=2"), "docs/python.md", "exec"), names)
+    assert len(names["result"].metrics) == 2
 
 
 def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
