@@ -21,6 +21,7 @@ from turnwise.record.metrics import conversation_metrics, failures, has_reward_d
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate, sample_baselines
+from turnwise.runs.kl_reward import KlRewardMetrics
 from turnwise.runs.training_run import DataState, TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
@@ -165,6 +166,8 @@ class _Learnt:
     """None if only the critic was trained."""
     critic: CriticMetrics | None
     """None without a critic."""
+    kl_reward: KlRewardMetrics | None
+    """None without a KL divergence in the reward."""
     saved: float
     """The share of the policy's tokens that were not computed."""
 
@@ -174,16 +177,20 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
     training = run.critic_training
     if training is not None:
         await training.set_values(groups)
+    kl_reward = None if run.kl_reward is None else await run.kl_reward.set_penalties(groups)
     run.credit(groups)
     batches = pack_groups(run, groups)
     update = critic = None
     if training is None or training.trains_policy(run.step):
         update = await _update(run, batches)
+        reference = run.config.reference
+        if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
+            run.learner.mix_reference(reference.sync_weight)
     # at once, so that no further token is sampled from the old weights
     await run.publisher.publish(run.step + 1)
     if training is not None:
         critic = await training.update(groups, cancellable=update is None, on_first_step=run.begin_update)
-    return _Learnt(update, critic, share_saved(batches))
+    return _Learnt(update, critic, kl_reward, share_saved(batches))
 
 
 async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
@@ -220,6 +227,7 @@ def _finish_step(
         **(update.correction if update else {}),
         "tokens/prefix_saved": learnt.saved,
         **(learnt.critic.named() if learnt.critic else {}),
+        **(learnt.kl_reward.named() if learnt.kl_reward else {}),
     }
     if run.config.train.dynamic_sampling:
         metrics["groups/replaced"] = rollouts.replaced

@@ -207,6 +207,9 @@ class Trajectory:
     number is the value of the state before the turn; with a number for each sampled token, each is the value before the token."""
     returns: list[float | Sequence[float]] = field(default_factory=list)
     """The critic's targets, in the shape of `advantages`. Empty without a critic, and where the trajectory is not trained on."""
+    penalties: list[Sequence[float]] = field(default_factory=list)
+    """What `reward.kl` subtracts from the reward: for each turn, a number for each of its sampled tokens. Empty without
+    `reward.kl`. `reward` does not contain it; estimators of advantages subtract it."""
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: TemplateMismatch | None = None
     """The first difference between the tokens and what the chat template writes for the messages; None if they agree."""

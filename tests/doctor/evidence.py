@@ -79,6 +79,18 @@ TESTED: Mapping[str, str] = {
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
+    **{
+        f"reward.kl.{name}": "runs/test_kl_reward.py::"
+        "test_options_of_the_divergence_and_of_the_reference_change_what_is_learnt"
+        for name in ("coef", "estimator", "target", "horizon")
+    },
+    **{
+        f"reference.{name}": "runs/test_kl_reward.py::"
+        "test_options_of_the_divergence_and_of_the_reference_change_what_is_learnt"
+        for name in ("path", "sync_every", "sync_weight")
+    },
+    "reference.source": "runs/test_kl_reward.py::"
+    "test_with_an_adapter_the_model_without_it_and_a_copy_are_the_same_reference",
     "critic.path": f"{_CRITIC}the_critic_starts_from_another_model_or_from_the_critic_of_a_run",
     **{f"critic.{name}": f"{_CRITIC}options_of_the_critic_change_what_is_learnt" for name in ("lr", "clip")},
     "critic.warmup_steps": f"{_CRITIC}the_policy_waits_while_the_critic_warms_up",

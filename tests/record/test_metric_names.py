@@ -38,7 +38,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "data": {"train": rows, "eval": rows, "curriculum": {"low": -100}},
         "environment": f"{PLACES}:low_bytes",
         "limits": {"turns": 2, "tokens_per_turn": 8},
-        "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}]},
+        "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}], "kl": {"coef": 0.1}},
         "credit": {"name": "turn_gae"},
         "correction": {"action": "measure"},
         "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01, "dynamic_sampling": 1, "overlap": True},

@@ -123,7 +123,9 @@ def test_a_run_with_a_reference_that_has_changed_is_refused(tmp_path: Path) -> N
     run(recipe, "loss.kl_coef=0.1")
     before = contents(tmp_path / "run")
     save_model(model, seed=1)
-    with pytest.raises(RunError, match=r"loss\.kl_coef=0\.1 needs the model before training.*changed since the run"):
+    with pytest.raises(
+        RunError, match=r"needs the model before training as the reference model.*changed since the run"
+    ):
         resume(recipe, "loss.kl_coef=0.1", "train.steps=3")
     after = contents(tmp_path / "run")
     assert {name for name in after if after[name] != before.get(name)} <= {".lock"}

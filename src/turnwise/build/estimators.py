@@ -47,7 +47,7 @@ def credit_note(config: Config) -> str | None:
     if not isinstance(config.credit, sections.AutoCreditSection):
         return None
     name = chosen_estimator(config).name
-    why = "turns can have rewards" if name == "turn_return" else "turns have no rewards of their own"
+    why = "turns can have rewards or penalties" if name == "turn_return" else "turns have no rewards of their own"
     return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"
 
 

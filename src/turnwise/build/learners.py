@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.build.values import sampling
+from turnwise.config.kl_checks import needs_reference
 from turnwise.config.loss import CispoSection, GspoSection, LossSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.optimization import OptimizationSection, SftSection
 from turnwise.config.schema import Config
@@ -19,6 +20,7 @@ from turnwise.training.options import (
     Normalization,
     OptimizerConfig,
     PpoClip,
+    ReferenceConfig,
     Reinforce,
     Rejection,
     Sapo,
@@ -80,17 +82,28 @@ def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
     )
 
 
-def learner(config: Config, path: str | Path, *, reference: str | Path | None = None) -> LocalLearner:
-    """The learner of `turnwise train`, on the model at `path`. `reference` is the path of the model before training."""
+def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> LocalLearner:
+    """The learner of `turnwise train`, on the model at `path`. `before_training` is the path of the model before training, if
+    that is another model."""
     return _learner(
         config,
         path,
         sampled_from=sampling(config),
         loss=loss_config(config),
         optimizer=optimizer_config(config.train),
-        reference=reference,
+        reference=_reference(config, before_training),
         share_prompts=config.train.share_prompts,
     )
+
+
+def _reference(config: Config, before_training: str | Path | None) -> ReferenceConfig | None:
+    """The reference model of the recipe; None if it needs none."""
+    section = config.reference
+    if not needs_reference(config):
+        return None
+    adapter_off = config.model.lora.rank is not None and section.path is None  # on the trained model's own weights
+    path = section.path or (None if adapter_off else before_training)
+    return ReferenceConfig(path=path, separate=section.source == "copy")
 
 
 def sft_learner(config: Config, path: str | Path) -> LocalLearner:
@@ -148,7 +161,7 @@ def _learner(
     sampled_from: Sampling,
     loss: LossConfig,
     optimizer: OptimizerConfig,
-    reference: str | Path | None = None,
+    reference: ReferenceConfig | None = None,
     share_prompts: str = "auto",
 ) -> LocalLearner:
     from turnwise.models.torch_threads import use_deterministic_algorithms  # torch

@@ -26,11 +26,11 @@ _OF_TURN_REWARDS = (sections.MtGrpoSection, sections.IgpoSection)
 
 
 def chosen_estimator(config: Config) -> sections.Estimator:
-    """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards, else `grpo`."""
+    """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards or penalties, else `grpo`."""
     section = config.credit
     if not isinstance(section, sections.AutoCreditSection):
         return section
-    if turns_can_have_rewards(config):
+    if turns_can_have_rewards(config) or (config.limits.turns > 1 and config.reward.kl.coef > 0):
         return sections.TurnReturnSection(scale=section.scale)
     return sections.GrpoSection(scale=section.scale)
 

@@ -29,10 +29,18 @@ CALLED: dict[str, tuple[str, ...]] = {
         "ppo_max_token_len_per_gpu", "use_dynamic_bsz",
     ),
     "loss.kl_coef": ("beta", "kl_loss_coef", "use_kl_loss", "kl_beta"),
+    "reward.kl.coef": ("kl_in_reward", "use_kl_in_reward", "init_kl_coef"),
+    "reward.kl.estimator": ("kl_penalty",),
+    "reward.kl.target": ("target_kl", "kl_ctrl"),
+    "reward.kl.horizon": ("kl_horizon",),
+    "reference.path": ("ref_model", "reference_model", "ref_model_path", "ref_path"),
+    "reference.source": ("disable_adapter", "create_reference_model"),
+    "reference.sync_every": ("sync_ref_model", "ref_model_sync_steps"),
+    "reference.sync_weight": ("ref_model_mixup_alpha",),
     "loss.entropy_coef": ("entropy_coeff", "entropy_bonus"),
     "loss.clip_low": ("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"),
     "loss.clip_high": ("epsilon_high", "clip_ratio_high"),
-    "loss.kl_estimator": ("kl_loss_type", "kl_penalty", "use_bias_correction_kl"),
+    "loss.kl_estimator": ("kl_loss_type", "use_bias_correction_kl"),
     "correction.action": ("rollout_importance_sampling_mode", "vllm_importance_sampling_mode", "rollout_correction"),
     "correction.level": ("rollout_is",),
     "correction.high": (
@@ -134,7 +142,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the embedded engine samples with the trainer's own weights: leave it out": (
         "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
-    "a KL divergence is a term of the loss here, not of the reward: set loss.kl_coef": ("kl_in_reward", "use_kl_in_reward"),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",
     ),

@@ -73,7 +73,11 @@ RULES: Mapping[str, Rule] = {
     **_all("named", "reward.turns[].", "use arguments weight name"),
     **_all("named", "reward.group[].", "use arguments weight name"),
     **_all("named", "reward.batch[].", "use arguments weight name"),
+    **_all("named", "reward.kl.", "coef estimator target horizon"),
     "reward.timeout": "free",
+    "reference.path": "fixed",  # the checkpoint does not hold the reference model
+    "reference.source": "free",
+    **_all("named", "reference.", "sync_every sync_weight"),
     **_all("named", "credit.", "name scale gamma baseline omega state_key outcome_weight normalise"),
     **_all("named", "credit.", "key decay weight initial lam whiten turn_gamma"),
     "critic.path": "fixed",  # with an adapter, its base model is not in the checkpoint

@@ -29,6 +29,7 @@ from turnwise.config.generation import (
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
+from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
 from turnwise.errors import nearest
@@ -49,6 +50,7 @@ __all__ = [
     "ModelSection",
     "OpenAIEngineSection",
     "OptimizationSection",
+    "ReferenceSection",
     "RewardSection",
     "RewardUse",
     "RolloutSection",
@@ -145,6 +147,7 @@ class Config(Section):
         | Annotated[ReinforceSection, Tag("reinforce")],
         by_name("ppo_clip"),
     ] = PpoClipSection()
+    reference: ReferenceSection = ReferenceSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
     """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the

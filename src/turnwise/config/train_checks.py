@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
 from turnwise.config.critic_checks import critic_problems
+from turnwise.config.kl_checks import kl_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
@@ -35,6 +36,7 @@ def refuse_without_effect(config: Config) -> None:
         *_engine_problems(config),
         *_row_problems(config),
         *_loss_problems(config),
+        *kl_problems(config),
         *credit_problems(config),
         *critic_problems(config),
         *_optimization_problems(config),
@@ -113,10 +115,6 @@ def _loss_problems(config: Config) -> list[Problem]:
             same_weights and on_policy and correction.off_policy_sequence_mask_delta is not None,
             "correction.off_policy_sequence_mask_delta has no effect with one optimizer step a batch on tokens of the same "
             "weights: remove it, or set train.minibatches, train.ppo_epochs or train.overlap",
-        ),
-        (
-            loss.kl_coef == 0 and loss.kl_estimator != "k3",
-            f"loss.kl_estimator={loss.kl_estimator} has no effect without a KL term: set loss.kl_coef, or remove it",
         ),
         (
             on_policy and bool(of_ratio),

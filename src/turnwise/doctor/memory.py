@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turnwise import build
+from turnwise.config.kl_checks import needs_reference
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
@@ -140,12 +141,13 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
     on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
     step = _step_bytes(trace, optimizer)
     passes = max(trace.peak, trace.trained + step)
-    references = section == "train" and config.loss.kl_coef > 0 and model_options.lora is None
+    references = section == "train" and needs_reference(config)
+    adapter_off = model_options.lora is not None and config.reference.path is None and config.reference.source != "copy"
     engine_copy = mixed and section == "train" and isinstance(config.engine, LocalEngineSection)
     parts = [
         MemoryPart("weights", trace.weights),
         MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if engine_copy else 0),
-        MemoryPart("reference model", trace.weights if references else 0),
+        MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("activations", trace.activations),

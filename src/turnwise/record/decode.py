@@ -162,6 +162,7 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
         advantages=_estimates(record, "advantage"),
         values=_estimates(record, "value"),
         returns=_estimates(record, "return"),
+        penalties=[[e] if isinstance(e, float | int) else e for e in _estimates(record, "penalty")],
         logprob_kind=_enum(LogprobKind, record, "logprob_kind") or LogprobKind.NONE,
         template_mismatch=None if mismatch is None else TemplateMismatch(mismatch_kind, mismatch),
         started=record.number_or_none("started"),
@@ -290,7 +291,10 @@ def _call(fields: _Fields) -> tuple[ToolCall, ToolOutcome | None]:
 
 
 def _estimates(record: _Fields, key: str) -> list[float | Sequence[float]]:
-    """The advantage, value or return of each turn: a number, or a list with a number for each token. Empty if no turn has any."""
+    """The advantage, value, return or penalty of each turn: a number, or a list with a number for each token.
+
+    Empty if no turn has any.
+    """
     estimates: list[Any] = [
         list(_column("d", fields, key)) if isinstance(fields.values.get(key), list) else fields.number_or_none(key)
         for fields in record.each("turns")

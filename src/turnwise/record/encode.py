@@ -98,6 +98,7 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         "advantage": _estimate(trajectory.advantages, turn.index),
         **({"value": _estimate(trajectory.values, turn.index)} if trajectory.values else {}),
         **({"return": _estimate(trajectory.returns, turn.index)} if trajectory.returns else {}),
+        **({"penalty": _estimate(trajectory.penalties, turn.index)} if trajectory.penalties else {}),
         "weight": turn.weight,
         **_present({"train_on": turn.train_on or None, "kept_tokens": turn.kept_tokens}),
         "info": _plain_mapping(store, turn.info),
@@ -138,7 +139,7 @@ def _segment(segment: Segment, store: MediaStore) -> dict[str, Any]:
 
 
 def _estimate(estimates: Sequence[Any], index: int) -> float | list[float] | None:
-    """The advantage, value or return of a turn: a number, or a number for each sampled token."""
+    """The advantage, value, return or penalty of a turn: a number, or a number for each sampled token."""
     if not estimates:
         return None
     estimate = estimates[index]

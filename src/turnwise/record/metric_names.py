@@ -241,6 +241,20 @@ METRICS = (
         lines=_TRAIN,
     ),
     Metric(
+        "kl_reward/divergence", "nats", "mean over conversations of the mean over their trained tokens",
+        "With `reward.kl`: the estimate of the KL divergence of the policy from the reference model.",
+        same=("actor/reward_kl_penalty",), lines=_TRAIN,
+    ),
+    Metric(
+        "kl_reward/penalty", "reward", "mean over the finished conversations",
+        "What `reward.kl` subtracts from the reward of a conversation. `reward/mean` does not contain it.",
+        near=("objective/non_score_reward",), lines=_TRAIN,
+    ),
+    Metric(
+        "kl_reward/coef", "", "", "The coefficient of the KL divergence in the reward (`reward.kl.coef`).",
+        same=("actor/reward_kl_penalty_coeff",), lines=_TRAIN,
+    ),
+    Metric(
         "critic/loss", "", _STEPS, "Loss of the critic: half of the squared error of its estimates, with value clipping.",
         same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
@@ -21,6 +21,8 @@ from turnwise.types import Row
 __all__ = ["OpenedRun", "open_run"]
 
 _FORMAT = 1
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +53,8 @@ class OpenedRun:
         """Number of finished steps."""
         return 0 if self.saved is None else self.saved.step
 
-    def number(self, name: str, default: int = 0) -> int:
-        """A counter that the run saved in its checkpoint, such as the position in the data."""
+    def number(self, name: str, default: Number = 0) -> Number:
+        """A number that the run saved in its checkpoint, such as the position in the data."""
         return default if self.saved is None else self.saved.about["place"].get(name, default)
 
     def compare_rows(self, rows: Sequence[Row]) -> None:
@@ -101,34 +103,49 @@ class OpenedRun:
             )
 
     @property
-    def reference(self) -> str | None:
-        """Path of the reference model, if a resumed run needs it for its loss. A new run copies its own model."""
-        if self.saved is None or self.kind != "train" or self.config.loss.kl_coef == 0:
-            return None
-        if self.config.model.lora.rank is not None:
-            return None  # the reference is the model without the adapter
-        return self.config.model.path
+    def before_training(self) -> str | None:
+        """Path of the model before training, if the run is resumed and may need it as a reference. A new run copies its own
+        model."""
+        return None if self.saved is None else self.config.model.path
 
     def compare_model(self, learner: Learner) -> None:
         """Store the fingerprint of a new run's model; compare the reference model of a resumed run with the stored fingerprint.
 
-        A run with an adapter compares its base model, which is not in the checkpoint. Raises RunError if the model in
-        model.path is not the model that the run started with.
+        A run with an adapter compares its base model, which is not in the checkpoint. Raises RunError if the model in model.path
+        or reference.path is not the model that the run started with.
         """
         config, base = self.config, learner.base_fingerprint()
         if self.saved is None:
             self.origin["model"] = base or learner.fingerprint()
-            return
-        if base is not None and base != self.origin["model"]:
+        elif base is not None and base != self.origin["model"]:
             raise RunError(
                 f"the checkpoint {self.saved.folder} holds the adapter only, and the weights in model.path={config.model.path} "
                 f"changed since the run in {self.directory.path} started: restore them"
             )
-        reference = learner.reference_fingerprint()
-        if reference is not None and reference != self.origin["model"]:
+        self._compare_reference(learner)
+
+    def _compare_reference(self, learner: Learner) -> None:
+        """Store the fingerprint of the reference model of a new run, or compare it with the stored fingerprint."""
+        reference, path = learner.reference_fingerprint(), self.config.reference.path
+        if reference is None:
+            return
+        previous = self.origin["model"] if path is None else self.origin.setdefault("reference", reference)
+        if reference != previous:
+            needed, option = ("the model before training", "model.path") if path is None else ("it", "reference.path")
             raise RunError(
-                f"loss.kl_coef={config.loss.kl_coef:g} needs the model before training, and the weights in model.path="
-                f"{config.model.path} changed since the run in {self.directory.path} started: restore them"
+                f"the KL divergence needs {needed} as the reference model, and the weights in {option}="
+                f"{path or self.config.model.path} changed since the run in {self.directory.path} started: restore them"
+            )
+
+    def compare_critic(self, critic: Critic) -> None:
+        """The same for the base model of a critic with an adapter, if it is another model than the policy's."""
+        path, base = self.config.critic.path, critic.base_fingerprint()
+        if path is None or base is None:
+            return
+        if base != self.origin.setdefault("critic", base):
+            raise RunError(
+                f"the checkpoint holds only the adapter of the critic, and the weights in critic.path={path} changed since the "
+                f"run in {self.directory.path} started: restore them"
             )
 
     def begin(self, learner: Learner, critic: Critic | None = None) -> None:

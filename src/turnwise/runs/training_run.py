@@ -16,9 +16,11 @@ from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext
 from turnwise.runs.assembly import read_inputs
 from turnwise.runs.critic_training import CriticTraining
+from turnwise.runs.kl_reward import KlReward
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunState
+from turnwise.training.learner import Learner
 from turnwise.types import Group, Row
 
 __all__ = ["DataState", "TrainingRun", "assemble"]
@@ -56,6 +58,8 @@ class TrainingRun(RunState):
     watch: LearningWatch
     curriculum: Curriculum | None
     """Which rows are skipped; None skips no row."""
+    kl_reward: KlReward | None
+    """The KL divergence in the reward; None without `reward.kl`."""
     data: DataState
     """The rows that the finished steps have used."""
     data_after_step: DataState
@@ -79,6 +83,8 @@ class TrainingRun(RunState):
 
     def data_position(self) -> dict[str, Any]:
         place = {**RunState.data_position(self), "position": self.data.position}
+        if self.kl_reward is not None:
+            place["kl_coef"] = self.kl_reward.coef
         return place if self.curriculum is None else {**place, "pass_rates": dict(self.data.pass_rates)}
 
     @property
@@ -106,9 +112,11 @@ def assemble(config: Config) -> TrainingRun:
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
     opened, renderer = inputs.opened, inputs.renderer
     environments = build.environment_factory(config, encode=renderer.encode)
-    learner = build.learner(config, opened.source, reference=opened.reference)
+    learner = build.learner(config, opened.source, before_training=opened.before_training)
     opened.compare_model(learner)
     critic = None if credit.needs_values is None else build.critic(config, opened.source, learner.model, opened.critic)
+    if critic is not None:
+        opened.compare_critic(critic)
     engine = build.engine(config, renderer, learner.model, version=opened.step)
     build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
@@ -130,9 +138,19 @@ def assemble(config: Config) -> TrainingRun:
         publisher=build.publisher(config, engine, learner),
         watch=LearningWatch(config),
         curriculum=curriculum,
+        kl_reward=_kl_reward(config, learner, opened),
         data=data,
         data_after_step=data,
     )
+
+
+def _kl_reward(config: Config, learner: Learner, opened: OpenedRun) -> KlReward | None:
+    """The KL divergence in the reward. A resumed run goes on with its adaptive coefficient."""
+    options = config.reward.kl
+    if options.coef == 0:
+        return None
+    coef = opened.number("kl_coef", options.coef) if options.target is not None else options.coef
+    return KlReward(learner, options, config.train.micro_batch_tokens, coef)
 
 
 def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config, *, curriculum: bool) -> DataState:

@@ -84,3 +84,7 @@ class Critic(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned. The weights are loaded with the model."""
         ...
+
+    def base_fingerprint(self) -> str | None:
+        """SHA-256 of the frozen weights of a value model with an adapter; None if all its weights are trained."""
+        ...

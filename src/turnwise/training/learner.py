@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnwise.training.batch import Batch
+    from turnwise.training.value_batch import StateBatch
 
 __all__ = ["BatchRequirements", "Learner", "UpdateStats"]
 
@@ -115,13 +116,24 @@ class Learner(Protocol):
         """The negative log-likelihood of a batch, averaged by its weights. Changes nothing."""
         ...
 
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
+        """The log-probability of each token of the batch: of the token behind each of its states, under the present weights, or
+        under the reference model. Changes nothing. Raises ValueError if there is no reference model."""
+        ...
+
+    def mix_reference(self, share: float) -> None:
+        """Move the weights of the reference model towards the present weights: `share` times the present weights plus
+        `1 - share` times its own. Raises ValueError if there is no reference model."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write the model into a model directory, or only its adapter if it has one. Tokenizer and processor are the
         caller's."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What must be saved besides the model to resume exactly: the state of the optimizer."""
+        """What must be saved besides the model to resume exactly: the state of the optimizer, and the weights of a reference
+        model that has changed."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -137,5 +149,5 @@ class Learner(Protocol):
         ...
 
     def reference_fingerprint(self) -> str | None:
-        """The same of the reference model; None if the loss needs no reference model."""
+        """The same of the reference model; None if there is none."""
         ...

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.lora import has_adapter, save_adapter
+from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.critic import CriticRequirements, CriticStats
 from turnwise.training.forward import shares_prefixes
 from turnwise.training.gradients import Gradients
+from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
@@ -164,6 +165,9 @@ class LocalCritic:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state(state)
+
+    def base_fingerprint(self) -> str | None:
+        return of_model(without_adapter(self._model)) if has_adapter(self._model) else None
 
 
 def _load_head(head: torch.nn.Linear, file: Path) -> None:

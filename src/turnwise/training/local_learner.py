@@ -5,7 +5,6 @@ Knows how packed batches become optimizer steps. Knows nothing of conversations,
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +20,20 @@ from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.batch import Batch
 from turnwise.training.correction import CorrectionSums, correct
-from turnwise.training.forward import Forward, shares_prefixes, try_tree_attention
+from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements, UpdateStats
 from turnwise.training.loss import Loss, make_loss
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
-from turnwise.training.options import OptimizerConfig, PpoClip
+from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_losses import nll
 from turnwise.training.published_weights import published_weights, token_logprobs
+from turnwise.training.reference import Reference
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums, update_stats
+from turnwise.training.value_batch import StateBatch
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
@@ -45,10 +46,10 @@ _LARGE = 20_000_000
 class LocalLearner:
     """A `Learner` in this process, on one device.
 
-    `reference` is the model before training, where `loss.kl_coef` needs one; None takes a copy of `model`; if it
-    has an adapter, the model without the adapter, on the same weights. `share_prompts` is
-    `auto`, `always` or `never`. `threads` is the number of torch threads; 0 measures which number is faster. `autocast`
-    computes matrix products in bfloat16; parameters, gradients and log-probabilities are float32.
+    There is a reference model if the loss has a KL term, or if `reference` is given (`Reference`); `reference_model` is its
+    model, None the model before training. `share_prompts` is `auto`, `always` or `never`. `threads` is the number of torch
+    threads; 0 measures which number is faster. `autocast` computes matrix products in bfloat16; parameters, gradients and
+    log-probabilities are float32.
 
     Raises ConfigError if `share_prompts` is `always` and the model cannot compute trees.
     """
@@ -60,7 +61,8 @@ class LocalLearner:
         sampling: Sampling,
         loss: Loss | None = None,
         optimizer: OptimizerConfig | None = None,
-        reference: Any | None = None,
+        reference: ReferenceConfig | None = None,
+        reference_model: Any | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
@@ -75,14 +77,12 @@ class LocalLearner:
         self._loss = loss or make_loss(PpoClip())
         self._threads = TorchThreads(threads)
         self._forward = Forward(model, sampling, autocast=autocast)
-        self._reference_model = None
         self._reference = None
-        if self._loss.needs_reference:
-            frozen = _copy_before_training(model) if reference is None else reference
-            self._reference_model = frozen.requires_grad_(False)
-            if shares and reference is not None:  # batches are packed for the attention that the model has now
-                try_tree_attention(self._reference_model)
-            self._reference = Forward(self._reference_model, sampling, autocast=autocast)
+        if self._loss.needs_reference or reference is not None:
+            separate = reference is not None and reference.separate
+            self._reference = Reference(
+                model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
+            )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if model.device.type == "cpu" and model.num_parameters() > _LARGE:
             return_freed_blocks()
@@ -104,24 +104,24 @@ class LocalLearner:
         sampling: Sampling,
         loss: Loss,
         optimizer: OptimizerConfig,
-        reference: str | Path | None = None,
+        reference: ReferenceConfig | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
     ) -> LocalLearner:
-        """Load the model, and the reference model from the path `reference` with the same options.
+        """Load the model, and the reference model of `reference.path` with the same options, except the adapter.
 
         Raises ConfigError if a model cannot be loaded or used as asked for.
         """
-        model = load_model(options)
+        model, path = load_model(options), None if reference is None else reference.path
+        frozen = {"lora": None, "adapter": None, "gradient_checkpointing": False, "device": str(model.device)}
         return cls(
             model,
             sampling=sampling,
             loss=loss,
             optimizer=optimizer,
-            reference=None
-            if reference is None
-            else load_model(replace(options, path=reference, device=str(model.device))),
+            reference=reference,
+            reference_model=None if path is None else load_model(replace(options, path=path, **frozen)),
             share_prompts=share_prompts,
             threads=threads,
             autocast=autocast,
@@ -215,9 +215,8 @@ class LocalLearner:
         targets = micro.targets
         logprob_N, entropy_N = self._forward.logprobs(micro, entropy=self._loss.needs_entropy)
         reference_logprob_N = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_logprob_N, _ = self._reference.logprobs(micro)
+        if self._reference is not None and self._loss.needs_reference:
+            reference_logprob_N = self._reference.logprobs(micro)
         terms = self._loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
         loss = (terms.loss_N * targets.weight_N).sum()
         return loss, lambda: UpdateSums(
@@ -252,6 +251,29 @@ class LocalLearner:
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return token_logprobs(self._model, token_ids)
 
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
+        """See `Learner.logprobs`. Computed in a thread."""
+        return await run_cancellable(lambda stop: self._logprobs(batch, reference, stop))
+
+    def _logprobs(self, batch: StateBatch, reference: bool, stop: StopFlag) -> list[float]:
+        logprob_S = torch.zeros(batch.states, dtype=torch.float64)
+        with torch.no_grad():
+            for micro in stop.until_set(batch.micro_batches):
+                with self._threads.during("measure", micro.token_ids_BL.numel()):
+                    here = micro.to(self._model.device)
+                    logprob_N = self._present_reference.logprobs(here) if reference else self._forward.logprobs(here)[0]
+                    logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
+        return logprob_S.tolist()
+
+    def mix_reference(self, share: float) -> None:
+        self._present_reference.mix(self._model, share)
+
+    @property
+    def _present_reference(self) -> Reference:
+        if self._reference is None:
+            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+        return self._reference
+
     def save(self, folder: Path) -> None:
         if has_adapter(self._model):
             save_adapter(self._model, folder)
@@ -259,10 +281,12 @@ class LocalLearner:
             self._model.save_pretrained(folder)
 
     def state(self) -> dict[str, Any]:
-        return self._optimizer.state()
+        return {**self._optimizer.state(), "reference": {} if self._reference is None else self._reference.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state(state)
+        if self._reference is not None:
+            self._reference.load_state(state.get("reference", {}))
 
     def fingerprint(self) -> str:
         return of_model(self._model)
@@ -271,9 +295,4 @@ class LocalLearner:
         return of_model(without_adapter(self._model)) if has_adapter(self._model) else None
 
     def reference_fingerprint(self) -> str | None:
-        return None if self._reference_model is None else of_model(self._reference_model)
-
-
-def _copy_before_training(model: Any) -> Any:
-    """The reference model. A model with an adapter is its own: the same weights without the adapter."""
-    return without_adapter(model) if has_adapter(model) else copy.deepcopy(model)
+        return None if self._reference is None else self._reference.fingerprint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Normalizer",
     "OptimizerConfig",
     "PpoClip",
+    "ReferenceConfig",
     "Reinforce",
     "Rejection",
     "Sapo",
@@ -127,6 +129,17 @@ class Reinforce(LossConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nll(LossConfig):
     """The negative log-likelihood, for fine-tuning; advantages are not used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """The reference model of a KL divergence."""
+
+    path: str | Path | None = None
+    """The path of the reference model. None: the model before training."""
+    separate: bool = False
+    """Whether the reference model of a model with an adapter has weights of its own, instead of the model's own weights without
+    the adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

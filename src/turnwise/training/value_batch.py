@@ -1,7 +1,8 @@
 """Packs trajectories for the critic: a state is the sequence before a sampled token, and its value is read before that token.
 
 An estimator needs the value before each turn or before each sampled token. The states of a trajectory are in the order of its
-turns; within a turn, in the order of its sampled tokens in the segments. A turn without sampled tokens has no state.
+turns; within a turn, in the order of its sampled tokens in the segments. A turn without sampled tokens has no state. The
+log-probabilities of all sampled tokens are computed on the same batches (`Learner.logprobs`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "ValueBatch",
     "ValuePacking",
     "ValueTargets",
+    "by_turn",
     "pack_states",
     "pack_value_targets",
     "set_values",
@@ -153,19 +155,26 @@ def set_values(trajectories: Sequence[Trajectory], values: Sequence[float], leve
     With one value for each turn, a turn without sampled tokens has the value before the next turn that has tokens, because the
     model sampled nothing in between; 0 after the last.
     """
-    numbers = iter(values)
-    for trajectory in trajectories:
-        counts = _counts(trajectory, level)
-        by_turn = [[next(numbers) for _ in range(count)] for count in counts]
+    for trajectory, turns in zip(trajectories, by_turn(trajectories, values, level), strict=True):
         if level == "token":
-            trajectory.values = list(by_turn)
+            trajectory.values = list(turns)
             continue
         following = 0.0
         entries: list[float | Sequence[float]] = []
-        for turn in reversed(by_turn):
+        for turn in reversed(turns):
             following = turn[0] if turn else following
             entries.append(following)
         trajectory.values = entries[::-1]
+
+
+def by_turn(
+    trajectories: Sequence[Trajectory], values: Sequence[float], level: Literal["turn", "token"] = "token"
+) -> list[list[list[float]]]:
+    """The numbers of all states, in the order of `pack_states`, as lists for each trajectory and turn."""
+    numbers = iter(values)
+    return [
+        [[next(numbers) for _ in range(count)] for count in _counts(trajectory, level)] for trajectory in trajectories
+    ]
 
 
 def _counts(trajectory: Trajectory, level: Literal["turn", "token"]) -> list[int]:

@@ -6,6 +6,7 @@ import ast
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,8 +61,8 @@ def functions(text: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
     return space
 
 
-def verl(name: str, **arguments: Any) -> list[list[list[float]]]:
-    """The advantages of the sampled tokens of `BATCH`, by verl's function."""
+def verl(name: str, penalties: Sequence[Sequence[float]] | None = None, **arguments: Any) -> list[list[list[float]]]:
+    """The advantages of the sampled tokens of `BATCH`, by verl's function. `penalties` of tokens are subtracted from rewards."""
     masked = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
     library = functions(source("volcengine+verl", "verl/utils/torch_functional.py"), masked)
     function = functions(
@@ -72,6 +73,8 @@ def verl(name: str, **arguments: Any) -> list[list[list[float]]]:
     rewards_BL, mask_BL = torch.zeros(6, 6, dtype=torch.float64), torch.zeros(6, 6, dtype=torch.float64)
     for row, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
         rewards_BL[row, length - 1], mask_BL[row, :length] = reward, 1.0
+    if penalties is not None:
+        rewards_BL -= torch.tensor(penalties, dtype=torch.float64) * mask_BL
     accepted = function.__code__.co_varnames[: function.__code__.co_argcount]
     given = {
         "token_level_rewards": rewards_BL,
@@ -94,6 +97,20 @@ def by_token(advantages: Any) -> list[list[list[float]]]:
         ]
         for group, lengths in zip(advantages, LENGTHS, strict=True)
     ]
+
+
+def verl_tokens(
+    name: str, estimator: Callable[[Batch], Any], penalties: Sequence[Sequence[float]], **arguments: Any
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The advantages of all tokens of each conversation of `BATCH` with penalties of tokens: ours, and verl's."""
+    batch = []
+    for number, group in enumerate(BATCH):
+        batch.append([])
+        for place, episode in enumerate(group):
+            own = penalties[3 * number + place][: episode.tokens_T[0]]
+            batch[-1].append(replace(episode, rewards_T=[episode.rewards_T[0] - sum(own)], penalties_T=[own]))
+    ours, theirs = by_token(estimator(batch)), verl(name, penalties, **arguments)
+    return [tokens for group in ours for tokens in group], [tokens for group in theirs for tokens in group]
 
 
 CONFIG = SimpleNamespace(gamma=0.9)

@@ -1,13 +1,15 @@
 """Estimators with a critic: they read `Episode.values_T`, and also return the critic's targets.
 
 r_t is the reward of turn t, with the reward of the conversation added to the last turn. It is received at the turn's last
-sampled token. The value after the last turn is 0, also where a limit ended the conversation. Tokens between turns (tools, users)
-have no value and are no steps. `whiten` subtracts the mean of all trained tokens (or turns) of the batch from the advantages, and
-divides by their standard deviation. The estimators do not compare conversations, so a group of one is like any other.
+sampled token, except the penalties of single tokens (`Episode.penalties_T`), which are received at these tokens. The value after
+the last turn is 0, also where a limit ended the conversation. Tokens between turns (tools, users) have no value and are no steps.
+`whiten` subtracts the mean of all trained tokens (or turns) of the batch from the advantages, and divides by their standard
+deviation. The estimators do not compare conversations, so a group of one is like any other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import chain
 
@@ -36,7 +38,7 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = T
     """
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
-        values, rewards = _token_values(episode), _token_rewards(episode)
+        values, rewards = _token_values(episode), episode.token_rewards
         flat = _generalised(list(chain(*rewards)), list(chain(*values)), gamma, lam)
         advantages = _by_turn(flat, episode)
         return list(advantages), _sums(advantages, values)
@@ -98,7 +100,8 @@ def bilevel_gae(
     With V_k, the value before the last token of turn k: `delta_k = r_k + turn_gamma * V_(k+1) - V_k`,
     `A_k = delta_k + turn_gamma * lam * A_(k+1)`. The target of the last token, `A_k + V_k`, is then the reward at the end of the
     turn, and `gae` with `gamma` and `lam` runs over the tokens of each turn by itself. Turns without sampled tokens are left out;
-    their rewards count in the turn before.
+    their rewards count in the turn before. Penalties of single tokens are received at these tokens, and those before the last
+    token of turn k + 1 also count in r_k.
 
     Paper: VAGEN, arXiv 2510.16907 (bi-level GAE; RAGEN has the same function).
 
@@ -113,12 +116,17 @@ def bilevel_gae(
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
         values = _token_values(episode)
-        rewards = [sum(tokens) for tokens in _token_rewards(episode) if tokens]
+        token_rewards = episode.token_rewards
+        sampled = [tokens for tokens in token_rewards if tokens]
+        # from the last token of a turn to the last token of the next turn
+        rewards = [
+            tokens[-1] + sum(later[:-1]) for tokens, later in itertools.zip_longest(sampled, sampled[1:], fillvalue=[])
+        ]
         ends = [tokens[-1] for tokens in values if tokens]
         upper = iter([a + v for a, v in zip(_generalised(rewards, ends, turn_gamma, lam), ends, strict=True)])
         advantages = [
-            _generalised([*[0.0] * (len(tokens) - 1), next(upper)], tokens, gamma, lam) if tokens else []
-            for tokens in values
+            _generalised([*rewarded[:-1], next(upper)], tokens, gamma, lam) if tokens else []
+            for rewarded, tokens in zip(token_rewards, values, strict=True)
         ]
         return list(advantages), _sums(advantages, values)
 
@@ -156,20 +164,6 @@ def _check_values(episode: Episode) -> None:
             f"the critic gave {len(episode.values_T)} entries for {episode.turns} turns; Trajectory.values must have an entry "
             f"for each turn"
         )
-
-
-def _token_rewards(episode: Episode) -> list[list[float]]:
-    """The reward at each sampled token, by turn: that of the turn at its last token.
-
-    The reward of a turn without sampled tokens is received at the last token before it.
-    """
-    rewards = [[0.0] * count for count in episode.tokens_T]
-    last: list[float] | None = None
-    for tokens, reward in zip(rewards, episode.received, strict=True):
-        last = tokens or last
-        if last is not None:
-            last[-1] += reward
-    return rewards
 
 
 def _by_turn(flat: Sequence[float], episode: Episode) -> list[list[float]]:

@@ -23,7 +23,7 @@ class Episode:
     """
 
     rewards_T: Sequence[float]
-    """The reward of each turn."""
+    """The reward of each turn, minus its penalties."""
     outcome: float = 0.0
     """The reward of the conversation that belongs to no turn. It is received after the last turn."""
     tokens_T: Sequence[int] = ()
@@ -38,6 +38,9 @@ class Episode:
     """`Trajectory.values`."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The parts of the reward by reward function, as in `Trajectory.rewards`."""
+    penalties_T: Sequence[Sequence[float]] = ()
+    """What is subtracted from the reward for each sampled token of each turn. `rewards_T` and `total` are without it already.
+    Empty, or an empty list for a turn: nothing."""
     baseline: float | None = None
     """The reward of the greedy conversation of the same row, where there is one."""
     total: float | None = None
@@ -46,6 +49,7 @@ class Episode:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens_T", self.tokens_T or [1] * self.turns)
         object.__setattr__(self, "trained_T", self.trained_T or [True] * self.turns)
+        object.__setattr__(self, "penalties_T", self.penalties_T or [()] * self.turns)
 
     @property
     def turns(self) -> int:
@@ -64,6 +68,27 @@ class Episode:
         if rewards:
             rewards[-1] += self.outcome
         return rewards
+
+    @property
+    def token_rewards(self) -> list[list[float]]:
+        """The reward at each sampled token, by turn: that of the turn at its last token, and minus its penalty at each token.
+
+        The reward of a turn without sampled tokens is received at the last token before it.
+        """
+        rewards: list[list[float]] = []
+        last: list[float] | None = None
+        for received, penalties, count in zip(self.received, self.penalties_T, self.tokens_T, strict=True):
+            tokens = [-penalty for penalty in penalties] or [0.0] * count
+            rewards.append(tokens)
+            last = tokens or last
+            if last is not None:
+                last[-1] += received + sum(penalties)
+        return rewards
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens of a turn have different rewards."""
+        return any(any(penalties) for penalties in self.penalties_T)
 
     @property
     def trained_tokens(self) -> int:
@@ -97,6 +122,10 @@ def episode_of(trajectory: Trajectory) -> Episode:
     total = trajectory.reward or 0.0
     outcome = total - math.fsum(rewards_T)
     largest = max(abs(total), *(abs(reward) for reward in rewards_T), 0.0)
+    if trajectory.penalties:
+        penalties = [math.fsum(of_turn) for of_turn in trajectory.penalties]
+        rewards_T = [reward - penalty for reward, penalty in zip(rewards_T, penalties, strict=True)]
+        total -= math.fsum(penalties)
     return Episode(
         rewards_T,
         outcome=outcome if abs(outcome) > _ROUNDING * largest else 0.0,
@@ -104,5 +133,6 @@ def episode_of(trajectory: Trajectory) -> Episode:
         trained_T=[turn.weight > 0 and count > 0 for turn, count in zip(trajectory.turns, tokens_T, strict=True)],
         values_T=trajectory.values,
         parts=trajectory.rewards,
+        penalties_T=trajectory.penalties,
         total=total,
     )

@@ -166,7 +166,8 @@ def reinforce_pp(batch: Batch, *, gamma: float = 1.0) -> Advantages:
 
     The reward of a turn is received at its last token; `gamma` discounts each sampled token. Whitening subtracts the mean over
     tokens and divides by their standard deviation (of the sample). Groups play no role, so a group of one is like any other.
-    With gamma 1, all tokens of a turn have the same advantage; otherwise the result has a number for each token.
+    With gamma 1 and without penalties of single tokens, all tokens of a turn have the same advantage; otherwise the result has a
+    number for each token.
 
     Bias: the standard deviation and the mean contain the conversation itself; this vanishes in large batches. verl's function
     returns 0 for all turns but the last where turns are separated by tokens of tools; here it does not.
@@ -195,25 +196,18 @@ def reinforce_pp(batch: Batch, *, gamma: float = 1.0) -> Advantages:
         entries: list[float | Sequence[float]] = []
         for values, included in zip(of_turns, episode.trained_T, strict=True):
             tokens = [(value - mean) * factor if included else 0.0 for value in values]
-            entries.append(tokens if gamma != 1.0 else (tokens[0] if tokens else 0.0))
+            by_token = gamma != 1.0 or episode.has_penalties
+            entries.append(tokens if by_token else (tokens[0] if tokens else 0.0))
         whitened.append(entries)
     result = iter(whitened)
     return [[next(result) for _ in group] for group in batch]
 
 
 def _token_returns(episode: Episode, gamma: float) -> list[list[float]]:
-    """The discounted return from each sampled token on, by turn.
-
-    The reward of a turn without sampled tokens is received at the last token before it.
-    """
-    returns: list[list[float]] = []
-    following = 0.0
-    for reward, count in zip(reversed(episode.received), reversed(episode.tokens_T), strict=True):
-        following += reward if not count else 0.0
-        tokens = return_to_go([*[0.0] * (count - 1), reward + gamma * following], gamma) if count else []
-        following = tokens[0] if tokens else following
-        returns.append(tokens)
-    return returns[::-1]
+    """The discounted return from each sampled token on, by turn."""
+    rewards = episode.token_rewards
+    returns = iter(return_to_go([reward for tokens in rewards for reward in tokens], gamma))
+    return [[next(returns) for _ in tokens] for tokens in rewards]
 
 
 def _minus_others(batch: Batch, returns: Returns) -> Returns:
