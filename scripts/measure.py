@@ -40,10 +40,10 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 80,
-    "way: lines": 12400,
+    "way: lines": 12570,
     "way: lines that run": 3700,
     "way without the embedded engine: files": 69,
-    "way without the embedded engine: lines": 10600,
+    "way without the embedded engine: lines": 10740,
     "way without the embedded engine: lines that run": 2880,
     "largest file": 400,
     "longest function": 60,
