@@ -7,11 +7,9 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
-import torch
-
 from turnwise.config.rewards import KlRewardSection
 from turnwise.training.branch import logprob_kind
-from turnwise.training.kl import kl_estimate
+from turnwise.training.kl import kl_numbers
 from turnwise.training.learner import Learner
 from turnwise.training.value_batch import ValuePacking, by_turn, pack_states
 from turnwise.types import Failure, Group, LogprobKind, Trajectory
@@ -43,7 +41,7 @@ class KlReward:
     """Computes the penalties of `reward.kl`, and adapts their coefficient if the recipe has a target.
 
     With d, the log-probability of a token under the policy that sampled it minus its log-probability under the reference model,
-    the penalty of the token is `coef` times the estimate of the KL divergence (`kl.kl_estimate`). Tokens of turns that are not
+    the penalty of the token is `coef` times the estimate of the KL divergence (`training/kl.py`). Tokens of turns that are not
     trained on have the penalty 0.
 
     After a step with n conversations, an adaptive coefficient is multiplied by `1 + e * n / horizon`, where e is the relative
@@ -117,9 +115,7 @@ class KlReward:
         if any(math.isnan(number) for number in reported):
             own = await self.learner.logprobs(batch)
             reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
-        policy_S, reference_S = (torch.tensor(values, dtype=torch.float64) for values in (reported, reference))
-        estimate_S = kl_estimate(policy_S, reference_S, self.options.estimator, policy_S)
-        return by_turn(trajectories, estimate_S.tolist())
+        return by_turn(trajectories, kl_numbers(reported, reference, self.options.estimator))
 
 
 def _reported(trajectory: Trajectory, kinds: Collection[LogprobKind]) -> list[float]:

@@ -5,11 +5,12 @@ Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-__all__ = ["kl_estimate", "kl_k3"]
+__all__ = ["kl_estimate", "kl_k3", "kl_numbers"]
 
 
 def kl_k3(logprob_N: torch.Tensor, other_logprob_N: torch.Tensor) -> torch.Tensor:
@@ -42,3 +43,11 @@ def kl_estimate(
         return difference_N.square() / 2
     k3_N = kl_k3(logprob_N, other_logprob_N)
     return k3_N if estimator == "k3" else k3_N * (logprob_N - old_logprob_N).exp()
+
+
+def kl_numbers(
+    logprobs: Sequence[float], other_logprobs: Sequence[float], estimator: Literal["k1", "k2", "k3"]
+) -> list[float]:
+    """`kl_estimate` for lists of log-probabilities, in float64."""
+    logprob_N, other_logprob_N = (torch.tensor(values, dtype=torch.float64) for values in (logprobs, other_logprobs))
+    return kl_estimate(logprob_N, other_logprob_N, estimator, logprob_N).tolist()
