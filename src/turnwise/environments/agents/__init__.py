@@ -1,0 +1,9 @@
+"""Agents of somebody else as environments: a program or function that talks to an OpenAI- or Anthropic-compatible server.
+
+`Program` starts a command for each conversation, `AgentFunction` calls a function. docs/agents.md explains both.
+"""
+
+from turnwise.environments.agents.function import AgentFunction
+from turnwise.environments.agents.program import Program
+
+__all__ = ["AgentFunction", "Program"]

@@ -1,0 +1,165 @@
+"""OpenAI's chat completions: reads requests, and writes answers and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from turnwise.environments.agents.chat_request import (
+    Answer,
+    ChatRequest,
+    Refused,
+    content_text,
+    function_tool,
+    offered_tools,
+    tool_call,
+)
+from turnwise.environments.agents.parameters import forced_parameters, sampling_change
+from turnwise.types import Message, ToolSchema
+
+__all__ = ["ChatCompletions", "openai_error"]
+
+_READ = ("model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_PIECE = 40  # characters of one chunk of a stream
+
+
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Raises Refused."""
+        forced = forced_parameters(body, read=_READ)
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Refused(400, "`messages` must be a list of at least one message", parameter="messages")
+        tools = [_tool(tool) for tool in body.get("tools") or ()]
+        options = body.get("stream_options")
+        return ChatRequest(
+            messages=[_message(message, number) for number, message in enumerate(messages)],
+            tools=offered_tools(tools, body.get("tool_choice"), forced),
+            sampling=sampling_change(body, max_tokens=("max_tokens", "max_completion_tokens"), stop="stop"),
+            forced=forced,
+            stream=bool(body.get("stream")),
+            stream_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            model=str(body.get("model") or "model"),
+        )
+
+    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        """The body of an answer."""
+        message: Message = {"role": "assistant", "content": answer.text or None, "refusal": None}
+        if not answer.calls:
+            message["content"] = answer.text
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            message["tool_calls"] = answer.calls
+        choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
+        return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+
+    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+        """The events of a stream: name (here None) and data."""
+        head = {**_head(answer, "chat.completion.chunk"), **({"usage": None} if request.stream_usage else {})}
+
+        def chunk(delta: Mapping[str, Any], finish: str | None = None) -> tuple[str | None, Any]:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+            return None, {**head, "choices": [choice]}
+
+        yield chunk({"role": "assistant", "content": ""})
+        for piece in pieces(answer.reasoning):
+            yield chunk({"reasoning_content": piece})
+        for piece in pieces(answer.text):
+            yield chunk({"content": piece})
+        for index, call in enumerate(answer.calls):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            opened = {"id": call["id"], "type": "function", "function": {"name": name, "arguments": ""}}
+            yield chunk({"tool_calls": [{"index": index, **opened}]})
+            for piece in pieces(arguments):
+                yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        yield chunk({}, _finish(answer))
+        if request.stream_usage:
+            yield None, {**head, "choices": [], "usage": _usage(answer)}
+        yield None, "[DONE]"
+
+    def error(self, refused: Refused) -> dict[str, Any]:
+        """The body of an error."""
+        return openai_error(refused)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in the parts in which it is streamed."""
+    for start in range(0, len(text), _PIECE):
+        yield text[start : start + _PIECE]
+
+
+def openai_error(refused: Refused) -> dict[str, Any]:
+    """The body of an error of OpenAI's APIs."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(refused.status, "invalid_request_error")
+    code = {401: "invalid_api_key", 404: "not_found", 410: "conversation_ended", 413: "request_too_large"}
+    return {
+        "error": {
+            "message": refused.message,
+            "type": kind,
+            "param": refused.parameter,
+            "code": code.get(refused.status),
+        }
+    }
+
+
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
+
+
+def _finish(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else "stop"
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+
+
+def _tool(tool: Any) -> ToolSchema:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise Refused(400, f"tools must be functions; one of them is {tool!r:.80}", parameter="tools")
+    return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
+
+
+def _message(message: Any, number: int) -> Message:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    where = f"message {number} ({role})"
+    if role not in _ROLES:
+        raise Refused(400, f"message {number} has the role {role!r:.40}; the roles are {', '.join(_ROLES)}")
+    read: Message = {
+        "role": "system" if role == "developer" else role,
+        "content": content_text(message.get("content"), where),
+    }
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str):
+            read["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            read["tool_calls"] = _calls(calls, where)
+    if role == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise Refused(400, f"{where} has no tool_call_id")
+        read["tool_call_id"] = message["tool_call_id"]
+    return read
+
+
+def _calls(calls: Any, where: str) -> Sequence[Mapping[str, Any]]:
+    read: list[dict[str, Any]] = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not isinstance(arguments, str | None):
+            raise Refused(
+                400, f"{where} has a tool call that is not a function with a name and arguments: {call!r:.80}"
+            )
+        read.append(tool_call(str(call.get("id") or ""), name, arguments or "{}"))
+    return read

@@ -1,0 +1,96 @@
+"""`AgentFunction`: an agent that is a Python function of the user."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.environments.agents.agent_environment import AgentEnvironment, AgentResult, Connection
+from turnwise.environments.agents.proxy import ProxyLease
+from turnwise.environments.environment import Environment
+from turnwise.errors import ConfigError
+from turnwise.types import Row
+from turnwise.user_code.object_references import resolve
+from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.run_in_thread import run_in_thread
+
+__all__ = ["AgentFunction"]
+
+
+class AgentFunction:
+    """Calls a function for each conversation. The function leads the conversation with requests to `base_url`.
+
+    Example::
+
+        async def solve(row, base_url, api_key):
+            client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+            answer = await client.chat.completions.create(model="model", messages=row.messages)
+            return float("42" in answer.choices[0].message.content)
+
+    Args:
+        function: A function `(row, base_url, api_key)`, or a reference to one such as `agent.py:solve`. A function without
+            `async` runs in a thread. It returns the reward, a dictionary with the key `reward`, or None.
+        arguments: Further keyword arguments of the function.
+        seconds_to_finish: How long the function may run on after a limit of the recipe has ended the conversation.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: str | Callable[..., Any],
+        arguments: Mapping[str, Any] | None = None,
+        seconds_to_finish: float = 10.0,
+    ) -> None:
+        key = "environment.arguments.function"
+        target = resolve(function, key=key) if isinstance(function, str) else function
+        self.name = function if isinstance(function, str) else getattr(function, "__qualname__", "the function")
+        arguments = dict(arguments or {})
+        try:
+            inspect.signature(target).bind("row", base_url="", api_key="", **arguments)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{key}: {self.name} cannot be called with (row, base_url=..., api_key=..., **{arguments}): {error}"
+            ) from None
+        if not seconds_to_finish >= 0:
+            raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
+        self._function: Callable[..., Any] = functools.partial(target, **arguments)
+        self._async = inspect.iscoroutinefunction(target)
+        self._seconds_to_finish = seconds_to_finish
+        self._lease = ProxyLease()
+
+    def __call__(self) -> AgentEnvironment:
+        """The environment of one conversation."""
+        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish)
+
+    def tools(self) -> Sequence[Any]:
+        """None: the function offers its tools in its requests."""
+        return ()
+
+    def make(self, in_front: Callable[[Sequence[Any], Environment], Environment]) -> Environment:
+        """The environment of one conversation, behind the recipe's tools."""
+        return in_front((), self())
+
+    async def aclose(self) -> None:
+        """Stop the server, unless another environment source uses it."""
+        await asyncio.to_thread(self._lease.release)
+
+    async def run(self, row: Row, row_json: str, connection: Connection) -> AgentResult:
+        """Call the function. Raises what it raises."""
+        call = functools.partial(self._function, row, base_url=connection.openai_url, api_key=connection.key)
+        result = await call() if self._async else await run_in_thread(call, name=self.name, kind="environment")
+        if isinstance(result, Awaitable):
+            result = await result
+        if result is None:
+            return AgentResult()
+        values = result if isinstance(result, Mapping) else {"reward": result}
+        if "reward" not in values:
+            raise ValueError(
+                f"{self.name} returned {result!r:.200}; it must return a number, None, or a dictionary with the key `reward`"
+            )
+        reward = reward_number(values["reward"], f"the result of {self.name}")
+        return AgentResult(reward=reward, info={"result": dict(values)} if isinstance(result, Mapping) else {})

@@ -1,0 +1,296 @@
+"""The HTTP server that agents talk to: OpenAI's chat completions and responses, and Anthropic's messages.
+
+A process has one server, on 127.0.0.1, in a thread of its own. It starts with the first conversation of an agent and ends when
+no environment source uses it any more. The API key of a request says which conversation it belongs to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from turnwise.environments.agents.anthropic_messages import AnthropicMessages
+from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
+from turnwise.environments.agents.chat_request import Answer, ChatRequest, Refused
+from turnwise.environments.agents.conversation import AgentConversation
+from turnwise.environments.agents.responses import Responses
+from turnwise.environments.threaded_environment import ThreadLoop
+from turnwise.errors import ConfigError, Failed, boundary
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+__all__ = ["Dialect", "Proxy", "ProxyLease"]
+
+_LONGEST_BODY = 32 << 20  # bytes
+_REMEMBERED = 10_000  # keys of conversations that have ended
+_STOP_SECONDS = 5.0
+_ENDED = "the conversation has ended, and its key is not valid any more"
+
+
+class Dialect(Protocol):
+    """One API: reads its requests and writes its answers."""
+
+    def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        """Raises Refused."""
+        ...
+
+    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+        """The body of an answer."""
+        ...
+
+    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+        """The events of a stream: name and data."""
+        ...
+
+    def error(self, refused: Refused) -> dict[str, Any]:
+        """The body of an error."""
+        ...
+
+
+_DIALECTS: Mapping[str, Dialect] = {
+    "chat/completions": ChatCompletions(),
+    "responses": Responses(),
+    "messages": AnthropicMessages(),
+}
+
+
+class Proxy:
+    """The server. `add` and `remove` may be called from any thread.
+
+    Raises ConfigError if starlette or uvicorn is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import uvicorn
+        except ImportError:
+            raise _missing("uvicorn") from None
+        self._conversations: dict[str, AgentConversation] = {}
+        self._ended: collections.OrderedDict[str, None] = collections.OrderedDict()
+        """The keys of the last conversations that have ended."""
+        application = _application(self)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        """The address without a path: the base URL of Anthropic's clients."""
+        options = uvicorn.Config(
+            application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1, backlog=2048
+        )
+        self._server = uvicorn.Server(options)
+        self._thread = ThreadLoop("turnwise-agents")
+        self._serving = self._thread.submit(self._server.serve(sockets=[self._socket]))
+
+    def add(self, conversation: AgentConversation) -> None:
+        """Accept requests with the conversation's key."""
+        self._conversations[conversation.key] = conversation
+
+    def remove(self, conversation: AgentConversation) -> None:
+        """Refuse requests with the conversation's key."""
+        if self._conversations.pop(conversation.key, None) is not None:
+            self._ended[conversation.key] = None
+            while len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def find(self, key: str) -> AgentConversation:
+        """The conversation of a key. Raises Refused."""
+        conversation = self._conversations.get(key)
+        if conversation is not None:
+            return conversation
+        if key in self._ended:
+            raise Refused(410, _ENDED)
+        if key.startswith("tw-"):
+            raise Refused(404, "there is no conversation with this API key; it may belong to an earlier run")
+        raise Refused(
+            401, "the API key is missing or wrong; it is in the variables OPENAI_API_KEY and ANTHROPIC_API_KEY"
+        )
+
+    def close(self) -> None:
+        """Stop the server and its thread."""
+        self._server.should_exit = True
+        try:
+            self._serving.result(timeout=_STOP_SECONDS)
+        except TimeoutError:
+            self._serving.cancel()
+        self._thread.stop()
+        self._socket.close()
+
+
+class ProxyLease:
+    """A share in the process's server. The server is started for the first share and stopped with the last one."""
+
+    _lock = threading.Lock()
+    _proxy: Proxy | None = None
+    _shares = 0
+
+    def __init__(self) -> None:
+        self._active = False
+
+    def proxy(self) -> Proxy:
+        """The server, started if necessary. Raises ConfigError if a library is not installed."""
+        with ProxyLease._lock:
+            if not self._active:
+                if ProxyLease._proxy is None:
+                    ProxyLease._proxy = Proxy()
+                self._active = True
+                ProxyLease._shares += 1
+            assert ProxyLease._proxy is not None
+            return ProxyLease._proxy
+
+    def release(self) -> None:
+        """Give the share back."""
+        with ProxyLease._lock:
+            if not self._active:
+                return
+            self._active = False
+            ProxyLease._shares -= 1
+            if ProxyLease._shares:
+                return
+            proxy, ProxyLease._proxy = ProxyLease._proxy, None
+        assert proxy is not None
+        proxy.close()
+
+
+def _missing(library: str) -> ConfigError:
+    return ConfigError(f"agents need the `{library}` package: pip install 'turnwise[serve]'")
+
+
+def _application(proxy: Proxy) -> Starlette:
+    try:
+        from starlette.applications import Starlette
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.routing import Route
+    except ImportError:
+        raise _missing("starlette") from None
+
+    def refusal(refused: Refused, body: Mapping[str, Any]) -> Response:
+        # the body of the request may be unread
+        return JSONResponse(body, refused.status, headers={"Connection": "close"})
+
+    def endpoint(dialect: Dialect) -> Any:
+        async def handle(request: Request) -> Response:
+            try:
+                conversation = proxy.find(_key(request))
+                chat = _read(dialect, await _body(request))
+                answer = await _ask(request, conversation, chat)
+            except Refused as refused:
+                return refusal(refused, dialect.error(refused))
+            if answer is None:
+                return Response(status_code=499)  # the client is gone
+            if not chat.stream:
+                return JSONResponse(dialect.answer(chat, answer))
+            events = (_server_sent(*event) for event in dialect.events(chat, answer))
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+        return handle
+
+    async def reward(request: Request) -> Response:
+        try:
+            conversation = proxy.find(_key(request))
+            body = await _body(request)
+            report = conversation.report_reward(body.get("reward"))
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(report, conversation.loop))
+        except Refused as refused:
+            return refusal(refused, openai_error(refused))
+        return JSONResponse({"status": "ok"})
+
+    async def row(request: Request) -> Response:
+        try:
+            return Response(proxy.find(_key(request)).row, media_type="application/json")
+        except Refused as refused:
+            return refusal(refused, openai_error(refused))
+
+    async def models(request: Request) -> Response:
+        model = {"id": "model", "object": "model", "created": 0, "owned_by": "turnwise"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def not_found(request: Request) -> Response:
+        known = ", ".join(f"/v1/{path}" for path in (*_DIALECTS, "models", "reward", "row"))
+        refused = Refused(404, f"{request.method} {request.url.path:.100} does not exist; the paths are {known}")
+        return refusal(refused, openai_error(refused))
+
+    # clients append their path to a base URL with or without /v1
+    prefixes = ("/v1", "", "/v1/v1")
+    return Starlette(
+        routes=[
+            *(
+                Route(f"{prefix}/{path}", endpoint(dialect), methods=["POST"])
+                for prefix in prefixes
+                for path, dialect in _DIALECTS.items()
+            ),
+            *(Route(f"{prefix}/reward", reward, methods=["POST"]) for prefix in prefixes),
+            *(Route(f"{prefix}/row", row, methods=["GET"]) for prefix in prefixes),
+            *(Route(f"{prefix}/models", models, methods=["GET"]) for prefix in prefixes),
+            Route("/{path:path}", not_found, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+    )
+
+
+def _key(request: Request) -> str:
+    """The API key of a request, in the header of Anthropic's or of OpenAI's clients."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return request.headers.get("x-api-key") or bearer
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    """The body of a request. Raises Refused if it is too long or not a JSON object."""
+    length = request.headers.get("Content-Length", "0")
+    body = bytearray()
+    if not length.isdigit() or int(length) > _LONGEST_BODY:
+        raise Refused(413, f"a request may have {_LONGEST_BODY} bytes; this request has {length:.20}")
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LONGEST_BODY:
+            raise Refused(413, f"a request may have {_LONGEST_BODY} bytes; this request has more")
+    try:
+        value = json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body of the request is not JSON: {error!s:.200}") from None
+    if not isinstance(value, dict):
+        raise Refused(400, f"the body of the request must be a JSON object; it is a {type(value).__name__}")
+    return value
+
+
+def _read(dialect: Dialect, body: Mapping[str, Any]) -> ChatRequest:
+    """Raises Refused, also if a part of the request has an unexpected type."""
+    try:
+        with boundary("request"):
+            return dialect.read(body)
+    except Failed as failed:
+        if isinstance(failed.__cause__, Refused):
+            raise failed.__cause__ from None
+        raise Refused(400, f"the request cannot be read: {failed.failure.message:.300}") from None
+
+
+async def _ask(request: Request, conversation: AgentConversation, chat: ChatRequest) -> Answer | None:
+    """The answer to a request; None if the client closes its connection before. Raises Refused."""
+    try:
+        asked = asyncio.run_coroutine_threadsafe(conversation.ask(chat), conversation.loop)
+    except RuntimeError:  # the loop of the conversation is closed
+        raise Refused(410, _ENDED) from None
+    answering = asyncio.wrap_future(asked)
+    leaving = asyncio.create_task(_until_disconnected(request))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else None
+    finally:
+        leaving.cancel()
+        answering.cancel()
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _server_sent(name: str | None, data: Any) -> str:
+    """An event of a stream."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
