@@ -69,7 +69,7 @@ METRICS = (
     ),
     Metric(
         "metrics/<name>", "any", "mean over the finished conversations for which the number was reported",
-        "A number that a reward function reported (TRL: `log_metric`). It is not part of the reward.",
+        "A number that a reward function or an environment reported (TRL: `log_metric`). It is not part of the reward.",
     ),
     Metric(
         "pass_rate", "share", "finished conversations",
