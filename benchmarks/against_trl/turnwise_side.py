@@ -67,7 +67,7 @@ class Clock:
         self.started, self.cpu = time.perf_counter(), time.process_time()
 
 
-PRECISION = {"float32": (), "bfloat16": ("model.dtype=bfloat16",)}
+PRECISION = {"float32": (), "bfloat16": ("model.autocast=true",)}
 LARGE = (
     "tools=[]",
     "reward.trajectory=[benchmarks/against_trl/digits.py:reward]",

@@ -21,6 +21,7 @@ from turnwise.record.metrics import conversation_metrics, failures, has_reward_d
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate, sample_baselines
+from turnwise.runs.garbage import frozen_start_objects
 from turnwise.runs.kl_reward import KlRewardMetrics
 from turnwise.runs.training_run import DataState, TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
@@ -40,7 +41,12 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
     """
     config, options = run.config, run.config.train
     report.begin(config, done=run.step, notes=run.notes)
-    async with contextlib.aclosing(run.environments), closing(run.context.engine), run.checkpoint_on_exit():
+    async with (
+        contextlib.aclosing(run.environments),
+        closing(run.context.engine),
+        run.checkpoint_on_exit(),
+        frozen_start_objects(),
+    ):
         await run.publisher.begin(run.step)
         next_rollouts: asyncio.Task[_Rollouts] | None = None
         while run.step < run.steps:

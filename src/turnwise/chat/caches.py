@@ -1,16 +1,29 @@
 """All caches of this folder, and their bounds.
 
-What depends on the template alone is asked once and kept in `TemplateProfile`. Two things depend on more and are cached here:
-answers that depend on a sequence of message roles (a conversation repeats few of them), and the token ids of short texts.
+What depends on the template alone is asked once and kept in `TemplateProfile`. Three things depend on more and are cached here:
+answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short texts, and the
+renderings of short conversations (the samples of a group have the same opening, and often the same calls and results).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+import marshal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
-__all__ = ["ROLE_SEQUENCES", "TEXTS", "cached_by_roles", "cached_by_text"]
+from turnwise.types import Message, ToolSchema
+
+__all__ = [
+    "LONGEST_TEXT",
+    "ROLE_SEQUENCES",
+    "TEXTS",
+    "Render",
+    "cached_by_content",
+    "cached_by_roles",
+    "cached_by_text",
+]
 
 ROLE_SEQUENCES = 1024
 """Answers kept for each question about a sequence of roles; the least recently used one is dropped first."""
@@ -18,7 +31,18 @@ ROLE_SEQUENCES = 1024
 TEXTS = 512
 """Texts of which the token ids are kept."""
 
+LONGEST_TEXT = 8192
+"""Characters of a text, and bytes of a conversation, that are kept in a cache at most."""
+
 R = TypeVar("R")
+
+
+class Render(Protocol):
+    """Renders messages as one text. The text depends on the arguments only."""
+
+    def __call__(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
+    ) -> str: ...
 
 
 def cached_by_roles(question: Callable[..., R]) -> Callable[..., R]:
@@ -29,3 +53,31 @@ def cached_by_roles(question: Callable[..., R]) -> Callable[..., R]:
 def cached_by_text(encode: Callable[..., R]) -> Callable[..., R]:
     """The encoding function with a cache."""
     return functools.lru_cache(maxsize=TEXTS)(encode)
+
+
+def cached_by_content(render: Render) -> Render:
+    """The rendering function with a cache. Conversations that are long, or that hold more than plain data, are not cached."""
+
+    @dataclass(frozen=True, slots=True)
+    class Arguments:
+        content: bytes
+        messages: Sequence[Message] = field(compare=False)
+        add_generation_prompt: bool = field(compare=False)
+        tools: Sequence[ToolSchema] = field(compare=False)
+
+    @functools.lru_cache(maxsize=TEXTS)
+    def rendered(arguments: Arguments) -> str:
+        prompts = arguments.add_generation_prompt
+        return render(arguments.messages, add_generation_prompt=prompts, tools=arguments.tools)
+
+    def cached(messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]) -> str:
+        try:
+            # version 2 of the format: equal values give equal bytes. Images and other objects raise ValueError
+            content = marshal.dumps((list(messages), add_generation_prompt, list(tools)), 2)
+        except ValueError:
+            content = b""
+        if not 0 < len(content) <= LONGEST_TEXT:
+            return render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return rendered(Arguments(content, messages, add_generation_prompt, tools))
+
+    return cached

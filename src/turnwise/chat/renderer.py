@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.chat.base_conversations import NO_CONVERSATION, PriorConversation
-from turnwise.chat.caches import cached_by_text
+from turnwise.chat.caches import LONGEST_TEXT, cached_by_text
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
@@ -195,9 +195,9 @@ class Renderer:
         """The token ids of a plain text, for example of a scripted turn."""
         return self._encode(text, None)
 
-    def encode_uncached(self, text: str) -> Sequence[int]:
-        """The token ids of a long text that will not be encoded again."""
-        return self._encode_text(text)
+    def encode_conversation(self, text: str) -> Sequence[int]:
+        """The token ids of a complete conversation. Those of a long one are not kept in the cache."""
+        return self._encode(text, None) if len(text) <= LONGEST_TEXT else self._encode_text(text)
 
     def is_special(self, token: int) -> bool:
         """Whether no plain text is encoded to this token: a mark of the template."""

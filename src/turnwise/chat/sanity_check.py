@@ -71,7 +71,7 @@ class SanityCheck:
             text = self._renderer.render_text(checked.messages, checked.tools, add_generation_prompt=False)
         except TemplateError as error:  # the template accepted the messages turn by turn, and refuses them together
             return TemplateMismatch(MismatchKind.TEMPLATE_ERROR, f"in one pass, {error}")
-        ids, own = self._renderer.encode_uncached(text), list(checked.segment.token_ids)
+        ids, own = self._renderer.encode_conversation(text), list(checked.segment.token_ids)
         if own == list(ids[: len(own)]):
             return None
         return self._first_difference(self._runs(checked), text, ids, count_reasoning=False)
@@ -99,7 +99,7 @@ class SanityCheck:
         runs = self._runs(checked)
         last = runs[-1]
         prompt = self._renderer.render_text(checked.messages[:-1], checked.tools, add_generation_prompt=True)
-        ids = self._renderer.encode_uncached(prompt)
+        ids = self._renderer.encode_conversation(prompt)
         if list(checked.segment.token_ids[: last.start]) != list(ids):
             difference = self._first_difference(runs[:-1], prompt, ids, count_reasoning=True)
             if difference is not None:

@@ -164,7 +164,7 @@ class _TurnByTurn:
 
     def __init__(self, renderer: Renderer, one_pass: str) -> None:
         self._renderer = renderer
-        self.one_pass_ids = list(renderer.encode_uncached(one_pass))
+        self.one_pass_ids = list(renderer.encode_conversation(one_pass))
         # the decoded text, because some tokenizers add a space before every text
         self.one_pass = renderer.decode(self.one_pass_ids)
         self.ids: list[int] = []
