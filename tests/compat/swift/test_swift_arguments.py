@@ -143,7 +143,6 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
         "report_to": False,
         "lora_rank": False,  # no effect with tuner_type full
         "made_up": True,
-        "kl_in_reward": True,
         "loss_type": True,
         "epsilon": False,  # one optimizer step on each batch
         "truncation_strategy": True,
@@ -165,6 +164,37 @@ def test_filters_of_samples_are_converted(words: str, expected: dict[str, object
     found = converted(f"{FULL} {words}")
     assert {name: found.recipe["train"].get(name) for name in expected} == expected
     assert ("dynamic_sampling" in found.recipe["train"]) == ("dynamic_sampling" in expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "in_loss", "in_reward"),
+    [
+        ("", 0.04, 0.0),
+        ("--beta 0.1 --kl_in_reward true", 0.0, 0.1),
+        ("--beta 0.1 --kl_in_reward false --advantage_estimator rloo", 0.1, 0.0),
+        ("--beta 0.1 --advantage_estimator rloo", 0.0, 0.1),  # the default of rloo
+        ("--beta 0 --kl_in_reward true", 0.0, 0.0),
+        ("--beta 0.1 --kl_in_reward true --scale_rewards gdpo", 0.1, 0.0),  # also in ms-swift
+    ],
+)
+def test_the_divergence_is_in_the_loss_or_in_the_reward(words: str, in_loss: float, in_reward: float) -> None:
+    found = converted(f"--model M --dataset d --max_steps 10 {words}")
+    config = Config.model_validate(found.recipe)
+    assert (config.loss.kl_coef, config.reward.kl.coef) == (in_loss, in_reward)
+    assert config.reward.kl.estimator == "k1"
+    assert not found.refused()
+
+
+def test_the_reference_model_is_converted() -> None:
+    words = "--model M --dataset d --max_steps 1000 --tuner_type full --ref_model R --num_iterations 2"
+    found = converted(f"{words} --sync_ref_model true --ref_model_sync_steps 64 --ref_model_mixup_alpha 0.5")
+    reference = Config.model_validate(found.recipe).reference
+    assert (reference.path, reference.sync_every, reference.sync_weight) == ("R", 32, 0.5)
+    assert not found.refused()
+    idle = converted(f"{words} --ref_model_sync_steps 64")
+    assert [str(key) for key in idle.unsupported] == [
+        "ref_model_sync_steps=64: it has no effect without sync_ref_model"
+    ]
 
 
 def test_what_is_not_given_has_the_default_of_ms_swift() -> None:
@@ -379,7 +409,12 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
         ("--num_iterations 2 --importance_sampling_level sequence --delta 2", "delta", "loss.name=gspo has no bound"),
         ("--optim adafactor", "optim", "train.optimizer.name supports these values of ms-swift: adamw_torch"),
         ("--optim sgd", "optim", "train.optimizer.name supports"),
-        ("--advantage_estimator rloo", "kl_in_reward", "its default is true with rloo"),
+        (
+            "--sync_ref_model true --tuner_type full --ref_model_sync_steps 3 --num_iterations 2",
+            "ref_model_sync_steps",
+            "not a multiple of the 2 optimizer steps of a training step",
+        ),
+        ("--tuner_type lora --sync_ref_model true", "sync_ref_model", "an adapter is trained"),
         ("--loss_scale hermes", "loss_scale", "loss_mask supports all and last_round"),
         ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows must be a separate file or split"),
         (

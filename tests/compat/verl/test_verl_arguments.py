@@ -141,6 +141,52 @@ def test_an_estimator_that_does_not_exist_here_is_refused(grpo: list[str]) -> No
     }
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["algorithm.kl_ctrl.kl_coef=0.01"], {"coef": 0.01}),
+        (["algorithm.kl_penalty=low_var_kl"], {"coef": 0.001, "estimator": "k3"}),
+        (["algorithm.kl_penalty=mse+"], {"coef": 0.001, "estimator": "k2"}),
+        (
+            ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.05", "algorithm.kl_ctrl.horizon=500"],
+            {"coef": 0.001, "target": 0.05, "horizon": 500},
+        ),
+        (["algorithm.kl_ctrl.type=adaptive"], {"coef": 0.001, "target": 0.1, "horizon": 10000}),
+    ],
+)
+def test_the_divergence_in_the_reward(grpo: list[str], keys: list[str], expected: dict[str, Any]) -> None:
+    found = from_verl_arguments([*grpo, "algorithm.use_kl_in_reward=True", *keys])
+    assert found.recipe["reward"]["kl"] == expected
+    assert not found.refused()
+    assert Config.model_validate(found.recipe).reward.kl.coef == expected["coef"]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("algorithm.kl_penalty=abs", "these estimators can be converted"),
+        ("algorithm.kl_ctrl.type=linear", "it can be fixed or adaptive"),
+    ],
+)
+def test_other_divergences_in_the_reward_are_refused(grpo: list[str], key: str, message: str) -> None:
+    found = from_verl_arguments([*grpo, "algorithm.use_kl_in_reward=True", key])
+    assert [message in str(refused) for refused in found.refused()] == [True]
+
+
+def test_keys_of_the_critic_that_are_left_out_name_the_reason(grpo: list[str]) -> None:
+    keys = ["critic.strategy=fsdp2", "critic.optim.lr_warmup_steps_ratio=0.1", "critic.model.lora_rank=4"]
+    without = {key.key: key.reason for key in from_verl_arguments([*grpo, *keys]).unsupported}
+    assert {without[key.partition("=")[0]] for key in keys} == {"this adv_estimator has no critic, also not in verl"}
+    found = from_verl_arguments([*grpo, "algorithm.adv_estimator=gae", *keys])
+    reasons = {key.key: (key.reason, key.changes_training) for key in found.unsupported}
+    assert reasons["critic.strategy"] == ("how verl runs its critic; here the critic runs as the policy does", False)
+    assert reasons["critic.optim.lr_warmup_steps_ratio"] == ("the learning rate of the critic is constant", True)
+    assert reasons["critic.model.lora_rank"] == (
+        "the critic has the value of actor_rollout_ref.model.lora_rank",
+        True,
+    )
+
+
 def test_gae_and_its_critic(grpo: list[str]) -> None:
     keys = (
         "algorithm.adv_estimator=gae",
@@ -457,7 +503,6 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
             ["+algorithm.filter_groups.enable=True", "+algorithm.filter_groups.metric=length"],
             "groups are compared by their rewards",
         ),
-        (["algorithm.use_kl_in_reward=True"], "the KL divergence can be part of the loss, not of the reward"),
         (
             ["actor_rollout_ref.actor.loss_agg_mode=sample-mean"],
             "loss.normalizer supports these values of verl: token-mean, seq-mean-token-mean",

@@ -117,12 +117,9 @@ def test_verl_s_command_line_trains(words: list[str], tmp_path: Path, capsys: py
 
 
 def test_what_would_be_another_training_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["train", *words, "algorithm.use_kl_in_reward=True", "actor_rollout_ref.model.trust_remote_code=True"])
-        == 1
-    )
+    assert main(["train", *words, "algorithm.use_pf_ppo=True", "actor_rollout_ref.model.trust_remote_code=True"]) == 1
     told = capsys.readouterr().err
-    assert "algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss" in told
+    assert "algorithm.use_pf_ppo=True: turnwise does not support it" in told
     assert "actor_rollout_ref.model.trust_remote_code=True: turnwise does not run code of a model repository" in told
     assert "Change these keys, or remove them (~key)" in told
 
@@ -131,13 +128,10 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     words: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "recipes" / "r.yaml"
-    command = ["convert", *words, "algorithm.use_kl_in_reward=True", "--out", str(out)]
+    command = ["convert", *words, "algorithm.use_pf_ppo=True", "--out", str(out)]
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert (
-        "CHANGES THE TRAINING, left out: algorithm.use_kl_in_reward=True: the KL divergence can be part of the loss"
-        in told
-    )
+    assert "CHANGES THE TRAINING, left out: algorithm.use_pf_ppo=True: turnwise does not support it" in told
     assert "left out: trainer.n_gpus_per_node=8: how verl distributes work" in told
     assert "1 of which change the training" in told
     config, _ = load(out)

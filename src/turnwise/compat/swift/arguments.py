@@ -16,7 +16,7 @@ from turnwise.compat.swift.command_line import read_arguments
 from turnwise.compat.swift.convert_adapter import convert_adapter
 from turnwise.compat.swift.convert_conversation import convert_conversation
 from turnwise.compat.swift.convert_data import convert_data, note_hub_names
-from turnwise.compat.swift.convert_loss import convert_loss
+from turnwise.compat.swift.convert_loss import convert_divergence, convert_loss
 from turnwise.compat.swift.convert_optimization import (
     convert_batches,
     convert_credit,
@@ -35,7 +35,8 @@ COMPUTED = (
     "dataset", "val_dataset", "columns", "split_dataset_ratio", "data_seed", "max_length", "max_steps", "num_train_epochs",
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
     "global_batch_size", "learning_rate", "warmup_ratio", "warmup_steps", "adam_beta1", "adam_beta2", "epsilon",
-    "epsilon_high", "off_policy_sequence_mask_delta", "loss_type", "importance_sampling_level",
+    "epsilon_high", "off_policy_sequence_mask_delta", "loss_type", "importance_sampling_level", "beta",
+    "kl_in_reward", "ref_model", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
     "delta", "tau_pos", "tau_neg", "top_k",
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
@@ -66,6 +67,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_credit(builder)
     convert_rewards(builder)
     convert_adapter(builder)
+    convert_divergence(builder, minibatches)
     _report_other_arguments(builder)
     return builder.report()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
 
-__all__ = ["convert_loss"]
+__all__ = ["convert_divergence", "convert_loss"]
 
 _NORMALIZERS = {
     "grpo": "trajectory",
@@ -48,6 +48,60 @@ def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
         for key in ("tau_pos", "tau_neg"):
             builder.reject(key, "it has no effect without loss_type=sapo")
     _convert_correction(builder, loss_type, off_policy)
+
+
+def convert_divergence(builder: SwiftRecipeBuilder, minibatches: int) -> None:
+    """Set loss.kl_coef or reward.kl.coef, and the reference model. model.lora is set before.
+
+    In the reward, ms-swift's estimator is k1, and it subtracts the sum over all tokens, as turnwise does with grpo and rloo.
+    """
+    coef, key = builder.value("beta"), "kl_in_reward"
+    estimator = str(builder.values.get("advantage_estimator") or "grpo").lower()
+    in_reward = builder.values.get(key)
+    if in_reward is None:
+        in_reward = estimator in ("rloo", "reinforce_plus_plus")
+    if in_reward and coef and str(builder.values.get("scale_rewards")).lower() == "gdpo":
+        builder.reject(key, "with scale_rewards=gdpo, the KL divergence is a term of the loss, also in ms-swift")
+        in_reward = False
+    if in_reward and coef:
+        builder.set("reward.kl.coef", coef, "beta", key)
+    else:
+        builder.set("loss.kl_coef", coef, "beta")
+        builder.convert("loss.kl_coef", key)
+    path, sync = "ref_model", "sync_ref_model"
+    if not coef:
+        for name in (path, sync, "ref_model_sync_steps", "ref_model_mixup_alpha"):
+            builder.reject(name, "it has no effect with beta=0")
+        return
+    if builder.values.get(path) is not None:
+        builder.set("reference.path", builder.values[path], path)
+    builder.convert("nothing: the reference model is the model before training", path)
+    _convert_sync(builder, minibatches * int(builder.value("num_iterations")))
+
+
+def _convert_sync(builder: SwiftRecipeBuilder, optimizer_steps: int) -> None:
+    """Set reference.sync_every and sync_weight. ms-swift counts optimizer steps, and a training step has `optimizer_steps`."""
+    sync, every, weight = "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"
+    if not builder.values.get(sync):
+        builder.convert("nothing: the reference model does not change", sync)
+        for key in (every, weight):
+            builder.reject(key, "it has no effect without sync_ref_model")
+        return
+    if builder.get("model.lora.rank") is not None:
+        reason = "an adapter is trained, and the policy has no weights of its own that could be mixed with the reference model"
+        builder.reject(sync, reason, changes_training=True)
+        for key in (every, weight):
+            builder.reject(key, "sync_ref_model is not converted")
+        return
+    steps = int(builder.value(every))
+    if steps % optimizer_steps:
+        reason = (
+            f"it counts optimizer steps, and the {steps} steps between two changes are not a multiple of the {optimizer_steps} "
+            f"optimizer steps of a training step"
+        )
+        builder.reject(every, reason, changes_training=True, even_default=True)
+    builder.set("reference.sync_every", max(1, steps // optimizer_steps), sync, every)
+    builder.set("reference.sync_weight", builder.value(weight), weight)
 
 
 def _convert_level(builder: SwiftRecipeBuilder) -> bool:

@@ -62,9 +62,6 @@ def convert_credit(builder: SwiftRecipeBuilder) -> None:
     scale = str(scale).lower()
     if estimator == "rloo" and scale in ("none", "false"):
         builder.set("credit.name", "rloo", *keys)
-        if builder.value("beta") and builder.values.get("kl_in_reward") is None:
-            reason = "its default is true with rloo, and the KL divergence is part of the loss here: set it to false"
-            builder.reject("kl_in_reward", reason, changes_training=True, even_default=True)
     elif estimator == "grpo" and scale == "gdpo":
         builder.set("credit.name", "gdpo", *keys)
     elif estimator == "grpo" and scale in _SCALES:

@@ -34,6 +34,8 @@ DEFAULTS: Mapping[str, Any] = {
     "num_iterations": 1,
     "per_device_train_batch_size": 1,
     "warmup_ratio": 0.0,
+    "ref_model_mixup_alpha": 0.6,
+    "ref_model_sync_steps": 512,
     "num_train_epochs": 3.0,
     "seed": 42,
 }
@@ -84,7 +86,6 @@ OPTIONS: Mapping[str, str] = {
     "vllm_max_model_len": "limits.context",
     "num_generations": "train.group_size",
     "num_iterations": "train.ppo_epochs",
-    "beta": "loss.kl_coef",
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
@@ -119,15 +120,12 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # argument: the accepted values, and why no other value is possible
     "rlhf_type": (("grpo",), "only GRPO can be converted"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
-    "kl_in_reward": ((False,), "the KL divergence is part of the loss here (loss.kl_coef)"),
-    "sync_ref_model": ((False,), "the reference model stays the model before training"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
     "reward_model": ((None, []), "call the reward model in a reward function: reward.trajectory"),
     "reward_model_plugin": (
         (None, []),
         "call the reward model in a reward function: reward.trajectory",
     ),
-    "ref_model": ((None,), "the reference model is the model before training"),
     "teacher_model": ((None,), "there is no distillation here"),
     "response_prefix": ((None, ""), "the beginning of an answer is set by the chat template, or by a scheduler"),
     "enable_thinking": (

@@ -366,12 +366,13 @@ class _Conversion:
         """Record every key that has not been processed yet."""
         done = {*self._builder.converted, *(left.key for left in self._builder.unsupported)}
         known = [*PLAIN, *HANDLED, *FIXED]
+        critic = self._builder.get("credit.name") == "gae"
         for key, value in self._given.items():
             if any(key == other or key.startswith(f"{other}.") for other in done):
                 continue
             if key in (*PLAIN, *HANDLED) and value is None:
                 self._builder.convert("nothing: it is not set", key)
-            elif (reason := idle(key) or machinery(key)) is not None:
+            elif (reason := idle(key, critic=critic) or machinery(key)) is not None:
                 self._builder.reject(key, reason)
             elif value in (None, {}, []):
                 self._builder.reject(key, "it is not set")

@@ -20,6 +20,12 @@ DEFAULTS: dict[str, Any] = {
     "critic.cliprange_value": 0.5,
     "critic.optim.lr": 1e-5,
     "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
     "actor_rollout_ref.model.lora_alpha": 16,
     "algorithm.rollout_correction.bypass_mode": False,
     "algorithm.rollout_correction.loss_type": "ppo_clip",
@@ -96,6 +102,8 @@ HANDLED: tuple[str, ...] = (
     "actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.exclude_modules",
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.kl_coef",
+    "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric",
     "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold",
     "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.rollout_rs",
@@ -130,10 +138,6 @@ HANDLED: tuple[str, ...] = (
 
 _NO = "turnwise does not support it"
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "algorithm.use_kl_in_reward": (
-        (False,),
-        "the KL divergence can be part of the loss, not of the reward: use_kl_loss=True",
-    ),
     "algorithm.use_pf_ppo": ((False,), _NO),
     f"{ACTOR}.loss_scale_factor": ((None,), _NO),
     f"{ACTOR}.shuffle": ((False,), "minibatches follow the order of the rows"),
@@ -187,17 +191,14 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 IDLE: dict[str, str] = {
     "algorithm.gamma": "has no effect with this adv_estimator, also not in verl",
     "algorithm.lam": "has no effect with this adv_estimator, also not in verl",
-    "algorithm.kl_penalty": "has no effect without use_kl_in_reward",
-    "algorithm.kl_ctrl.*": "has no effect without use_kl_in_reward",
     "algorithm.pf_ppo.*": "has no effect without use_pf_ppo",
     f"{ACTOR}.policy_loss.*": "has an effect only with loss_mode=clip_cov or kl_cov, which is refused",
     "actor_rollout_ref.model.mtp.*": "has no effect without mtp.enable",
     "data.custom_cls.name": "has no effect without custom_cls.path",
     "data.sampler.class_name": "has no effect without sampler.class_path",
     "data.datagen.name": "has no effect without datagen.path",
-    "critic.*": "this adv_estimator has no critic, also not in verl",
     "trainer.critic_warmup": "this adv_estimator has no critic, also not in verl",
-    "trainer.max_critic_ckpt_to_keep": "this adv_estimator has no critic, also not in verl",
+    "trainer.max_critic_ckpt_to_keep": "a critic is in the checkpoint of its policy: checkpoint.keep",
     "reward_model.*": "has no effect without reward_model.enable",
     "reward.reward_model.*": "has no effect without reward_model.enable",
     "reward.reward_manager.*": "has no effect with the reward managers naive and batch",
@@ -205,6 +206,9 @@ IDLE: dict[str, str] = {
     "reward_manager.*": "has no effect with the reward managers naive and batch",
 }
 """Keys that have no effect as long as the keys of `FIXED` have their given values, and why."""
+
+_NO_CRITIC = "this adv_estimator has no critic, also not in verl"
+_AS_POLICY = "how verl runs its critic; here the critic runs as the policy does"
 
 _WORK = "how verl distributes work and memory; turnwise uses one process and train.micro_batch_tokens"
 _ENGINE = "an option of verl's engines; the embedded engine has other options (docs/recipes.md, engine.*)"
@@ -336,8 +340,10 @@ def _of(table: dict[str, str], key: str) -> str | None:
     return next((reason for pattern, reason in table.items() if fnmatchcase(key, pattern)), None)
 
 
-def idle(key: str) -> str | None:
-    """Why a key has no effect, or None."""
+def idle(key: str, *, critic: bool = False) -> str | None:
+    """Why a key has no effect, or None. `critic`: whether the estimator of advantages has a critic."""
+    if key.startswith("critic."):
+        return _AS_POLICY if critic else _NO_CRITIC
     return _of(IDLE, key)
 
 

@@ -25,6 +25,7 @@ def convert_losses(builder: VerlRecipeBuilder) -> None:
     _clipping(builder, name, one_step=one_step)
     _temperatures(builder, name, one_step=one_step)
     _divergence(builder)
+    _divergence_in_reward(builder)
     convert_rollout_correction(builder, one_step=one_step)
 
 
@@ -120,3 +121,40 @@ def _divergence(builder: VerlRecipeBuilder) -> None:
     if estimator != "k3" and builder.value(weight):
         builder.set("loss.kl_estimator", estimator)
     builder.convert(f"loss.kl_estimator={estimator}", kind)
+
+
+def _divergence_in_reward(builder: VerlRecipeBuilder) -> None:
+    """Set reward.kl. verl also subtracts the penalty at each token; its estimators see the same sums as turnwise's."""
+    switch, kind, control = "algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl"
+    adaptive = (f"{control}.target_kl", f"{control}.horizon")
+    if builder.value(switch) is not True:
+        builder.convert("reward.kl.coef=0", switch)
+        for key in (kind, f"{control}.type", f"{control}.kl_coef", *adaptive):
+            builder.reject(key, "has no effect without use_kl_in_reward")
+        return
+    coef = builder.number(f"{control}.kl_coef")
+    builder.set("reward.kl.coef", coef, switch, f"{control}.kl_coef")
+    name = str(builder.value(kind)).removesuffix("+")  # the + changes a gradient, and a reward has none
+    if (estimator := _ESTIMATORS.get(name)) is None:
+        reason = f"these estimators can be converted: {', '.join(_ESTIMATORS)}"
+        builder.reject(kind, reason, changes_training=True)
+    else:
+        if estimator != "k1" and coef:
+            builder.set("reward.kl.estimator", estimator)
+        builder.convert(f"reward.kl.estimator={estimator}", kind)
+    match builder.value(f"{control}.type"):
+        case "adaptive" if coef:
+            for option, key in zip(("target", "horizon"), adaptive, strict=True):
+                builder.set(f"reward.kl.{option}", builder.number(key), key)
+            builder.convert("reward.kl.target", f"{control}.type")
+        case "adaptive" | "fixed":
+            builder.convert("nothing: without reward.kl.target, the coefficient is constant", f"{control}.type")
+            for key in adaptive:
+                builder.reject(key, "has no effect with this kl_ctrl.type and kl_coef, also not in verl")
+        case _:
+            builder.reject(f"{control}.type", "it can be fixed or adaptive", changes_training=True)
+            for key in adaptive:
+                builder.reject(key, "kl_ctrl.type is not converted", changes_training=True)
+    if builder.get("credit.name") == "remax":
+        reason = "verl's remax subtracts the penalties of later tokens only, turnwise's those of all tokens"
+        builder.assume(switch, True, reason)

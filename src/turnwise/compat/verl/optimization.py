@@ -150,11 +150,32 @@ def _critic(builder: VerlRecipeBuilder) -> None:
         "loss_agg_mode",
         "optim.weight_decay",
         "optim.betas",
+        "optim.optimizer",
+        "optim.optimizer_impl",
         "grad_clip",
     ):
-        same = builder.value(f"critic.{name}") == builder.value(f"{ACTOR}.{name}")
-        reason = f"the critic has the value of {ACTOR}.{name}"
-        builder.reject(f"critic.{name}", reason, changes_training=not same)
+        _as_in_policy(builder, f"critic.{name}", f"{ACTOR}.{name}")
+    for name in ("lora_rank", "lora_alpha", "target_modules"):
+        _as_in_policy(builder, f"critic.model.{name}", f"actor_rollout_ref.model.{name}")
+    for name, constant in _CONSTANT_RATE.items():
+        key = f"critic.optim.{name}"
+        reason = "the learning rate of the critic is constant"
+        builder.reject(key, reason, changes_training=builder.value(key) not in (*constant, None))
+
+
+_CONSTANT_RATE = {
+    "lr_warmup_steps": (-1, 0),
+    "lr_warmup_steps_ratio": (0.0,),
+    "lr_scheduler_type": ("constant",),
+    "warmup_style": ("constant",),
+}
+"""verl's options of the critic's learning rate, and the values of a constant one."""
+
+
+def _as_in_policy(builder: VerlRecipeBuilder, key: str, of_policy: str) -> None:
+    """Report an option of the critic, which has the same value as that of the policy here."""
+    same = builder.value(key) == builder.value(of_policy)
+    builder.reject(key, f"the critic has the value of {of_policy}", changes_training=not same)
 
 
 def _schedule(builder: VerlRecipeBuilder) -> None:
