@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,10 +10,10 @@ import anthropic
 import openai
 
 from support import byte_tokenizer
-from support.conversations import CUE, RENDERER, Says, a_row, call, hold, spoken
+from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, spoken
 from support.templates import THINKS
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.agents import AgentFunction
+from turnwise.environments.agents import AgentFunction, Program
 from turnwise.types import Trajectory
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
@@ -32,8 +33,20 @@ def anthropic_client(base_url: str, api_key: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 
 
+def held(engine: Says, make: AgentFunction | Program, **table: Any) -> Trajectory:
+    """A conversation of an agent, whose server ends with it."""
+    return held_all(engine, make, size=1, **table)[0]
+
+
+def held_all(engine: Says, make: AgentFunction | Program, *, size: int, **table: Any) -> list[Trajectory]:
+    try:
+        return hold_all(engine, make, size=size, **table)
+    finally:
+        asyncio.run(make.aclose())
+
+
 def led(engine: Says, function: Any, **table: Any) -> Trajectory:
-    trajectory = hold(engine, AgentFunction(function=function), **table)
+    trajectory = held(engine, AgentFunction(function=function), **table)
     assert trajectory.error is None, trajectory.error
     return trajectory
 

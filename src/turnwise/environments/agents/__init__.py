@@ -1,4 +1,4 @@
-"""Agents of somebody else as environments: a program or function that talks to an OpenAI- or Anthropic-compatible server.
+"""Agents as environments: a program or function that talks to an OpenAI- or Anthropic-compatible server.
 
 `Program` starts a command for each conversation, `AgentFunction` calls a function. docs/agents.md explains both.
 """

@@ -14,23 +14,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from turnwise.environments.agents.chat_request import Answer, answer_message
+from turnwise.environments.agents.chat_request import AgentAnswer, answer_message
 from turnwise.environments.agents.continuation import Continuation, Relation, continuation
-from turnwise.environments.agents.conversation import AgentConversation, PendingRequest
+from turnwise.environments.agents.conversation import AgentConversation, AgentRequest
 from turnwise.environments.agents.parameters import log_forced
 from turnwise.environments.agents.proxy import Proxy
 from turnwise.errors import Failed, boundary
 from turnwise.types import Message, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import own_context, spawn
 
-__all__ = ["Agent", "AgentEnvironment", "AgentResult", "Connection"]
+__all__ = ["Agent", "AgentConnection", "AgentEnvironment", "AgentResult"]
 
 _KEY = "agent"
 """The key in `Turn.info` of what this environment records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
+class AgentConnection:
     """How an agent reaches the server."""
 
     url: str
@@ -54,9 +54,9 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """Somebody else's code that leads a conversation."""
+    """Code of the user that leads a conversation."""
 
-    async def run(self, row: Row, row_json: str, connection: Connection) -> AgentResult:
+    async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run until the agent ends. If this call is cancelled, everything that the agent has started is ended.
 
         Raises whatever makes the conversation fail.
@@ -120,7 +120,7 @@ class AgentEnvironment:
 class _Answered:
     """A request that was answered."""
 
-    pending: PendingRequest
+    pending: AgentRequest
     message: Message
     """The answer as the client received it."""
 
@@ -138,7 +138,7 @@ class _Answered:
         }
 
 
-def _reply(answered: _Answered, pending: PendingRequest, turn: Turn, reward: float) -> Reply:
+def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float) -> Reply:
     """The reply that leads from the answered request to the next one."""
     before, request = answered.pending.request, pending.request
     same_tools = list(request.tools) == list(before.tools)
@@ -177,8 +177,8 @@ class _AgentRun:
         self.last_turn: Turn | None = None
         """The last turn that the agent received."""
         self._proxy = proxy
-        self._pending: PendingRequest | None = None
-        connection = Connection(url=proxy.url, key=self.conversation.key)
+        self._pending: AgentRequest | None = None
+        connection = AgentConnection(url=proxy.url, key=self.conversation.key)
         proxy.add(self.conversation)
 
         async def run() -> AgentResult:
@@ -187,7 +187,7 @@ class _AgentRun:
 
         self._task = spawn(run(), context=own_context(), name="agent")
 
-    async def next_request(self) -> PendingRequest | None:
+    async def next_request(self) -> AgentRequest | None:
         """The next request of the agent; None if the agent has ended."""
         arriving = asyncio.ensure_future(self.conversation.next_request())
         try:
@@ -208,7 +208,7 @@ class _AgentRun:
         if pending.abandoned:
             raise ConnectionError("the agent closed its connection while the model was answering its request")
         message = answer_message(turn, pending.request.sampling.stop)
-        answer = Answer(
+        answer = AgentAnswer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
             model=pending.request.model,

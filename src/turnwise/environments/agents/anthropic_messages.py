@@ -7,7 +7,7 @@ from typing import Any
 
 from turnwise.environments.agents.chat_completions import pieces
 from turnwise.environments.agents.chat_request import (
-    Answer,
+    AgentAnswer,
     ChatRequest,
     Refused,
     content_text,
@@ -54,7 +54,7 @@ class AnthropicMessages:
             model=str(body.get("model") or "model"),
         )
 
-    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def answer(self, request: ChatRequest, answer: AgentAnswer) -> dict[str, Any]:
         """The body of an answer."""
         return {
             **_head(answer),
@@ -63,7 +63,7 @@ class AnthropicMessages:
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
         }
 
-    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+    def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name and data."""
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
         begun = {**_head(answer), "content": [], "stop_reason": None, "usage": usage}
@@ -88,7 +88,7 @@ def _event(name: str, data: Mapping[str, Any]) -> tuple[str | None, Any]:
     return name, {"type": name, **data}
 
 
-def _head(answer: Answer) -> dict[str, Any]:
+def _head(answer: AgentAnswer) -> dict[str, Any]:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -98,11 +98,11 @@ def _head(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _stop_reason(answer: Answer) -> str:
+def _stop_reason(answer: AgentAnswer) -> str:
     return "tool_use" if answer.calls else "end_turn"
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def _blocks(answer: AgentAnswer) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -115,7 +115,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _block_deltas(block: Mapping[str, Any], answer: Answer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _block_deltas(block: Mapping[str, Any], answer: AgentAnswer) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The fields of a block that are empty when it starts, and the parts in which they are streamed."""
     if block["type"] == "tool_use":
         (arguments,) = [call["function"]["arguments"] for call in answer.calls if call["id"] == block["id"]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.environments.agents.chat_request import (
-    Answer,
+    AgentAnswer,
     ChatRequest,
     Refused,
     content_text,
@@ -45,7 +45,7 @@ class ChatCompletions:
             model=str(body.get("model") or "model"),
         )
 
-    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def answer(self, request: ChatRequest, answer: AgentAnswer) -> dict[str, Any]:
         """The body of an answer."""
         message: Message = {"role": "assistant", "content": answer.text or None, "refusal": None}
         if not answer.calls:
@@ -57,7 +57,7 @@ class ChatCompletions:
         choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
-    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+    def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name (here None) and data."""
         head = {**_head(answer, "chat.completion.chunk"), **({"usage": None} if request.stream_usage else {})}
 
@@ -106,15 +106,15 @@ def openai_error(refused: Refused) -> dict[str, Any]:
     }
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def _head(answer: AgentAnswer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: AgentAnswer) -> str:
     return "tool_calls" if answer.calls else "stop"
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: AgentAnswer) -> dict[str, Any]:
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

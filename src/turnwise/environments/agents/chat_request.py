@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.types import Message, SamplingChange, ToolSchema, Turn
 
 __all__ = [
-    "Answer",
+    "AgentAnswer",
     "ChatRequest",
     "Refused",
     "answer_message",
@@ -65,7 +65,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AgentAnswer:
     """A turn of the model for a client."""
 
     id: str

@@ -82,7 +82,7 @@ def _edit(answer: Message, repeated: Message, text: str) -> Edit | None:
     while common < min(len(old), len(new)) and old[common] == new[common]:
         common += 1
     start = text.rfind(old)
-    if start < 0 or 2 * common <= len(new):
+    if start < 0 or old == new or 2 * common <= len(new):
         return None
     return Edit(keep=start + common, add=new[common:])
 

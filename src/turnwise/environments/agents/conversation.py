@@ -13,22 +13,22 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from turnwise.environments.agents.chat_request import Answer, ChatRequest, Refused, template_messages
+from turnwise.environments.agents.chat_request import AgentAnswer, ChatRequest, Refused, template_messages
 from turnwise.types import Message
 
-__all__ = ["AgentConversation", "PendingRequest"]
+__all__ = ["AgentConversation", "AgentRequest"]
 
 _MOST_WAITING = 64  # requests that wait for those in front of them
 
 
 @dataclass(eq=False, slots=True)
-class PendingRequest:
+class AgentRequest:
     """A request that waits for its answer."""
 
     request: ChatRequest
     messages: Sequence[Message]
     """The complete conversation in the form that chat templates take."""
-    answer: asyncio.Future[Answer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[AgentAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def abandoned(self) -> bool:
@@ -45,8 +45,8 @@ class AgentConversation:
         self.row = row
         """The row as JSON."""
         self.loop = asyncio.get_running_loop()
-        self._waiting: collections.deque[PendingRequest] = collections.deque()
-        self._current: PendingRequest | None = None
+        self._waiting: collections.deque[AgentRequest] = collections.deque()
+        self._current: AgentRequest | None = None
         """The request that the model is answering."""
         self._arrived = asyncio.Event()
         self._end: str | None = None
@@ -56,7 +56,7 @@ class AgentConversation:
         self._reported = 0.0
         """Rewards that the agent has reported and that no turn has received yet."""
 
-    async def ask(self, request: ChatRequest) -> Answer:
+    async def ask(self, request: ChatRequest) -> AgentAnswer:
         """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
         self._refuse_after_end()
         if request.previous_response is not None:
@@ -72,12 +72,12 @@ class AgentConversation:
             )
         if len(self._waiting) >= _MOST_WAITING:
             raise Refused(429, f"{_MOST_WAITING} requests of this conversation are waiting already")
-        pending = PendingRequest(request, template_messages(request.conversation))
+        pending = AgentRequest(request, template_messages(request.conversation))
         self._waiting.append(pending)
         self._arrived.set()
         return await pending.answer
 
-    async def next_request(self) -> PendingRequest:
+    async def next_request(self) -> AgentRequest:
         """Wait for the next request. Requests that were abandoned while they waited are left out."""
         while True:
             while self._waiting:
@@ -88,7 +88,7 @@ class AgentConversation:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def answer(self, pending: PendingRequest, answer: Answer) -> None:
+    def answer(self, pending: AgentRequest, answer: AgentAnswer) -> None:
         """Answer a request."""
         self._current = None
         self._stored[answer.id] = [*pending.request.messages, answer.message]

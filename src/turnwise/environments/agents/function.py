@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from turnwise.environments.agents.agent_environment import AgentEnvironment, AgentResult, Connection
+from turnwise.environments.agents.agent_environment import AgentConnection, AgentEnvironment, AgentResult
 from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError
@@ -79,7 +79,7 @@ class AgentFunction:
         """Stop the server, unless another environment source uses it."""
         await asyncio.to_thread(self._lease.release)
 
-    async def run(self, row: Row, row_json: str, connection: Connection) -> AgentResult:
+    async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Call the function. Raises what it raises."""
         call = functools.partial(self._function, row, base_url=connection.openai_url, api_key=connection.key)
         result = await call() if self._async else await run_in_thread(call, name=self.name, kind="environment")

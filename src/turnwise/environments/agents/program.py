@@ -12,7 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from turnwise.environments.agents.agent_environment import AgentEnvironment, AgentResult, Connection
+from turnwise.environments.agents.agent_environment import AgentConnection, AgentEnvironment, AgentResult
 from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError
@@ -80,7 +80,7 @@ class Program:
         """Stop the server, unless another environment source uses it."""
         await asyncio.to_thread(self._lease.release)
 
-    async def run(self, row: Row, row_json: str, connection: Connection) -> AgentResult:
+    async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run the program until it ends. Raises RuntimeError if it fails."""
         async with _output(self._output_chars) as out, _output(self._output_chars) as errors:
             process = await asyncio.create_subprocess_exec(
@@ -156,7 +156,7 @@ def _check_options(
         raise ConfigError(f"the program {command[0]!r} does not exist or cannot be executed; give its path")
 
 
-def _variables(row_json: str, connection: Connection) -> dict[str, str]:
+def _variables(row_json: str, connection: AgentConnection) -> dict[str, str]:
     fits = len(row_json.encode()) <= _LONGEST_VARIABLE
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), "127.0.0.1"]))
     return {

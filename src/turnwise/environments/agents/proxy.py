@@ -11,12 +11,12 @@ import collections
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
-from turnwise.environments.agents.chat_request import Answer, ChatRequest, Refused
+from turnwise.environments.agents.chat_request import AgentAnswer, ChatRequest, Refused
 from turnwise.environments.agents.conversation import AgentConversation
 from turnwise.environments.agents.responses import Responses
 from turnwise.environments.threaded_environment import ThreadLoop
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Dialect", "Proxy", "ProxyLease"]
 
 _LONGEST_BODY = 32 << 20  # bytes
+_BACKLOG = 2048  # connections waiting to be accepted
 _REMEMBERED = 10_000  # keys of conversations that have ended
 _STOP_SECONDS = 5.0
 _ENDED = "the conversation has ended, and its key is not valid any more"
@@ -42,11 +43,11 @@ class Dialect(Protocol):
         """Raises Refused."""
         ...
 
-    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def answer(self, request: ChatRequest, answer: AgentAnswer) -> dict[str, Any]:
         """The body of an answer."""
         ...
 
-    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+    def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name and data."""
         ...
 
@@ -79,10 +80,16 @@ class Proxy:
         application = _application(self)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(_BACKLOG)  # a request may arrive before the thread accepts connections
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         """The address without a path: the base URL of Anthropic's clients."""
         options = uvicorn.Config(
-            application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1, backlog=2048
+            application,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            backlog=_BACKLOG,
         )
         self._server = uvicorn.Server(options)
         self._thread = ThreadLoop("turnwise-agents")
@@ -165,23 +172,41 @@ def _missing(library: str) -> ConfigError:
 def _application(proxy: Proxy) -> Starlette:
     try:
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
     except ImportError:
         raise _missing("starlette") from None
+    handlers = _Handlers(proxy)
+    posts = {path: handlers.chat(dialect) for path, dialect in _DIALECTS.items()} | {"reward": handlers.reward}
+    gets = {"row": handlers.row, "models": handlers.models}
+    # clients append their path to a base URL with or without /v1
+    prefixes = ("/v1", "", "/v1/v1")
+    return Starlette(
+        routes=[
+            *(Route(f"{prefix}/{path}", post, methods=["POST"]) for prefix in prefixes for path, post in posts.items()),
+            *(Route(f"{prefix}/{path}", get, methods=["GET"]) for prefix in prefixes for path, get in gets.items()),
+            Route("/{path:path}", handlers.not_found, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        ]
+    )
 
-    def refusal(refused: Refused, body: Mapping[str, Any]) -> Response:
-        # the body of the request may be unread
-        return JSONResponse(body, refused.status, headers={"Connection": "close"})
 
-    def endpoint(dialect: Dialect) -> Any:
+class _Handlers:
+    """What the server does with each request."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    def chat(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of an API's requests for an answer of the model."""
+
         async def handle(request: Request) -> Response:
+            from starlette.responses import JSONResponse, Response, StreamingResponse
+
             try:
-                conversation = proxy.find(_key(request))
+                conversation = self._proxy.find(_key(request))
                 chat = _read(dialect, await _body(request))
                 answer = await _ask(request, conversation, chat)
             except Refused as refused:
-                return refusal(refused, dialect.error(refused))
+                return _refusal(refused, dialect.error(refused))
             if answer is None:
                 return Response(status_code=499)  # the client is gone
             if not chat.stream:
@@ -191,46 +216,47 @@ def _application(proxy: Proxy) -> Starlette:
 
         return handle
 
-    async def reward(request: Request) -> Response:
+    async def reward(self, request: Request) -> Response:
+        """Take a reward from the agent."""
+        from starlette.responses import JSONResponse
+
         try:
-            conversation = proxy.find(_key(request))
+            conversation = self._proxy.find(_key(request))
             body = await _body(request)
             report = conversation.report_reward(body.get("reward"))
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(report, conversation.loop))
         except Refused as refused:
-            return refusal(refused, openai_error(refused))
+            return _refusal(refused, openai_error(refused))
         return JSONResponse({"status": "ok"})
 
-    async def row(request: Request) -> Response:
-        try:
-            return Response(proxy.find(_key(request)).row, media_type="application/json")
-        except Refused as refused:
-            return refusal(refused, openai_error(refused))
+    async def row(self, request: Request) -> Response:
+        """The row of the conversation."""
+        from starlette.responses import Response
 
-    async def models(request: Request) -> Response:
+        try:
+            return Response(self._proxy.find(_key(request)).row, media_type="application/json")
+        except Refused as refused:
+            return _refusal(refused, openai_error(refused))
+
+    async def models(self, request: Request) -> Response:
+        """A list of one model: the model that is trained."""
+        from starlette.responses import JSONResponse
+
         model = {"id": "model", "object": "model", "created": 0, "owned_by": "turnwise"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def not_found(request: Request) -> Response:
+    async def not_found(self, request: Request) -> Response:
+        """All other paths."""
         known = ", ".join(f"/v1/{path}" for path in (*_DIALECTS, "models", "reward", "row"))
         refused = Refused(404, f"{request.method} {request.url.path:.100} does not exist; the paths are {known}")
-        return refusal(refused, openai_error(refused))
+        return _refusal(refused, openai_error(refused))
 
-    # clients append their path to a base URL with or without /v1
-    prefixes = ("/v1", "", "/v1/v1")
-    return Starlette(
-        routes=[
-            *(
-                Route(f"{prefix}/{path}", endpoint(dialect), methods=["POST"])
-                for prefix in prefixes
-                for path, dialect in _DIALECTS.items()
-            ),
-            *(Route(f"{prefix}/reward", reward, methods=["POST"]) for prefix in prefixes),
-            *(Route(f"{prefix}/row", row, methods=["GET"]) for prefix in prefixes),
-            *(Route(f"{prefix}/models", models, methods=["GET"]) for prefix in prefixes),
-            Route("/{path:path}", not_found, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
-        ]
-    )
+
+def _refusal(refused: Refused, body: Mapping[str, Any]) -> Response:
+    from starlette.responses import JSONResponse
+
+    # the connection is closed, because the body of the request may be unread
+    return JSONResponse(body, refused.status, headers={"Connection": "close"})
 
 
 def _key(request: Request) -> str:
@@ -269,7 +295,7 @@ def _read(dialect: Dialect, body: Mapping[str, Any]) -> ChatRequest:
         raise Refused(400, f"the request cannot be read: {failed.failure.message:.300}") from None
 
 
-async def _ask(request: Request, conversation: AgentConversation, chat: ChatRequest) -> Answer | None:
+async def _ask(request: Request, conversation: AgentConversation, chat: ChatRequest) -> AgentAnswer | None:
     """The answer to a request; None if the client closes its connection before. Raises Refused."""
     try:
         asked = asyncio.run_coroutine_threadsafe(conversation.ask(chat), conversation.loop)

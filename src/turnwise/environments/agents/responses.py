@@ -10,7 +10,7 @@ from typing import Any
 
 from turnwise.environments.agents.chat_completions import openai_error, pieces
 from turnwise.environments.agents.chat_request import (
-    Answer,
+    AgentAnswer,
     ChatRequest,
     Refused,
     content_text,
@@ -64,11 +64,11 @@ class Responses:
             previous_response=None if previous is None else str(previous).removeprefix("resp_"),
         )
 
-    def answer(self, request: ChatRequest, answer: Answer) -> dict[str, Any]:
+    def answer(self, request: ChatRequest, answer: AgentAnswer) -> dict[str, Any]:
         """The body of an answer."""
         return _response(request, answer, "completed", _output(answer))
 
-    def events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str | None, Any]]:
+    def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name and data."""
         for number, (name, data) in enumerate(self._events(request, answer)):
             yield name, {"type": name, "sequence_number": number, **data}
@@ -77,7 +77,7 @@ class Responses:
         """The body of an error."""
         return openai_error(refused)
 
-    def _events(self, request: ChatRequest, answer: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str, dict[str, Any]]]:
         begun = _response(request, answer, "in_progress", [])
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
@@ -109,7 +109,7 @@ def _text_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[tup
     yield "response.content_part.done", {**at, "part": part}
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def _output(answer: AgentAnswer) -> list[dict[str, Any]]:
     """The items of an answer."""
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -140,7 +140,9 @@ def _output(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _response(request: ChatRequest, answer: Answer, status: str, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _response(
+    request: ChatRequest, answer: AgentAnswer, status: str, output: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     done = status == "completed"
     return {
         "id": f"resp_{answer.id}",
