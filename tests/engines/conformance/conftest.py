@@ -7,23 +7,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engines.conformance.servers import Sglang
 from engines.conformance.subjects import Local, Scripted, Subject
 
-SUBJECTS = {subject.name: subject for subject in (Scripted, Local)}
+IN_PROCESS = {subject.name: subject for subject in (Scripted, Local)}
+SERVERS = {subject.name: subject for subject in (Sglang,)}
 
 
-@pytest.fixture(scope="session", params=list(SUBJECTS))
+@pytest.fixture(
+    scope="session", params=[*IN_PROCESS, *(pytest.param(name, marks=pytest.mark.engines) for name in SERVERS)]
+)
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """An engine under test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine = SUBJECTS[request.param]()
+    engine = {**IN_PROCESS, **SERVERS}[request.param]()
     yield engine
     engine.close()
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=[Scripted, Local], ids=lambda kind: kind.name)
+@pytest.fixture(params=IN_PROCESS.values(), ids=list(IN_PROCESS))
 def fresh_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """An engine in this process, for this case alone."""
     engine = request.param()

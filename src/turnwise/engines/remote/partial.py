@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from turnwise.errors import EngineError
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 __all__ = ["JoinedCompletion", "Part"]
@@ -24,6 +25,8 @@ class Part:
     """None: more parts follow. `aborted`: the server has stopped before the completion was complete."""
     versions: Sequence[int] | None = None
     """The version of the weights of each token; None if the server did not report it."""
+    all_versions: Sequence[int] | None = None
+    """The same of all tokens of the request so far, for servers that report it at the end of a request."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were in the server's prefix cache; None if the server did not report it."""
 
@@ -47,6 +50,8 @@ class JoinedCompletion:
     finish: Literal["stop", "length"] | None = None
     requests: int = 0
     """How many requests were sent for it."""
+    start: int = 0
+    """The number of tokens that were known when the last request was sent."""
 
     @property
     def room(self) -> int:
@@ -58,7 +63,7 @@ class JoinedCompletion:
 
         The seed of a later part differs: with the same seed, its tokens would be drawn with the random numbers of the first.
         """
-        known = len(self.token_ids)
+        known = self.start = len(self.token_ids)
         self.requests += 1
         return replace(
             self.request,
@@ -68,10 +73,20 @@ class JoinedCompletion:
         )
 
     def add(self, part: Part, version: int) -> None:
-        """Append a part. `version` is that of its tokens if the server has not reported it."""
+        """Append a part. `version` is that of its tokens if the server has not reported it.
+
+        Raises EngineError if the number of reported versions is not that of the tokens.
+        """
         self.token_ids.extend(part.token_ids)
         self.logprobs.extend(part.logprobs)
         self.versions.extend([version] * len(part.token_ids) if part.versions is None else part.versions)
+        if part.all_versions is not None:
+            if len(part.all_versions) != len(self.token_ids) - self.start:
+                raise EngineError(
+                    f"a server reported the weight versions of {len(part.all_versions)} tokens, and has sent "
+                    f"{len(self.token_ids) - self.start}"
+                )
+            self.versions[self.start :] = part.all_versions
         if self.cached_tokens is None:
             self.cached_tokens = part.cached_tokens
         if part.finish in ("stop", "length"):

@@ -1,0 +1,316 @@
+"""The HTTP requests of a SGLang server: token ids in, token ids and log-probabilities out, and weight updates.
+
+Tokens: `/generate` with `input_ids` and `return_logprob`, as a stream. Weights: `/pause_generation`,
+`/update_weights_from_disk` (or `/load_lora_adapter`), `/update_weight_version` and `/continue_generation`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.partial import Part
+from turnwise.engines.remote.server_api import ServerInfo
+from turnwise.engines.remote.weights import WeightUpdate
+from turnwise.engines.sglang.checksums import WeightShapes, check_checksums, read_shapes
+from turnwise.errors import EngineError
+from turnwise.types import LogprobKind, Request, Sampling
+
+__all__ = ["PauseMode", "SglangApi", "sampling_params"]
+
+PauseMode = Literal["retract", "in_place", "abort"]
+"""What happens to running requests during an update, as SGLang names it."""
+_LEASE = 900.0
+"""Seconds after its last update after which another trainer may take over the server of a trainer that has died."""
+_PROBE_TEMPERATURE = 3.0
+"""The temperature at which the meaning of reported log-probabilities is determined: far from 1, where all kinds are equal."""
+
+_log = logging.getLogger(__name__)
+
+
+class SglangApi:
+    """The `ServerApi` of SGLang.
+
+    `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `shapes` are those of the
+    model's weights, None if they are not known; then the first update defines them. `labels` says that the weights are updated
+    and labelled with versions, `adapter` that the updates are those of an adapter.
+    """
+
+    name = "SGLang"
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        labels: bool,
+        adapter: bool = False,
+        pause: PauseMode = "retract",
+        shapes: WeightShapes | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._labels = labels
+        self._adapter = adapter
+        self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
+        self._shapes = shapes
+        self._owner = secrets.token_hex(4)
+        """Distinguishes this run from others that use the same server."""
+        self._facts: dict[str, Mapping[str, Any]] = {}
+        """/server_info of each server."""
+        self._adapters: dict[str, str] = {}
+        """The name of the adapter that each server uses."""
+        self._aborts: set[asyncio.Task[Any]] = set()
+        """Requests to free cancelled requests. The event loop keeps only weak references to tasks."""
+
+    async def info(self, server: HttpServer) -> ServerInfo:
+        facts = await server.get("/server_info")
+        models = (await server.get("/v1/models") or {}).get("data") or [{}]
+        context = models[0].get("max_model_len")
+        if not isinstance(facts, dict) or "max_total_num_tokens" not in facts or not isinstance(context, int):
+            raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_total_num_tokens")
+        self._facts[server.url] = facts
+        self._adapters.pop(server.url, None)
+        return ServerInfo(
+            vocab_size=self._vocab_size,
+            context=min(context, facts["max_total_num_tokens"]),
+            logprob_kind=await self._logprob_kind(server),
+        )
+
+    async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
+        if request.media:
+            raise EngineError(
+                f"the request contains {len(request.media)} images or videos, and engine.name=sglang accepts text only. Use "
+                f"engine.name=local for conversations with images"
+            )
+        facts, rid = self._facts[server.url], f"{self._owner}-{secrets.token_hex(8)}"
+        body = {
+            "rid": rid,
+            "input_ids": list(request.token_ids),
+            "sampling_params": sampling_params(
+                request.sampling, request.seed if facts.get("enable_deterministic_inference") else None
+            ),
+            "return_logprob": True,
+            "stream": True,
+            "lora_path": self._adapters.get(server.url),
+            # prefixes that other weights have computed have another key, and are never hit
+            "extra_key": f"{self._owner}:{version}",
+        }
+        incremental, known, complete = bool(facts.get("incremental_streaming_output")), 0, False
+        try:
+            async for event in server.events("/generate", body):
+                part = self._part(server, event, request, 0 if incremental else known)
+                known += len(part.token_ids)
+                complete = part.finish is not None
+                yield part
+        finally:
+            if not complete:
+                self._abort(server, rid)
+
+    async def claim(self, server: HttpServer) -> None:
+        owner, _, claimed = (await self._label(server)).rpartition(":")[0].partition(":")
+        remaining = _LEASE - (time.time() - int(claimed)) if claimed.isdigit() else 0.0
+        if owner != self._owner and remaining > 0:
+            raise EngineError(
+                f"another trainer ({owner}) owns {server.url}. Two trainers would overwrite each other's weights: use another "
+                f"server, stop the other trainer, or wait {remaining:.0f} s if it has died"
+            )
+
+    async def release(self, server: HttpServer) -> None:
+        await self._set_label(server, "released")
+
+    async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
+        await server.post("/pause_generation", {"mode": "abort" if abort else self._pause_mode})
+
+    async def load(self, server: HttpServer, update: WeightUpdate) -> None:
+        await self.claim(server)
+        if update.adapter:
+            await self._load_adapter(server, update)
+        else:
+            if self._shapes is not None:
+                self._shapes.check(update.path)
+            await self._load_weights(server, update)
+            self._shapes = self._shapes or read_shapes([update.path])
+        await self.label(server, update.version)
+
+    async def label(self, server: HttpServer, version: int) -> None:
+        await self._set_label(server, f"{self._owner}:{int(time.time())}:{version}")
+
+    async def resume(self, server: HttpServer) -> None:
+        await server.post("/continue_generation", {"torch_empty_cache": False})
+
+    async def probe(self, server: HttpServer, token_ids: Sequence[int]) -> list[float]:
+        answer = await server.post(
+            "/generate",
+            {
+                "input_ids": list(token_ids),
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "lora_path": self._adapters.get(server.url),
+                "extra_key": secrets.token_hex(8),  # nothing is taken from the prefix cache
+            },
+        )
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    async def sleep(self, server: HttpServer) -> None:
+        await server.post("/release_memory_occupation", {})
+
+    async def wake(self, server: HttpServer) -> None:
+        await server.post("/resume_memory_occupation", {})
+
+    # tokens
+
+    def _part(self, server: HttpServer, event: Mapping[str, Any], request: Request, known: int) -> Part:
+        """The tokens of an event after the first `known`, which earlier events had."""
+        meta = event["meta_info"]
+        ids = (event.get("output_ids") or [])[known:]
+        logprobs = [entry[0] for entry in (meta.get("output_token_logprobs") or [])[known:]]
+        finish = self._finish(server, meta.get("finish_reason"), request.sampling)
+        versions = None
+        if finish is not None and self._labels:
+            versions = self._versions(server, meta.get("weight_versions"), meta.get("completion_tokens", 0))
+        return Part(
+            token_ids=ids,
+            logprobs=logprobs,
+            finish=finish,
+            all_versions=versions,
+            cached_tokens=meta.get("cached_tokens"),
+        )
+
+    def _finish(
+        self, server: HttpServer, reason: Mapping[str, Any] | None, sampling: Sampling
+    ) -> Literal["stop", "length", "aborted"] | None:
+        match reason:
+            case None:
+                return None
+            case {"type": "stop", "matched": int(token)} if token not in sampling.stop_token_ids:
+                # a stop token of the model's own configuration, which ends no turn here: the engine asks for the rest
+                return "aborted"
+            case {"type": "stop"}:
+                return "stop"
+            case {"type": "length"}:
+                return "length"
+            case {"type": "abort"} if not reason.get("status_code"):
+                return "aborted"
+            case _:
+                raise ServerFailed(f"{server.url} ended a request with finish_reason={reason}")
+
+    def _versions(self, server: HttpServer, spans: Sequence[Mapping[str, Any]] | None, count: int) -> list[int]:
+        """The version of each of the `count` tokens of a request, from the spans that the server reports.
+
+        Raises ServerLost if a label is not of this run: then the server was restarted, and has the weights of its start.
+        """
+        versions = [-1] * count
+        for span in spans or ():
+            owner, _, rest = str(span["version"]).partition(":")
+            number = rest.rpartition(":")[2]
+            if owner != self._owner or not number.isdigit():
+                raise ServerLost(
+                    f"{server.url} has weights with the label {span['version']!r}, which is not of this run: it was restarted"
+                )
+            start, end = int(span["start"]), min(int(span["end"]), count)
+            versions[start:end] = [int(number)] * (end - start)
+        if -1 in versions:
+            raise EngineError(
+                f"{server.url} reported the weight version of {count - versions.count(-1)} of {count} tokens"
+            )
+        return versions
+
+    def _abort(self, server: HttpServer, rid: str) -> None:
+        """Free a request whose answer is not wanted any more. Does not wait for the server's answer."""
+
+        async def abort() -> None:
+            try:
+                await server.post("/abort_request", {"rid": rid}, timeout=10.0)
+            except EngineError as error:  # the server has gone, and the request with it
+                _log.debug("%s", error)
+
+        task = asyncio.ensure_future(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _logprob_kind(self, server: HttpServer) -> LogprobKind:
+        """Which distribution the reported log-probabilities belong to, determined with a high temperature.
+
+        It is `tempered`, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB=1.
+        """
+        prompt = [5, 6, 7]
+        sampling = Sampling(temperature=_PROBE_TEMPERATURE, max_tokens=12)
+        body = {"input_ids": prompt, "sampling_params": sampling_params(sampling, None), "return_logprob": True}
+        answer = await server.post("/generate", body)
+        ids, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+        raw = (await self.probe(server, [*prompt, *ids]))[len(prompt) - 1 :]
+        differences = [abs(entry[0] - other) for entry, other in zip(entries, raw, strict=True)]
+        return LogprobKind.RAW if max(differences) < 1e-3 else LogprobKind.TEMPERED
+
+    # weights
+
+    async def _load_weights(self, server: HttpServer, update: WeightUpdate) -> None:
+        """Let the server read the file. SGLang reads directories: the file gets a directory of its own for that time."""
+        folder = update.path.with_suffix(".sglang")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(update.path)
+        body = {"model_path": str(folder), "flush_cache": self._pause_mode != "in_place"}
+        try:
+            answer = await server.post("/update_weights_from_disk", body)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not (answer or {}).get("success"):
+            raise EngineError(f"{server.url} has not loaded the weights: {answer}")
+        if self._facts[server.url].get("device") == "cpu" and self._facts[server.url].get("tp_size") == 1:
+            (rank,) = (await server.post("/weights_checker", {"action": "checksum"}))["ranks"]
+            check_checksums(server.url, rank["checksums"], update.path)
+
+    async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
+        """Load an adapter under a new name, and unload the previous one."""
+        name = f"{self._owner}-{update.path.name}"
+        try:
+            await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(update.path)})
+        except ServerRefused as error:
+            raise EngineError(
+                f"{server.url} takes no LoRA adapter: start it with --enable-lora, --max-lora-rank and --lora-target-modules "
+                f"(docs/engines.md): {error}"
+            ) from error
+        previous, self._adapters[server.url] = self._adapters.get(server.url), name
+        if previous is not None:
+            await server.post("/unload_lora_adapter", {"lora_name": previous})
+
+    async def _label(self, server: HttpServer) -> str:
+        return str((await server.get("/model_info"))["weight_version"])
+
+    async def _set_label(self, server: HttpServer, label: str) -> None:
+        await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+
+def sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
+    """SGLang's sampling parameters. `seed` is None for servers that keep no seeds."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+        # SGLang always stops at the tokens of the model's configuration, too, unless it ignores all stop tokens
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if sampling.stop:
+        params["stop"] = list(sampling.stop)
+    if seed is not None:
+        params["sampling_seed"] = seed
+    return params
+
+
+def model_shapes(folder: Path) -> WeightShapes | None:
+    """The shapes of a model directory's weights; None if the directory has no safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return read_shapes(files) if files else None
