@@ -14,7 +14,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
 from turnwise.config.credit import GrpoSection, RlooSection
 from turnwise.config.credit_checks import chosen_estimator
-from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
+from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
@@ -134,8 +134,8 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
 
 
 def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
-    """The recipe's engine. Without a model, or if the recipe's engine is scripted or an endpoint: given completions."""
-    if model is not None and not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
+    """The recipe's engine. Without a model, or with another engine than the embedded one: given completions."""
+    if model is not None and isinstance(config.engine, LocalEngineSection):
         return build.engine(config, renderer, model)
     answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
     return build.engine(config, renderer, scripts=answers)

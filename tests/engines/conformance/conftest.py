@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engines.conformance.servers import Sglang
-from engines.conformance.subjects import Local, Scripted, Subject
+from engines.conformance.servers import AdaptedSglang, Sglang
+from engines.conformance.subjects import Adapted, AdaptedLocal, Local, Scripted, Subject
 
 IN_PROCESS = {subject.name: subject for subject in (Scripted, Local)}
 SERVERS = {subject.name: subject for subject in (Sglang,)}
@@ -30,6 +30,18 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 @pytest.fixture(params=IN_PROCESS.values(), ids=list(IN_PROCESS))
 def fresh_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     """An engine in this process, for this case alone."""
+    engine = request.param()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[AdaptedLocal, *(pytest.param(kind, marks=pytest.mark.engines) for kind in (AdaptedSglang,))],
+    ids=lambda kind: kind.name,
+)
+def adapted(request: pytest.FixtureRequest) -> Iterator[Adapted]:
+    """An engine with a LoRA adapter."""
     engine = request.param()
     yield engine
     engine.close()

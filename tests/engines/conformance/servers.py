@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
+from abc import abstractmethod
 from pathlib import Path
 
 import engine_env
 
-from engines.conformance.subjects import MODEL, Claims, Subject, state_of
+from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.http import HttpServer
+from turnwise.engines.remote.http import HttpLimits
 from turnwise.engines.remote.replicas import Replica
-from turnwise.engines.remote.server_process import ServerProcess, free_port, new_token
+from turnwise.engines.remote.server_api import ServerApi
 from turnwise.engines.remote.weights import Probe, WeightFiles
+from turnwise.engines.sglang.api import SglangApi, model_shapes
+from turnwise.engines.sglang.launch import LaunchOptions, kv_token_bytes, started_replicas
+from turnwise.models.lora import save_adapter
 from turnwise.types import LogprobKind
 
 
 class Server(Subject):
-    """An engine with one server of its own."""
+    """An engine with one server, started by turnwise."""
 
-    engine: RemoteEngine
-    process: ServerProcess
+    lora_rank: int | None = None
+
+    @abstractmethod
+    def make(self, logs: Path) -> tuple[list[Replica], ServerApi]:
+        """One server, not started yet, and its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory(prefix=f"turnwise-{self.name}-")
+        (replica,), api = self.make(Path(self._folder.name))
+        assert replica.process is not None
+        self.server, self.process = replica.server, replica.process
+        self.engine = RemoteEngine(api, [replica], decode=self.renderer.decode, files=WeightFiles())
+        self.run(self.engine.start())
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
 
     async def publish(self, version: int) -> None:
         """As in training: with a probe, which compares the server's log-probabilities with the model's."""
@@ -45,27 +66,45 @@ class Sglang(Server):
     """SGLang on the CPU: keeps no seeds, and recomputes the prefix of running requests after an update."""
 
     name = "sglang"
-    claims = Claims(
-        logprob_kind=LogprobKind.TEMPERED, seeded=False, recomputes=True, cache_block=1, processes=True
-    )
+    claims = Claims(logprob_kind=LogprobKind.TEMPERED, seeded=False, recomputes=True, cache_block=1, processes=True)
 
-    def __init__(self) -> None:
-        super().__init__()
-        from turnwise.engines.sglang.api import SglangApi, model_shapes
-        from turnwise.engines.sglang.launch import SglangOptions, server_command
-
-        folder = Path(tempfile.mkdtemp(prefix="turnwise-sglang-"))
-        port, token = free_port(), new_token()
-        options = SglangOptions(
-            python=str(engine_env.python("sglang")), model=MODEL, dtype="float32", gpu=False, kv_tokens=16384
+    def make(self, logs: Path) -> tuple[list[Replica], ServerApi]:
+        config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+        options = LaunchOptions(
+            python=str(engine_env.python("sglang")),
+            model=str(MODEL),
+            dtype="float32",
+            cpu=True,
+            context=2048,
+            token_bytes=kv_token_bytes(config, "float32"),
+            memory_gb=0.05,
+            lora_rank=self.lora_rank,
+            logs=logs,
         )
-        self.process = ServerProcess(server_command(options, index=0, port=port, token=token, log=folder / "server.log"))
-        self.server = HttpServer(f"http://127.0.0.1:{port}", token=token)
-        api = SglangApi(vocab_size=760, labels=True, shapes=model_shapes(MODEL))
-        replica = Replica(server=self.server, health_path="/health", process=self.process)
-        self.engine = RemoteEngine(api, [replica], decode=self.renderer.decode, files=WeightFiles())
-        self.run(self.engine.start())
+        shapes = model_shapes(MODEL) if self.lora_rank is None else None
+        api = SglangApi(vocab_size=760, context=2048, labels=True, adapter=shapes is None, shapes=shapes)
+        return started_replicas(options, 1, HttpLimits()), api
 
     async def running(self) -> int:
-        state = (await self.server.get("/v1/loads"))
-        return sum(entry["num_running_reqs"] + entry["num_waiting_reqs"] for entry in state["loads"])
+        loads = (await self.server.get("/v1/loads"))["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+class AdaptedServer(Adapted, Server):
+    """A server whose adapter is replaced."""
+
+    lora_rank = 8
+
+    async def publish(self, version: int) -> None:
+        await self.engine.update(version, lambda folder: save_adapter(self.model, folder), self.probe())
+
+    async def publish_damaged(self, version: int) -> None:
+        def write(folder: Path) -> None:
+            save_adapter(self.model, folder)
+            (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+
+        await self.engine.update(version, write, self.probe())
+
+
+class AdaptedSglang(AdaptedServer, Sglang):
+    """SGLang with a LoRA adapter."""

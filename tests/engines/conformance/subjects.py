@@ -20,6 +20,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.engines.engine import Engine
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.scripted import ScriptedEngine
+from turnwise.models.lora import LoraOptions, add_adapter
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 T = TypeVar("T")
@@ -134,6 +135,37 @@ class Local(Subject):
     def __init__(self) -> None:
         super().__init__()
         self._engine = self.engine = LocalEngine(load_model(), decode=self.renderer.decode, threads=1, memory_gb=0.25)
+
+    async def running(self) -> int:
+        return len(self._engine._requests)
+
+
+class Adapted(Subject):
+    """An engine whose weights are those of the demo's model with a LoRA adapter, and are updated by other adapters."""
+
+    raw = (Sampling(), LogprobKind.RAW)
+
+    def __init__(self) -> None:
+        super().__init__()
+        add_adapter(self.model, LoraOptions(rank=8, alpha=16.0, target_modules=None))
+
+    async def publish_damaged(self, version: int) -> None:
+        """Give the engine an adapter that is not one."""
+        raise AssertionError(f"{self.name} takes no files")
+
+
+class AdaptedLocal(Adapted):
+    """The embedded engine on the trainer's own model."""
+
+    name = "local"
+    claims = Claims(logprob_kind=LogprobKind.SAMPLED, cache_block=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._engine = self.engine = LocalEngine(self.model, decode=self.renderer.decode, threads=1, memory_gb=0.25)
+
+    async def publish(self, version: int) -> None:
+        await self.engine.load_weights(version)
 
     async def running(self) -> int:
         return len(self._engine._requests)

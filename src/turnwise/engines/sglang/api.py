@@ -23,7 +23,7 @@ from turnwise.engines.sglang.checksums import WeightShapes, check_checksums, rea
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Request, Sampling
 
-__all__ = ["PauseMode", "SglangApi", "sampling_params"]
+__all__ = ["PauseMode", "SglangApi", "model_shapes", "sampling_params"]
 
 PauseMode = Literal["retract", "in_place", "abort"]
 """What happens to running requests during an update, as SGLang names it."""
@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 class SglangApi:
     """The `ServerApi` of SGLang.
 
-    `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `shapes` are those of the
+    `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
+    sequence that the model knows. `shapes` are those of the
     model's weights, None if they are not known; then the first update defines them. `labels` says that the weights are updated
     and labelled with versions, `adapter` that the updates are those of an adapter.
     """
@@ -49,12 +50,14 @@ class SglangApi:
         self,
         *,
         vocab_size: int,
+        context: int,
         labels: bool,
         adapter: bool = False,
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._context = context
         self._labels = labels
         self._adapter = adapter
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
@@ -70,15 +73,14 @@ class SglangApi:
 
     async def info(self, server: HttpServer) -> ServerInfo:
         facts = await server.get("/server_info")
-        models = (await server.get("/v1/models") or {}).get("data") or [{}]
-        context = models[0].get("max_model_len")
-        if not isinstance(facts, dict) or "max_total_num_tokens" not in facts or not isinstance(context, int):
-            raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_total_num_tokens")
+        longest_prompt = facts.get("max_req_input_len") if isinstance(facts, dict) else None
+        if not isinstance(longest_prompt, int):
+            raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_req_input_len")
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
         return ServerInfo(
             vocab_size=self._vocab_size,
-            context=min(context, facts["max_total_num_tokens"]),
+            context=min(self._context, longest_prompt + 1),
             logprob_kind=await self._logprob_kind(server),
         )
 

@@ -19,6 +19,9 @@ __all__ = ["WeightShapes", "check_checksums", "read_shapes"]
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang keeps these weights as one: the rows of the parts, one after the other."""
+_PADDED = ("embed_tokens.weight", "lm_head.weight")
+_PADDING = 64
+"""SGLang fills these weights up with rows of zeros, to a multiple of so many rows."""
 _BLOCK = 16 << 20  # bytes
 
 
@@ -77,6 +80,8 @@ def check_checksums(server: str, reported: Mapping[str, str], update: Path) -> N
                     block = file.read(min(_BLOCK, end - begin))
                     digest.update(block)
                     begin += len(block)
+            if name.endswith(_PADDED):
+                digest.update(_padding(header[name]))
             if digest.hexdigest()[:16] != checksum:
                 raise EngineError(
                     f"{server} has other values of {name} than the trainer: their checksums are {checksum} and "
@@ -93,6 +98,12 @@ def _parts(name: str, header: Mapping[str, Any]) -> Iterator[str]:
         names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
         if f".{fused}." in name and all(part in header for part in names):
             yield from names
+
+
+def _padding(entry: Mapping[str, Any]) -> bytes:
+    """The bytes of the rows of zeros after a weight [rows, columns]."""
+    (begin, end), rows = entry["data_offsets"], entry["shape"][0]
+    return bytes((end - begin) // rows * (-rows % _PADDING))
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:

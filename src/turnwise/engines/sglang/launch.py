@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from turnwise.engines.remote.server_process import ServerCommand
+from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
 
-__all__ = ["SglangOptions", "server_command"]
+__all__ = ["HEALTH", "LaunchOptions", "kv_token_bytes", "server_command", "started_replicas"]
 
+HEALTH = "/health"
+"""The route that answers when a server is ready."""
 _CPU = (
     "--device=cpu",
     "--attention-backend=torch_native",
@@ -20,36 +25,58 @@ _CPU = (
     "--mem-fraction-static=0.2",
 )
 """Without a GPU, SGLang runs with torch's own operations."""
+_CPU_MEMORY_GB = 1.0
+"""The KV cache of a server on the CPU, unless the options give its size: SGLang would take a fifth of the machine's memory."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_RESERVED = 6
+"""SGLang accepts only prompts that are so many tokens shorter than its context. The additional positions are never used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangOptions:
+class LaunchOptions:
     """What a server serves, and how."""
 
     python: str
     """The interpreter of the environment in which SGLang is installed."""
-    model: Path
+    model: str
+    """The model's directory."""
     dtype: str
     """A name of torch's, such as `float32`."""
-    gpu: bool
-    context: int | None = None
-    kv_tokens: int | None = None
-    memory_share: float | None = None
+    cpu: bool
+    context: int
+    """The most tokens of a sequence."""
+    token_bytes: int
+    """Bytes of a token in the KV cache."""
+    memory_gb: float | None = None
+    """The size of the KV cache."""
     lora_rank: int | None = None
-    """The rank of the trained adapter; None without one."""
-    deterministic: bool = False
+    """The rank of the trained adapter; None without an adapter."""
+    keep_seeds: bool = False
+    sleep: bool = False
     arguments: Sequence[str] = ()
+    logs: Path
+    """The directory of the log files."""
     start_timeout: float = 600.0
 
 
-def server_command(options: SglangOptions, *, index: int, port: int, token: str, log: Path) -> ServerCommand:
+def started_replicas(options: LaunchOptions, count: int, limits: HttpLimits) -> list[Replica]:
+    """Servers of this machine, to be started by the engine."""
+    replicas = []
+    for index in range(count):
+        port, token = free_port(), new_token()
+        process = ServerProcess(server_command(options, index=index, port=port, token=token))
+        server = HttpServer(f"http://127.0.0.1:{port}", token=token, limits=limits)
+        replicas.append(Replica(server, HEALTH, process=process))
+    return replicas
+
+
+def server_command(options: LaunchOptions, *, index: int, port: int, token: str) -> ServerCommand:
     """The command of server number `index`, which listens on this machine only."""
     arguments = [
         options.python,
         "-m",
         "sglang.launch_server",
-        f"--model-path={options.model.absolute()}",
+        f"--model-path={options.model}",
         f"--dtype={options.dtype}",
         "--host=127.0.0.1",
         f"--port={port}",
@@ -57,27 +84,43 @@ def server_command(options: SglangOptions, *, index: int, port: int, token: str,
         "--incremental-streaming-output",
         "--stream-interval=16",
         f"--base-gpu-id={index}",
+        f"--context-length={options.context + _RESERVED}",
     ]
-    if not options.gpu:
+    memory_gb = options.memory_gb or (_CPU_MEMORY_GB if options.cpu else None)
+    if options.cpu:
         arguments += _CPU
-    if options.context is not None:
-        arguments.append(f"--context-length={options.context}")
-    if options.kv_tokens is not None:
-        arguments.append(f"--max-total-tokens={options.kv_tokens}")
-    if options.memory_share is not None:
-        arguments.append(f"--mem-fraction-static={options.memory_share}")
-    if options.deterministic:
+    if memory_gb is not None:
+        arguments.append(f"--max-total-tokens={int(memory_gb * 2**30 / options.token_bytes)}")
+    if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
+    if options.sleep:
+        arguments.append("--enable-memory-saver")
     if options.lora_rank is not None:
         arguments += ["--enable-lora", f"--max-lora-rank={options.lora_rank}", "--max-loras-per-batch=2"]
         arguments += ["--lora-target-modules", *_MODULES]
-        if not options.gpu:
+        if options.cpu:
             arguments.append("--lora-backend=torch_native")
+    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if options.cpu:  # torch's operations on small tensors gain nothing from a second thread
+        environment["OMP_NUM_THREADS"] = "1"
     return ServerCommand(
         name=f"SGLang server {index}",
         arguments=[*arguments, *options.arguments],
-        # torch's operations on small tensors gain nothing from a second thread
-        environment={} if options.gpu else {"OMP_NUM_THREADS": "1"},
-        log=log,
+        environment=environment,
+        log=options.logs / f"sglang-{index}.log",
         start_timeout=options.start_timeout,
+    )
+
+
+def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """The bytes of a token in the KV cache of the model with this config.json. `dtype` is a name of torch's."""
+    text = config.get("text_config") or config
+    heads = text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // heads
+    return (
+        2
+        * text["num_hidden_layers"]
+        * (text.get("num_key_value_heads") or heads)
+        * width
+        * (4 if dtype == "float32" else 2)
     )

@@ -1,0 +1,221 @@
+"""SGLang without a server: the requests, the answers of a real server as they were recorded, the checks of weights."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
+from turnwise.engines.remote.partial import Part
+from turnwise.engines.sglang.api import SglangApi, sampling_params
+from turnwise.engines.sglang.checksums import check_checksums, read_shapes
+from turnwise.engines.sglang.launch import LaunchOptions, kv_token_bytes, server_command
+from turnwise.errors import EngineError
+from turnwise.types import Request, Sampling
+
+SERVER = HttpServer("http://127.0.0.1:1")
+META: dict[str, Any] = {
+    "id": "abc",
+    "finish_reason": {"type": "stop", "matched": 2},
+    "prompt_tokens": 6,
+    "output_token_logprobs": [[-3.73, 22, None], [-2.27, 20, None], [-0.71, 2, None]],
+    "completion_tokens": 3,
+    "cached_tokens": 5,
+}
+"""Recorded from SGLang 0.5.23, shortened."""
+
+
+def part(api: SglangApi, known: int = 0, stop: tuple[int, ...] = (2,), **meta: Any) -> Part:
+    """The part of an event."""
+    request = Request(conversation="a", token_ids=[5], sampling=Sampling(stop_token_ids=stop))
+    event = {"output_ids": [22, 20, 2], "meta_info": {**META, **meta}}
+    return api._part(SERVER, event, request, known)
+
+
+def make_api(labels: bool = False, adapter: bool = False) -> SglangApi:
+    return SglangApi(vocab_size=760, context=2048, labels=labels, adapter=adapter)
+
+
+def test_an_event_becomes_a_part() -> None:
+    assert part(make_api()) == Part(
+        token_ids=[22, 20, 2], logprobs=[-3.73, -2.27, -0.71], finish="stop", cached_tokens=5
+    )
+    # servers that send all tokens with each event
+    assert part(make_api(), known=2).token_ids == [2]
+    assert part(make_api(), known=2).logprobs == [-0.71]
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        (None, None),
+        ({"type": "length", "length": 3}, "length"),
+        ({"type": "stop", "matched": "12"}, "stop"),
+        ({"type": "stop", "matched": 7}, "aborted"),  # a stop token of the server's own: the engine asks for the rest
+        ({"type": "abort", "message": "Aborted"}, "aborted"),
+    ],
+)
+def test_finish_reasons(reason: dict[str, Any] | None, finish: str | None) -> None:
+    assert part(make_api(), finish_reason=reason).finish == finish
+
+
+def test_a_request_that_the_server_could_not_serve_fails() -> None:
+    reason = {"type": "abort", "message": "Input length exceeds the maximum", "status_code": 400}
+    with pytest.raises(ServerFailed, match="Input length exceeds the maximum"):
+        part(make_api(), finish_reason=reason)
+
+
+def test_versions_come_from_the_labels_of_this_run() -> None:
+    api = make_api(labels=True)
+    mine = f"{api._owner}:1795349217"
+    spans = [{"version": f"{mine}:4", "start": 0, "end": 1}, {"version": f"{mine}:5", "start": 1, "end": 3}]
+    assert part(api, weight_versions=spans).all_versions == [4, 5, 5]
+    assert part(api, weight_versions=spans, finish_reason=None).all_versions is None
+    with pytest.raises(ServerLost, match="'default', which is not of this run"):
+        part(api, weight_versions=[{"version": "default", "start": 0, "end": 3}])
+    with pytest.raises(ServerLost, match="not of this run"):
+        part(api, weight_versions=[{"version": "another:1795349217:5", "start": 0, "end": 3}])
+    with pytest.raises(EngineError, match="weight version of 1 of 3 tokens"):
+        part(api, weight_versions=spans[:1])
+
+
+def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, now = make_api(), 1_795_349_217
+    monkeypatch.setattr("turnwise.engines.sglang.api.time.time", lambda: float(now))
+
+    def claim(label: str) -> None:
+        async def answer(path: str, *, timeout: float | None = None) -> Any:
+            assert path == "/model_info"
+            return {"weight_version": label}
+
+        monkeypatch.setattr(SERVER, "get", answer)
+        asyncio.run(api.claim(SERVER))
+
+    for label in ("default", "released", "3", f"{api._owner}:{now}:7", f"other:{now - 901}:7"):
+        claim(label)
+    with pytest.raises(EngineError, match=r"another trainer \(other\) owns .* wait 800 s"):
+        claim(f"other:{now - 100}:7")
+
+
+def test_sampling_parameters() -> None:
+    sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.1, max_tokens=9, stop=("a",), stop_token_ids=(5, 2, 5))
+    assert sampling_params(sampling, None) == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "max_new_tokens": 9,
+        "stop": ["a"],
+        "stop_token_ids": [2, 5],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    params = sampling_params(Sampling(top_k=4), 11)
+    assert (params["top_k"], params["sampling_seed"], params["ignore_eos"]) == (4, 11, True)
+    assert "stop" not in params
+
+
+def test_images_are_refused() -> None:
+    async def sample() -> None:
+        request = Request(conversation="a", token_ids=[5], media=[object()], sampling=Sampling())  # type: ignore[list-item]
+        async for _ in make_api().sample(SERVER, request, 0):
+            pass
+
+    with pytest.raises(EngineError, match=r"engine\.name=sglang accepts text only"):
+        asyncio.run(sample())
+
+
+# weights
+
+WEIGHTS = {
+    "model.embed_tokens.weight": torch.arange(30.0).reshape(10, 3),
+    **{f"model.layers.0.self_attn.{name}_proj.weight": torch.full((2, 3), n) for n, name in enumerate("qkv")},
+    "model.layers.0.mlp.gate_proj.weight": torch.full((4, 3), 7.0),
+    "model.layers.0.mlp.up_proj.weight": torch.full((4, 3), 8.0),
+    "model.norm.weight": torch.ones(3),
+}
+
+
+def saved(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    save_file(weights, folder / "update.safetensors")
+    return folder / "update.safetensors"
+
+
+def checksum(*tensors: torch.Tensor) -> str:
+    """What SGLang reports for a weight on the CPU."""
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
+
+def as_served(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The checksums of a server with these weights: fused projections, embeddings filled up to 64 rows."""
+    parts, layer = list(weights.values()), "model.layers.0"
+    return {
+        "model.embed_tokens.weight": checksum(parts[0], torch.zeros(54, 3)),
+        f"{layer}.self_attn.qkv_proj.weight": checksum(*parts[1:4]),
+        f"{layer}.mlp.gate_up_proj.weight": checksum(*parts[4:6]),
+        "model.norm.weight": checksum(parts[6]),
+        "model.rotary_emb.cos_sin_cache": "0123",
+    }
+
+
+def test_checksums_of_a_server_are_compared_with_the_file(tmp_path: Path) -> None:
+    file = saved(tmp_path, WEIGHTS)
+    check_checksums("S", as_served(WEIGHTS), file)
+    for name in WEIGHTS:
+        changed = {**WEIGHTS, name: WEIGHTS[name].clone()}
+        changed[name].view(-1)[-1] += 1
+        with pytest.raises(EngineError, match="S has other values of model"):
+            check_checksums("S", as_served(changed), file)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path) -> None:
+    tied = {**WEIGHTS, "lm_head.weight": torch.zeros(10, 3)}
+    shapes = read_shapes([saved(tmp_path, tied)])
+    shapes.check(saved(tmp_path, WEIGHTS))
+    norm = "model.norm.weight"
+    without = {name: tensor for name, tensor in WEIGHTS.items() if name != norm}
+    for weights, message in (
+        (without, r"1 of the weights are missing: model\.norm\.weight"),
+        ({**WEIGHTS, norm: torch.ones(4)}, r"have another shape: model\.norm\.weight"),
+        ({**WEIGHTS, "model.more": torch.ones(4)}, r"are not the model's: model\.more"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            shapes.check(saved(tmp_path, weights))
+
+
+# the command
+
+
+def command(tmp_path: Path, **options: Any) -> list[str]:
+    defaults = {"python": "p", "model": "/m", "dtype": "float32", "cpu": True, "context": 2048, "token_bytes": 1024}
+    made = server_command(LaunchOptions(**{**defaults, "logs": tmp_path, **options}), index=1, port=7, token="t")
+    assert made.log == tmp_path / "sglang-1.log"
+    return list(made.arguments)
+
+
+def test_the_command_of_a_server(tmp_path: Path) -> None:
+    on_cpu = command(tmp_path)
+    assert on_cpu[:3] == ["p", "-m", "sglang.launch_server"]
+    assert {"--host=127.0.0.1", "--port=7", "--api-key=t", "--context-length=2054", "--device=cpu"} <= set(on_cpu)
+    assert "--max-total-tokens=1048576" in on_cpu
+    on_gpu = command(tmp_path, cpu=False, keep_seeds=True, lora_rank=8, arguments=["--tp-size=2"])
+    assert "--device=cpu" not in on_gpu
+    assert not [argument for argument in on_gpu if argument.startswith("--max-total-tokens")]
+    assert {"--enable-deterministic-inference", "--max-lora-rank=8"} <= set(on_gpu)
+    assert on_gpu[-1] == "--tp-size=2"
+    assert "--max-total-tokens=512" in command(tmp_path, memory_gb=0.5 / 1024)
+
+
+def test_bytes_of_a_token_in_the_kv_cache() -> None:
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3}
+    assert kv_token_bytes(config, "float32") == 2 * 3 * 2 * 32 * 4
+    assert kv_token_bytes({"text_config": config}, "bfloat16") == 2 * 3 * 2 * 32 * 2
+    old = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}
+    assert kv_token_bytes(old, "float32") == 2 * 64 * 4
