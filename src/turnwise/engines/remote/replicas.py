@@ -105,7 +105,12 @@ class Replicas:
         self._of.pop(conversation, None)
 
     def lose(self, replica: Replica) -> None:
-        """Use a replica no more until it is restored. A process that turnwise started is ended."""
+        """Use a replica no more until it is restored. A process that turnwise started is ended.
+
+        Nothing happens while the replica is restored: several requests report the same loss, one after the other.
+        """
+        if replica.lock.locked():
+            return
         if replica.ready:
             replica.ready = False
             _log.warning("%s is lost; its requests go on at another server or after a restart", replica.name)
