@@ -48,6 +48,28 @@ def test_weights_gradients_optimizer_and_cache_are_counted() -> None:
     assert parts(predict(kahan, shape(), WORK))["optimizer"] == 10 * count
 
 
+def test_a_critic_has_weights_gradients_and_an_optimizer_of_its_own() -> None:
+    credit: dict[str, Any] = {"name": "turn_gae"}
+    without, full = (parts(predict(config(credit=c), shape(), WORK)) for c in ({"name": "grpo"}, credit))
+    assert full.pop("critic") == without["weights"] + without["gradients"] + without["optimizer"]
+    assert full == without
+    lora: dict[str, Any] = {"lora": {"rank": 4}}
+    adapter = parts(predict(config(model=lora, credit=credit), shape(), WORK))
+    assert adapter["critic"] == adapter["gradients"] + adapter["optimizer"]  # on the policy's weights
+    other = parts(predict(config(model=lora, credit=credit, critic={"path": "other"}), shape(), WORK))
+    assert other["critic"] == adapter["critic"] + adapter["weights"]
+
+
+def test_a_reference_has_weights_unless_it_is_the_model_without_its_adapter() -> None:
+    reward, lora = {"kl": {"coef": 0.1}}, {"lora": {"rank": 4}}
+    full = parts(predict(config(reward=reward), shape(), WORK))
+    assert full["reference model"] == full["weights"]
+    assert "reference model" not in parts(predict(config(model=lora, reward=reward), shape(), WORK))
+    for reference in ({"path": "other"}, {"source": "copy"}):
+        copied = parts(predict(config(model=lora, reward=reward, reference=reference), shape(), WORK))
+        assert copied["reference model"] == copied["weights"]
+
+
 def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -> None:
     model = tiny_model()
     weights = {id(layer.weight): layer.weight.numel() for layer in model.modules() if type(layer).__name__ == "Linear"}

@@ -16,7 +16,7 @@ from support.tiny import save_model
 from test_train import PLACES, lines, run, timeless
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
 
 ESTIMATORS = ("gae", "turn_gae", "critic", "bilevel_gae")
 NAMES = {f"critic/{name}" for name in ("loss", "explained_variance", "clip_fraction", "grad_norm", "value_mean")}
@@ -92,6 +92,16 @@ def test_a_resumed_run_with_adapters_is_bit_identical(recipe: Path, tmp_path: Pa
     critic: Any = made.critic
     base = {id(parameter) for parameter in made.learner.model.parameters() if not parameter.requires_grad}  # type: ignore[attr-defined]
     assert base == {id(parameter) for parameter in critic._model.parameters() if not parameter.requires_grad}
+
+
+def test_a_resumed_run_with_an_adapter_refuses_another_base_model_of_its_critic(recipe: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", seed=7)
+    options = ("model.lora.rank=4", f"critic.path={other}")
+    run(recipe, *options, "train.steps=2")
+    run(recipe, *options, "train.steps=3", "resume=auto")
+    save_model(other, seed=8)
+    with pytest.raises(RunError, match=r"the weights in critic\.path=.*changed since the run.*restore them"):
+        run(recipe, *options, "resume=auto")
 
 
 def test_the_policy_waits_while_the_critic_warms_up(recipe: Path, model: Path, tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from turnwise.errors import TurnwiseError
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.batch import pack
 from turnwise.training.checkpoint import Checkpoints
+from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import PpoClip
 from turnwise.training.packing import MicroBatch
+from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -85,6 +87,39 @@ def test_the_trainer_the_engine_and_the_model_itself_agree(vision: MediaProcesso
         (micro,) = pack([trajectory(segment, [1.0, -0.5])], share_prompts=share_prompts).micro_batches
         with torch.no_grad():
             assert one._forward.logprobs(micro)[0].tolist() == pytest.approx(own_logprobs(model, segment), abs=1e-4)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_critic_reads_images(vision: MediaProcessor, share_prompts: bool) -> None:
+    """The value of each state is that of the model's own forward pass over the segment with its images."""
+    model = vision_model()
+    segments = held(model, vision)
+    critic = LocalCritic(model, threads=1)
+    with torch.no_grad():
+        critic._head.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    trajectories = [trajectory(segment, [1.0, -0.5], str(n)) for n, segment in enumerate(segments)]
+    packing = ValuePacking(level="token", micro_batch_tokens=2048, share_prompts=share_prompts)
+    set_values(trajectories, asyncio.run(critic.values(pack_states(trajectories, packing))), "token")
+    for one, segment in zip(trajectories, segments, strict=True):
+        ids = torch.tensor([list(segment.token_ids)])
+        given = {"input_ids": ids}
+        if segment.media:
+            given["mm_token_type_ids"] = torch.zeros_like(ids)
+            for media in segment.media:
+                given["mm_token_type_ids"][0, media.start : media.start + media.length] = 1
+            for name in ("pixel_values", "image_grid_thw"):
+                given[name] = torch.cat([media.inputs[name] for media in segment.media])
+        with torch.no_grad():
+            hidden_TD = model(**given, output_hidden_states=True).hidden_states[-1][0]
+            value_T = critic._head(hidden_TD)[:, 0]
+        expected = [float(value_T[place - 1]) for place, turn in enumerate(segment.turn) if turn >= 0]
+        assert [number for entry in one.values for number in entry] == pytest.approx(expected, abs=1e-4)  # type: ignore[union-attr]
+        one.returns = [[1.0] * len(entry) for entry in one.values]  # type: ignore[arg-type]
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    asyncio.run(critic.update([pack_value_targets(trajectories, packing)], lr=1e-2))
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert any("visual" in name for name in changed)
+    assert any("layers" in name and "visual" not in name for name in changed)
 
 
 def test_a_step_moves_the_words_and_the_eyes(vision: MediaProcessor) -> None:

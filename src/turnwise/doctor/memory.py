@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turnwise import build
+from turnwise.config.credit_checks import needs_critic
 from turnwise.config.kl_checks import needs_reference
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
@@ -148,6 +149,7 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
         MemoryPart("weights", trace.weights),
         MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if engine_copy else 0),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
+        MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("activations", trace.activations),
@@ -156,6 +158,17 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
         MemoryPart("program", _PROGRAM),
     ]
     return Prediction([part for part in parts if part.bytes])
+
+
+def _critic_bytes(config: Config, trace: _Trace, optimizer: OptimizerConfig, on_cpu: float) -> float:
+    """Weights, gradients and optimizer of the critic, which stay in memory while the policy is trained.
+
+    A model in `critic.path` is counted as a model of the policy's size. Without it, adapters are on the policy's weights.
+    """
+    if not needs_critic(config):
+        return 0
+    shared = config.model.lora.rank is not None and config.critic.path is None
+    return (0 if shared else trace.weights) + trace.trained + on_cpu * _optimizer_bytes(trace, optimizer)
 
 
 def memory_check(config: Config, path: str, *, section: str, memory_gb: float | None = None) -> Check:

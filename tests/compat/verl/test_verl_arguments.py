@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from compat.verl.verl_files import an_interaction, written
+from rewards.credit.test_credit_peers import source
 from turnwise import build
 from turnwise.cli import main
 from turnwise.compat.conversion import ConversionReport
@@ -207,6 +209,115 @@ def test_gae_and_its_critic(grpo: list[str]) -> None:
     }
     one_step = from_verl_arguments([*grpo, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
     assert "clip" not in one_step.recipe["critic"]
+
+
+GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+GEO_RULE = {"level": "geometric", "estimator": "k1", "low": 1 / 1.001, "high": 1 / 0.999}
+K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+K3_RULE = {"level": "geometric", "estimator": "k3", "high": 0.01}
+BYPASS = {"bypass_mode": True, "loss_type": "ppo_clip"}
+BYPASS_PG = {"bypass_mode": True, "loss_type": "reinforce"}
+PRESETS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "decoupled_token_is": ({"rollout_is": "token"}, "ppo_clip", {"action": "truncate", "level": "token", "high": 2.0}),
+    "decoupled_seq_is": (
+        {"rollout_is": "sequence"},
+        "ppo_clip",
+        {"action": "truncate", "level": "sequence", "high": 2.0},
+    ),
+    "decoupled_seq_is_rs": (
+        {"rollout_is": "sequence", "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+        "ppo_clip",
+        {
+            "action": "truncate",
+            "level": "sequence",
+            "high": 2.0,
+            "reject": {"level": "sequence", "estimator": "k1", "low": 0.5, "high": 2.0},
+        },
+    ),
+    "decoupled_geo_rs": (GEO, "ppo_clip", {"action": "measure", "reject": GEO_RULE}),
+    "bypass_ppo_clip": (BYPASS, "ppo_clip", {}),
+    "bypass_ppo_clip_geo_rs": (
+        {**BYPASS, **GEO},
+        "ppo_clip",
+        {"action": "measure", "decoupled": False, "reject": GEO_RULE},
+    ),
+    "bypass_ppo_clip_k3_rs": (
+        {**BYPASS, **K3},
+        "ppo_clip",
+        {"action": "measure", "decoupled": False, "reject": K3_RULE},
+    ),
+    "bypass_pg_is": (
+        {**BYPASS_PG, "rollout_is": "sequence"},
+        "reinforce",
+        {"action": "truncate", "level": "sequence", "high": 2.0},
+    ),
+    "bypass_pg_geo_rs": ({**BYPASS_PG, **GEO}, "reinforce", {"action": "measure", "reject": GEO_RULE}),
+    "decoupled_geo_rs_seq_tis": (
+        {"rollout_is": "sequence", **GEO},
+        "ppo_clip",
+        {"action": "truncate", "level": "sequence", "high": 2.0, "reject": GEO_RULE},
+    ),
+    "decoupled_geo_rs_token_tis": (
+        {"rollout_is": "token", **GEO},
+        "ppo_clip",
+        {"action": "truncate", "level": "token", "high": 2.0, "reject": GEO_RULE},
+    ),
+    "bypass_pg_geo_rs_seq_tis": (
+        {**BYPASS_PG, "rollout_is": "sequence", **GEO},
+        "reinforce",
+        {"action": "truncate", "level": "sequence", "high": 2.0, "reject": GEO_RULE},
+    ),
+    "bypass_pg_geo_rs_token_tis": (
+        {**BYPASS_PG, "rollout_is": "token", **GEO},
+        "reinforce",
+        {"action": "truncate", "level": "token", "high": 2.0, "reject": GEO_RULE},
+    ),
+    "decoupled_k3_rs": (K3, "ppo_clip", {"action": "measure", "reject": K3_RULE}),
+    "decoupled_k3_rs_seq_tis": (
+        {"rollout_is": "sequence", **K3},
+        "ppo_clip",
+        {"action": "truncate", "level": "sequence", "high": 2.0, "reject": K3_RULE},
+    ),
+    "decoupled_k3_rs_token_tis": (
+        {"rollout_is": "token", **K3},
+        "ppo_clip",
+        {"action": "truncate", "level": "token", "high": 2.0, "reject": K3_RULE},
+    ),
+    "disabled": ({}, "ppo_clip", {}),
+}
+"""verl's presets of rollout_correction: their keys, our loss, and our section correction."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_presets_of_rollout_correction_are_converted(grpo: list[str], name: str) -> None:
+    keys, loss, expected = PRESETS[name]
+    found = from_verl_arguments([*grpo, BF16, *(f"{PLACE}.{key}={value}" for key, value in keys.items())])
+    assert not found.refused()
+    assert found.recipe.get("correction", {}) == expected
+    assert found.recipe.get("loss", {}).get("name", "ppo_clip") == loss
+    whole(found)
+
+
+def test_the_presets_are_those_of_verl() -> None:
+    text = source("volcengine+verl", "verl/trainer/config/algorithm.py")
+    tree = next(node for node in ast.parse(text).body if getattr(node, "name", "") == "RolloutCorrectionConfig")
+    presets = {
+        node.name: node
+        for node in tree.body  # type: ignore[attr-defined]
+        if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "classmethod" for d in node.decorator_list)
+    }
+    assert presets.keys() == PRESETS.keys()
+    for name, function in presets.items():
+        arguments = [argument.arg for argument in function.args.args[1:]]
+        defaults = dict(zip(arguments, map(ast.literal_eval, function.args.defaults), strict=True))
+        call = next(node.value for node in function.body if isinstance(node, ast.Return))
+        assert isinstance(call, ast.Call)
+        given = {
+            item.arg: defaults[item.value.id] if isinstance(item.value, ast.Name) else ast.literal_eval(item.value)
+            for item in call.keywords
+        }
+        assert given.pop("rollout_is_threshold", 2.0) == 2.0, name
+        assert {key: value for key, value in given.items() if value is not None} == PRESETS[name][0], name
 
 
 def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
