@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.commands import convert, doctor, merge, retrieval, rollout, sft, show, train, view
+from turnwise.commands import convert, doctor, eval, merge, retrieval, rollout, sft, show, train, view
 from turnwise.commands.command import Context
 from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.config.known_names import called_here
@@ -22,7 +22,7 @@ from turnwise.version import __version__
 
 __all__ = ["main", "program"]
 
-_COMMANDS = (train, convert, sft, rollout, show, view, doctor, merge, retrieval)
+_COMMANDS = (train, convert, sft, eval, rollout, show, view, doctor, merge, retrieval)
 
 _EPILOG = """\
 examples:
@@ -35,6 +35,8 @@ examples:
   turnwise rollout recipes/calculator.yaml --out runs/look       run and score conversations, without training
   turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
                                                                  replay given answers (each line of the file: a list of texts)
+  turnwise eval recipes/calculator.yaml --model demo/model --model runs/demo
+                                                                 compare models on held-out rows (docs/evaluation.md)
   turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml
                                                                  make a recipe from a configuration of verl (docs/verl.md)
   turnwise show runs/demo                                        print the summary of a run

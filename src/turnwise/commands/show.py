@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from rich.text import Text
 
 from turnwise.commands.command import Context, Subparsers
 from turnwise.errors import ConfigError, RunError
+from turnwise.evaluation.results import read_results
 from turnwise.record.metric_names import metric_hint, metric_of
-from turnwise.record.reader import RecordedTrajectories, read, read_lines
+from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines
 from turnwise.record.token_texts import token_texts
 from turnwise.terminal.conversation import conversation
+from turnwise.terminal.evaluation_table import print_results
 from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
 from turnwise.types import Trajectory
 
@@ -150,6 +152,9 @@ def show(
     `evaluation` reads the held-out conversations instead of the training conversations; `tokens` prints every token too.
     Raises RunError if `run` is not a run, its record is damaged, or no conversation matches.
     """
+    if (models := evaluated_runs(run)) and _show_evaluation(console, run, models, selection):
+        return
+    run = models[0] if models else run
     path = run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl")
     if not (run / "trajectories.jsonl").is_file():
         raise RunError(
@@ -174,6 +179,29 @@ def show(
     decode = token_texts(run) if tokens else None
     for trajectory in trajectories:
         console.print(conversation(trajectory, tokens=tokens, decode=decode))
+
+
+def _show_evaluation(console: Console, run: Path, models: Sequence[Path], selection: Selection) -> bool:
+    """Print the results of an evaluation. Returns whether that is all: a selection of conversations reads a single model.
+
+    Raises RunError if conversations are selected and there are several models.
+    """
+    names = "\n".join(f"turnwise show {model}" for model in models)
+    if selection != Selection():
+        if len(models) > 1:
+            raise RunError(
+                f"{run} is an evaluation of {len(models)} models; select conversations of one model:\n{names}"
+            )
+        return False
+    if (run / "eval.json").is_file():
+        print_results(console, read_results(run / "eval.json"))
+        text = f"\nthe conversations of each model:\n{names}"
+    else:
+        text = (
+            f"this evaluation is not finished (`turnwise eval ... resume=auto` resumes it); its conversations:\n{names}"
+        )
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return True
 
 
 def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = False) -> None:

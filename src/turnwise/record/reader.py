@@ -16,19 +16,33 @@ from turnwise.record.decode import decode_trajectory
 from turnwise.record.line_index import line_offsets
 from turnwise.types import Trajectory
 
-__all__ = ["RecordedTrajectories", "read", "read_lines", "trajectories_file"]
+__all__ = ["RecordedTrajectories", "evaluated_runs", "read", "read_lines", "trajectories_file"]
 
 
 def trajectories_file(run_or_file: str | Path) -> Path:
-    """`trajectories.jsonl` of a run directory, or the file itself.
+    """`trajectories.jsonl` of a run directory, or the file itself. For an evaluation of a single model: that of the model.
 
     Raises RunError if there is no such file.
     """
     path = Path(run_or_file)
     file = path / "trajectories.jsonl" if path.is_dir() else path
+    if path.is_dir() and not file.is_file() and (models := evaluated_runs(path)):
+        if len(models) > 1:
+            names = ", ".join(str(model) for model in models)
+            raise RunError(f"{path.absolute()} is an evaluation of {len(models)} models: read one of {names}")
+        file = models[0] / "trajectories.jsonl"
     if not file.is_file():
         raise RunError(f"there is no file {file.absolute()}; give a run directory or a file of trajectories")
     return file
+
+
+def evaluated_runs(path: Path) -> list[Path]:
+    """The run directories of the models in the directory of an evaluation; empty for another directory."""
+    if (path / "trajectories.jsonl").is_file():
+        return []
+    return sorted(
+        file.parent for file in path.glob("*/evaluation.json") if (file.parent / "trajectories.jsonl").is_file()
+    )
 
 
 def read(run_or_file: str | Path) -> Iterator[Trajectory]:

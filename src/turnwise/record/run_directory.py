@@ -22,7 +22,7 @@ from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing
 from turnwise.types import Trajectory
 
-__all__ = ["RunDirectory", "refuse_run_directory"]
+__all__ = ["RunDirectory", "move_away", "refuse_run_directory"]
 
 
 class RunDirectory:
@@ -75,7 +75,7 @@ class RunDirectory:
                     f"replace=true; or choose another directory: output=runs/<name>"
                 )
             if config.replace:
-                notes.append(f"the previous run was moved to {self._move_away()}")
+                notes.append(f"the previous run was moved to {move_away(self.path)}")
                 self.release()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -170,17 +170,21 @@ class RunDirectory:
         paths = (self.about, self.config, *(file.path for file in self.appended.values()))
         return any(path.exists() for path in paths)
 
-    def _move_away(self) -> Path:
-        """Rename the directory; the new name has the time, and a number where that name is taken."""
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        target = self.path.with_name(f"{self.path.name}-until-{stamp}")
-        number = 1
-        while target.exists():
-            number += 1
-            target = self.path.with_name(f"{self.path.name}-until-{stamp}-{number}")
-        with writing(self.path):
-            shutil.move(self.path, target)
-        return target
+
+def move_away(path: Path) -> Path:
+    """Rename a directory and return its new path; the new name has the time, and a number where that name is taken.
+
+    Raises RunError if it cannot be renamed.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    target = path.with_name(f"{path.name}-until-{stamp}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}-until-{stamp}-{number}")
+    with writing(path):
+        shutil.move(path, target)
+    return target
 
 
 def refuse_run_directory(path: Path) -> None:

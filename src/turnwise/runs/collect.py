@@ -22,7 +22,7 @@ from turnwise.runs.sampling_only import conversation_context, prepare
 from turnwise.terminal.progress import progress
 from turnwise.types import Group, Trajectory
 
-__all__ = ["collect"]
+__all__ = ["assign_scripts", "collect"]
 
 
 async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
@@ -37,7 +37,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     _print(console, notes, style="dim")
     rows, weigh_turns = conversations.process(rows), build.turn_weighting(config)
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
-    groups, scripts = _assign_scripts(config, groups)
+    groups, scripts = assign_scripts(config, groups, samples="rollout.samples_per_row")
     async with conversation_context(conversations, scripts=scripts) as context:
         started = time.perf_counter()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -67,11 +67,13 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     return summary
 
 
-def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group], build.Scripts | None]:
+def assign_scripts(
+    config: Config, groups: Sequence[Group], *, samples: str
+) -> tuple[list[Group], build.Scripts | None]:
     """For the scripted engine: the groups that have scripts, and the script of each trajectory. Else all groups, and None.
 
-    The scripts say how many conversations there are: trajectories without a script are dropped. Raises DataError if there are
-    more scripts than trajectories.
+    The scripts say how many conversations there are: trajectories without a script are dropped. `samples` is the option for the
+    number of conversations on each row. Raises DataError if there are more scripts than trajectories.
     """
     if not isinstance(config.engine, ScriptedEngineSection):
         return list(groups), None
@@ -80,7 +82,7 @@ def _assign_scripts(config: Config, groups: Sequence[Group]) -> tuple[list[Group
     if len(scripts) > len(trajectories):
         raise DataError(
             f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with "
-            f"rollout.samples_per_row={config.rollout.samples_per_row} make {len(trajectories)} conversations; the number of "
+            f"{samples}={len(groups[0].trajectories)} make {len(trajectories)} conversations; the number of "
             f"scripts and the number of conversations must be equal"
         )
     by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}

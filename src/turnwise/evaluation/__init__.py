@@ -1,0 +1,1 @@
+"""Evaluation of models: statistics of rewards, and the results of an evaluation. Reads finished trajectories."""

@@ -1,0 +1,118 @@
+"""The results of an evaluation as tables: with lines and colours on a terminal, as aligned plain text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from turnwise.evaluation.results import Comparison, EvaluationResult, ModelResult, Part
+from turnwise.evaluation.statistics import Estimate
+
+__all__ = ["print_results"]
+
+
+def print_results(console: Console, result: EvaluationResult) -> None:
+    """Print the results: one row for each model, the comparisons, and the parts by data source and by number of turns."""
+    title = (
+        f"{result.rows} rows of {result.data}, {result.samples_per_row} conversations on each row, seed {result.seed}; passed: "
+        f"reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
+    )
+    _line(console, title)
+    _table(console, _models(result))
+    if result.comparisons:
+        _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
+        _table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)])
+    if any(model.sources for model in result.models):
+        _line(console, "\nby data source:")
+        parts = [(model, source, part) for model in result.models for source, part in model.sources.items()]
+        _table(console, [["model", "source", *_PART], *([m.name, name, *_part(part)] for m, name, part in parts)])
+    _line(console, "\nby number of turns:")
+    by_turns = [(model, number, part) for model in result.models for number, part in model.turns.items()]
+    _table(console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)])
+
+
+_PART = ["conversations", "reward", "pass rate"]
+_COMPARED = ["first", "second", "rows", "difference", "better/equal/worse", "p (t-test)", "p (sign flips)"]
+
+
+def _models(result: EvaluationResult) -> list[list[str]]:
+    ks = [k for k in sorted({k for model in result.models for k in model.pass_at}) if k > 1]
+    header = ["model", "reward", "pass rate"]
+    header += [f"pass@{k}" for k in ks] + [f"pass^{k}" for k in ks]
+    header += ["turns", "tokens", "seconds", "failed"]
+    return [header, *(_model(model, ks) for model in result.models)]
+
+
+def _model(model: ModelResult, ks: Sequence[int]) -> list[str]:
+    """The cells of a model. Tokens and seconds are those of one conversation."""
+    passes = [_mean(model.pass_at.get(k)) for k in ks] + [_mean(model.pass_all.get(k)) for k in ks]
+    cost = [_number(model.cost.tokens_per_conversation, 0), _number(model.cost.seconds_per_conversation, 2)]
+    failed = f"{model.failed} of {model.conversations}" if model.failed else "0"
+    return [
+        model.name,
+        _interval(model.reward),
+        _interval(model.pass_rate),
+        *passes,
+        _number(model.turns_mean, 2),
+        *cost,
+        failed,
+    ]
+
+
+def _comparison(comparison: Comparison) -> list[str]:
+    test = comparison.test
+    return [
+        comparison.first,
+        comparison.second,
+        str(test.difference.rows),
+        _interval(test.difference, sign=True),
+        f"{test.better}/{test.equal}/{test.worse}",
+        _number(test.p_t, 4),
+        _number(test.p_sign_flip, 4),
+    ]
+
+
+def _part(part: Part) -> list[str]:
+    return [str(part.conversations), _interval(part.reward), _interval(part.pass_rate)]
+
+
+def _interval(value: Estimate, *, sign: bool = False) -> str:
+    """`0.412 [0.351, 0.473]`; a dash without rows."""
+    if value.mean is None:
+        return "-"
+    mean = f"{value.mean:+.3f}" if sign else f"{value.mean:.3f}"
+    return mean if value.low is None or value.high is None else f"{mean} [{value.low:.3f}, {value.high:.3f}]"
+
+
+def _mean(value: Estimate | None) -> str:
+    return "-" if value is None else _number(value.mean, 3)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first row is the header: aligned text that is never cut or wrapped, except on a terminal."""
+    if console.is_terminal:
+        table = Table()
+        for place, header in enumerate(rows[0]):
+            table.add_column(Text(header), justify="left" if place == 0 else "right", no_wrap=place > 0)
+        for row in rows[1:]:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+        return
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        _line(console, "  ".join(cells).rstrip())
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

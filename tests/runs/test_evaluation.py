@@ -1,0 +1,267 @@
+"""`turnwise eval` with the scripted engine, the embedded engine and a real HTTP server that speaks the OpenAI protocol."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.recipes import save_recipe
+from support.servers import Answer, serving
+from support.tiny import save_model, save_rows
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.errors import RunError
+from turnwise.evaluation.results import prompt_tokens, read_results
+from turnwise.record.reader import RecordedTrajectories, read
+from turnwise.runs.evaluated_models import evaluated_models
+from turnwise.training.checkpoint import Checkpoints
+
+PLACE = """
+from turnwise.environments.environment import environment, user_message
+from turnwise.types import Opening, Reply
+
+
+@environment
+async def told(row):
+    '''The first answer is right if it is the answer of the row; a second try is worth a half.'''
+    turn = yield Opening(messages=row.messages)
+    if turn.message["content"] == row["answer"]:
+        yield Reply(reward=1.0, done=True)
+        return
+    turn = yield user_message("No. Again?")
+    yield Reply(reward=0.5 * (turn.message["content"] == row["answer"]), done=True)
+"""
+"""Rows are `0+1?` with the answer 1, `1+1?` with the answer 2, ..."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def recipe(folder: Path, model: Path, count: int = 3, **options: Any) -> Path:
+    (folder / "place.py").write_text(PLACE, encoding="utf-8")
+    rows = save_rows(folder / "rows.jsonl", count)
+    return save_recipe(
+        folder,
+        model,
+        environment=f"{folder}/place.py:told",
+        data={"train": str(rows), "eval": str(rows)},
+        **{"limits": {"turns": 4, "tokens_per_turn": 8}, "eval": {"samples_per_row": 2}, **options},
+    )
+
+
+def scripted(folder: Path, model: Path, *scripts: list[str], **options: Any) -> Path:
+    """A recipe whose conversations answer with these texts, in the order of rows and samples."""
+    lines = folder / "lines.jsonl"
+    lines.write_text("".join(json.dumps(script) + "\n" for script in scripts), encoding="utf-8")
+    return recipe(folder, model, engine={"name": "scripted", "script": str(lines)}, **options)
+
+
+SCRIPTS = (["1"], ["9", "1"], ["2"], ["2"], ["9", "9"], ["9", "3"])
+"""Two conversations for each of three rows: rewards 1 and 0.5, 1 and 1, 0 and 0.5."""
+
+
+def run(path: Path, out: Path, *words: str) -> int:
+    return main(["eval", str(path), "--out", str(out), *words])
+
+
+def test_the_numbers_are_those_of_the_conversations(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(scripted(tmp_path, model, *SCRIPTS), tmp_path / "out") == 0
+    result = read_results(tmp_path / "out" / "eval.json")
+    (only,) = result.models
+    assert (result.rows, result.samples_per_row, only.conversations, only.failed) == (3, 2, 6, 0)
+    assert only.row_rewards == {"1": 0.75, "2": 1.0, "3": 0.25}
+    assert only.reward.mean == pytest.approx(2 / 3)
+    assert only.reward.low == pytest.approx(2 / 3 - 4.302652729911275 * 0.3818813079129867 / 3**0.5)  # t(0.975, 2)
+    assert only.pass_rate.mean == pytest.approx((0.5 + 1 + 0) / 3)
+    assert {k: value.mean for k, value in only.pass_at.items()} == pytest.approx({1: 0.5, 2: 2 / 3})
+    assert {k: value.mean for k, value in only.pass_all.items()} == pytest.approx({1: 0.5, 2: 1 / 3})
+    assert {turns: part.conversations for turns, part in only.turns.items()} == {1: 3, 2: 3}
+    assert only.turns[2].reward.mean == pytest.approx((0.5 + 0.25) / 2)
+    assert (only.turns_mean, only.stops) == (1.5, {"done": 6})
+    assert only.cost.sampled_tokens == 9 * 2  # a byte and the stop token in each of the nine turns
+    trajectories = list(read(tmp_path / "out"))  # an evaluation of a single model is read like a run
+    assert [trajectory.id for trajectory in trajectories] == ["1/0", "1/1", "2/0", "2/1", "3/0", "3/1"]
+    assert only.cost.prompt_tokens == sum(prompt_tokens(trajectory) for trajectory in trajectories)
+    first, second = (turn for turn in trajectories[1].turns)
+    (segment,) = trajectories[1].segments
+    assert prompt_tokens(trajectories[1]) == segment.turn.index(first.index) + segment.turn.index(second.index)
+    printed = capsys.readouterr().out
+    assert "0.667 [-0.282, 1.615]  0.500" in printed
+    assert main(["show", str(tmp_path / "out")]) == 0
+    assert "0.667 [-0.282, 1.615]  0.500" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "out"), "--id", "3/1"]) == 0
+    assert "No. Again?" in capsys.readouterr().out
+
+
+def test_the_bound_of_a_pass_is_that_of_the_recipe(tmp_path: Path, model: Path) -> None:
+    path = scripted(tmp_path, model, *SCRIPTS, eval={"samples_per_row": 2, "pass_reward": 0.5})
+    assert run(path, tmp_path / "out") == 0
+    assert read_results(tmp_path / "out" / "eval.json").models[0].pass_rate.mean == pytest.approx(2.5 / 3)
+
+
+def test_several_turns_are_compared_with_one_turn_on_the_same_rows(tmp_path: Path, model: Path) -> None:
+    assert run(scripted(tmp_path, model, *SCRIPTS), tmp_path / "out", "--single-turn") == 0
+    result = read_results(tmp_path / "out" / "eval.json")
+    several, single = result.models
+    assert (several.name, single.name, single.single_turn) == (model.name, f"{model.name}-single-turn", True)
+    assert single.row_rewards == {"1": 0.5, "2": 1.0, "3": 0.0}
+    (comparison,) = result.comparisons
+    assert (comparison.first, comparison.second) == (several.name, single.name)
+    assert comparison.test.difference.mean == pytest.approx((0.25 + 0 + 0.25) / 3)
+    assert (comparison.test.better, comparison.test.equal, comparison.test.worse) == (2, 1, 0)
+    assert comparison.test.p_sign_flip == 0.5
+    assert run(scripted(tmp_path, model, *SCRIPTS), tmp_path / "b", "--single-turn", "limits.turns=1") == 1
+
+
+def test_sources_are_told_apart(tmp_path: Path, model: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "x", "answer": "7", "id": "seven"}) + "\n", encoding="utf-8")
+    path = scripted(tmp_path, model, *SCRIPTS, ["7"], ["9", "9"])
+    sources = json.dumps([str(tmp_path / "rows.jsonl"), str(other)])
+    assert run(path, tmp_path / "out", f"data.eval={sources}") == 0
+    (only,) = read_results(tmp_path / "out" / "eval.json").models
+    assert {source: part.conversations for source, part in only.sources.items()} == {
+        str(tmp_path / "rows.jsonl"): 6,
+        str(other): 2,
+    }
+    assert only.sources[str(other)].reward.mean == 0.5
+
+
+def right(question: dict[str, Any]) -> str:
+    """The right answer, read from the first message."""
+    return str(int(question["messages"][0]["content"].partition("+")[0]) + 1)
+
+
+def said(text: str) -> Answer:
+    usage = {"prompt_tokens": 10, "completion_tokens": 1}
+    return Answer({"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": usage})
+
+
+def test_endpoints_and_engines_are_compared_on_the_same_rows_and_seeds(tmp_path: Path, model: Path) -> None:
+    with serving(lambda question, number: said(right(question))) as server:
+        words = ["--model", f"clever=some/model@{server.url}/v1", "--model", str(model), "--model", str(model)]
+        assert run(recipe(tmp_path, model), tmp_path / "out", *words, "eval.sampling.temperature=0") == 0
+    result = read_results(tmp_path / "out" / "eval.json")
+    clever, first, second = result.models
+    assert [m.name for m in result.models] == ["clever", model.name, f"{model.name}-2"]
+    assert (clever.engine, clever.reward.mean, clever.pass_rate.mean) == ("openai", 1.0, 1.0)
+    assert (clever.cost.prompt_tokens, clever.cost.sampled_tokens) == (60, 6)
+    assert len({asked["seed"] for asked in server.asked}) == 6
+    assert {asked["temperature"] for asked in server.asked} == {0.0}
+    assert first.row_rewards == second.row_rewards  # the same weights and the same seeds
+    pairs = [(comparison.first, comparison.second) for comparison in result.comparisons]
+    assert pairs == [(model.name, "clever"), (f"{model.name}-2", "clever")]
+    with pytest.raises(RunError, match="is an evaluation of 3 models: read one of"):
+        list(read(tmp_path / "out"))
+    assert len(RecordedTrajectories(tmp_path / "out" / "clever")) == 6
+
+
+def test_a_killed_evaluation_keeps_its_finished_conversations(tmp_path: Path, model: Path) -> None:
+    path, out = recipe(tmp_path, model, count=6), tmp_path / "out"
+    broken = threading.Event()
+    broken.set()
+
+    def answer(question: dict[str, Any], number: int) -> Answer:
+        if number >= 5 and broken.is_set():
+            return Answer({"error": "no"}, 401)
+        return said(right(question))
+
+    with serving(answer) as server:
+        words = ["--model", f"m=x@{server.url}/v1", "max_concurrent=1"]
+        assert run(path, out, *words) == 0  # 5 of 12 succeed
+        file = out / "m" / "trajectories.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if b'"error":null' in line]
+        assert len(kept) == 5
+        file.write_bytes(b"".join(lines) + lines[0][:100])  # killed while it wrote a line
+        broken.clear()
+        asked = len(server.asked)
+        assert run(path, out, *words) == 1  # neither resume=auto nor replace=true
+        assert run(path, out, *words, "seed=5", "resume=auto") == 1
+        assert len(server.asked) == asked
+        assert run(path, out, *words, "resume=auto") == 0
+        assert len(server.asked) == asked + 7
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert (len(lines), set(kept) <= set(lines)) == (12, True)
+    result = read_results(out / "eval.json")
+    assert (result.models[0].conversations, result.models[0].failed, result.models[0].reward.mean) == (12, 0, 1.0)
+    assert [t.id for t in read(out)] == [f"{row}/{n}" for row in range(1, 7) for n in range(2)]
+
+
+def test_what_changed_is_named_when_an_evaluation_cannot_be_resumed(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = scripted(tmp_path, model, *SCRIPTS), tmp_path / "out"
+    assert run(path, out) == 0
+    assert run(path, out, "resume=auto", "eval.pass_reward=0.5", "train.lr=1") == 0  # neither changes a conversation
+    capsys.readouterr()
+    assert run(path, out, "resume=auto", "limits.turns=3", "sampling.temperature=0.5") == 1
+    error = capsys.readouterr().err
+    assert "limits.turns=3 (was 4)" in error
+    assert "sampling.temperature=0.5 (was 1.0)" in error
+    assert run(path, out, "replace=true") == 0
+    assert "the previous evaluation was moved to" in capsys.readouterr().out
+
+
+def test_an_unfinished_evaluation_is_shown_as_such(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(scripted(tmp_path, model, *SCRIPTS), tmp_path / "out") == 0
+    (tmp_path / "out" / "eval.json").unlink()
+    capsys.readouterr()
+    assert main(["show", str(tmp_path / "out")]) == 0
+    assert "this evaluation is not finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.eval=null"], "turnwise eval needs held-out rows: set data.eval"),
+        (["--model", "missing.yaml"], "missing.yaml"),
+        (["--model", "no/such/model"], "no/such/model"),
+    ],
+)
+def test_bad_input_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert run(recipe(tmp_path, model), tmp_path / "out", *words) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_with_other_files_is_refused(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(recipe(tmp_path, model), tmp_path) == 1
+    assert "contains other files than those of an evaluation" in capsys.readouterr().err
+
+
+def test_a_model_is_a_path_a_run_an_endpoint_or_a_file_of_options(tmp_path: Path, model: Path) -> None:
+    config, _ = load(recipe(tmp_path, model, engine={"name": "local", "slots": 4}))
+    options = tmp_path / "gpt.yaml"
+    options.write_text(
+        "engine: {name: openai, url: http://h/v1, model: gpt}\nsampling: {top_p: 0.9}\n", encoding="utf-8"
+    )
+    values = ["org/some-model", "a=x/y@https://h:1/v1", str(options), str(model)]
+    models = evaluated_models(config, values, single_turn=False)
+    assert [(m.name, m.model, m.config.engine.name) for m in models] == [
+        ("some-model", "org/some-model", "local"),
+        ("a", "x/y@https://h:1/v1", "openai"),
+        ("gpt", "gpt@http://h/v1", "openai"),
+        (model.name, str(model), "local"),
+    ]
+    assert models[2].config.sampling.top_p == 0.9
+    assert models[0].config.engine == config.engine
+    run_directory = tmp_path / "run"
+    (run_directory / "checkpoints").mkdir(parents=True)
+    with pytest.raises(RunError, match="this run has no checkpoint"):
+        evaluated_models(config, [str(run_directory)], single_turn=False)
+    assert Checkpoints(run_directory).find() is None
