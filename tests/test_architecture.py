@@ -38,6 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines.batched",
         "environments.environment",
         "services",
+        "rewards",  # the pipeline scores groups when they end
+        "data.row_source",
     },
     "rewards": {"types", "errors", "user_code", "services"},
     "training": {"types", "errors", "models", "json_yaml"},

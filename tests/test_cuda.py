@@ -36,7 +36,7 @@ def words(tmp_path: Path) -> Path:
     [
         ([], 1e-3),
         (["train.share_prompts=never", "train.micro_batch_tokens=100"], 1e-3),
-        (["train.overlap=true"], None),
+        (["train.max_staleness=1"], None),
         (["model.dtype=bfloat16"], 0.3),
         (["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"], None),
     ],

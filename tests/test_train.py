@@ -184,9 +184,9 @@ def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path, aut
     [
         ["train.minibatches=3", "train.ppo_epochs=2", "loss.clip_high=0.28"],
         ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "loss.normalizer=trajectory"],
-        ["train.overlap=true", "train.minibatches=2"],
+        ["train.max_staleness=1", "train.minibatches=2"],
         ["model.autocast=true", "model.gradient_checkpointing=true", "loss.kl_coef=0.1", "model.lora.rank=4"],
-        ["model.autocast=true", "train.overlap=true", "correction.action=truncate", "correction.level=token"],
+        ["model.autocast=true", "train.max_staleness=1", "correction.action=truncate", "correction.level=token"],
         ["model.dtype=bfloat16", "train.lr_schedule=cosine", "train.warmup_steps=1", "credit.scale=none"],
     ],
 )
@@ -208,7 +208,7 @@ def versions_of_steps(path: Path) -> dict[int, set[int]]:
 
 
 def test_overlapping_marks_which_weights_sampled_what(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "train.overlap=true", "train.steps=5")
+    run(recipe, "train.max_staleness=1", "train.steps=5")
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert metrics[0]["ratio/max_deviation"] < 1e-4
     assert metrics[2]["ratio/max_deviation"] > 1e-3
@@ -230,8 +230,8 @@ def test_without_overlap_a_step_is_sampled_by_the_weights_that_learn_from_it(rec
 
 def test_overlapping_takes_the_same_rows_in_the_same_order(recipe: Path, tmp_path: Path) -> None:
     rows: list[list[tuple[int, str]]] = []
-    for name in ("false", "true"):
-        made = run(recipe, f"train.overlap={name}", "train.steps=5", f"output={tmp_path / name}")
+    for name in ("0", "1"):
+        made = run(recipe, f"train.max_staleness={name}", "train.steps=5", f"output={tmp_path / name}")
         sampled = sum(one["tokens/sampled"] for one in lines(tmp_path / name / "metrics.jsonl"))
         assert made.context.engine.stats.sampled_tokens == sampled  # none is held that no step learns from
         rows.append([(one["step"], one["row"]["id"]) for one in lines(tmp_path / name / "trajectories.jsonl")])

@@ -19,7 +19,7 @@ from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import TrainingRun, assemble, pack_groups, roll_out, train
+from turnwise.train import TrainingRun, assemble, pack_groups, train
 from turnwise.training.background import StopFlag
 from turnwise.types import Completion, Group, LogprobKind, Request
 
@@ -55,8 +55,7 @@ def held(run: TrainingRun) -> list[Group]:
     """The groups of the first step, scored and with advantages."""
 
     async def hold() -> list[Group]:
-        rollouts = await roll_out(run, 0, run.data)
-        await run.scorer.score(rollouts.groups)
+        rollouts = await run.pipeline.take()
         run.credit(rollouts.groups)
         return list(rollouts.groups)
 
@@ -160,7 +159,7 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
         (tmp_path / name).mkdir()
         run = assembled(model, tmp_path / name, "low_bytes", ppo_epochs=2)
         if name == "unknown":
-            run.context = replace(run.context, engine=Unknown(run.context.engine))
+            run.pipeline.context = replace(run.context, engine=Unknown(run.context.engine))
         learnt(run)
         weights.append(torch.cat([parameter.detach().flatten() for parameter in run.learner.model.parameters()]))
     start = torch.cat([parameter.detach().flatten() for parameter in assembled_model(model).parameters()])
@@ -176,8 +175,8 @@ def assembled_model(path: Path) -> Any:
 
 
 def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:
-    run = assembled(model, tmp_path, "low_bytes", overlap=True)
-    run.context = replace(run.context, engine=Unknown(run.context.engine))
+    run = assembled(model, tmp_path, "low_bytes", max_staleness=1)
+    run.pipeline.context = replace(run.context, engine=Unknown(run.context.engine))
     with pytest.raises(
         RolloutError, match=r"of step 2 failed.*\n.*engine.*was sampled by weights of version 0.*'none'"
     ):

@@ -6,7 +6,6 @@ weights, publishes them to the engine, and writes everything down. `assemble` (r
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -17,17 +16,17 @@ from typing import Any
 from turnwise import build
 from turnwise.engines.engine import closing
 from turnwise.errors import RolloutError
-from turnwise.record.metrics import conversation_metrics, failures, has_reward_differences
-from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.record.metrics import conversation_metrics, failures, staleness_metrics, time_metrics
+from turnwise.rollout.pipeline import TakenGroups
 from turnwise.runs.critic_training import CriticMetrics
-from turnwise.runs.evaluate import evaluate, sample_baselines
+from turnwise.runs.evaluate import evaluate
 from turnwise.runs.garbage import frozen_start_objects
 from turnwise.runs.kl_reward import KlRewardMetrics
-from turnwise.runs.training_run import DataState, TrainingRun, assemble
+from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
-from turnwise.types import Group, Row, Trajectory
+from turnwise.types import Group
 
 __all__ = ["TrainingRun", "assemble", "train"]
 
@@ -39,92 +38,57 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
 
     Raises RolloutError if all conversations of a step failed, RunError if the run directory cannot be written.
     """
-    config, options = run.config, run.config.train
+    config = run.config
     report.begin(config, done=run.step, notes=run.notes)
     async with (
         contextlib.aclosing(run.environments),
         closing(run.context.engine),
         run.checkpoint_on_exit(),
         frozen_start_objects(),
+        run.pipeline,
     ):
         await run.publisher.begin(run.step)
-        next_rollouts: asyncio.Task[_Rollouts] | None = None
         while run.step < run.steps:
             if run.evaluation_due(config.eval.every):
                 await _evaluate(run, report)
             started = time.perf_counter()
-            run.activity.step(run.step + 1)
-            rollouts = await (next_rollouts or roll_out(run, run.step, run.data))
-            if options.overlap and run.step + 1 < run.steps:
-                next_rollouts = asyncio.create_task(roll_out(run, run.step + 1, rollouts.data))
+            taken = await _take(run)
             update_started = time.perf_counter()
-            _weigh(run, rollouts.groups)
-            learnt = await _learn(run, rollouts.trained)
-            seconds = {"rollout": rollouts.seconds, "train": time.perf_counter() - update_started}
-            _finish_step(run, report, rollouts, learnt, seconds=seconds, started=started)
+            _weigh(run, taken.groups)
+            learnt = await _learn(run, taken.trained)
+            seconds = {
+                "rollout": taken.seconds,
+                "waiting": taken.taken - taken.asked,
+                "train": time.perf_counter() - update_started,
+            }
+            _finish_step(run, report, taken, learnt, seconds=seconds, started=started)
         if run.evaluation_due(config.eval.every):
             await _evaluate(run, report)
     report.end(run.directory, run.checkpoints.newest)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rollouts:
-    """The scored trajectories of a step."""
+async def _take(run: TrainingRun) -> TakenGroups:
+    """The scored groups of the next step.
 
-    groups: Sequence[Group]
-    """All groups that were sampled."""
-    replaced: int
-    """How many of them `train.dynamic_sampling` replaced."""
-    data: DataState
-    """The position in the data after these groups."""
-    seconds: float
-
-    @property
-    def trained(self) -> Sequence[Group]:
-        """The groups to train on: without those that were replaced, unless no others are left."""
-        if not self.replaced:
-            return self.groups
-        return [group for group in self.groups if has_reward_differences(group)] or self.groups
-
-
-async def roll_out(run: TrainingRun, step: int, data: DataState) -> _Rollouts:
-    """Sample and score the trajectories of a step, counted from 0, from the rows after `data`.
-
-    With `train.dynamic_sampling`, groups without reward differences are replaced by groups of the next rows.
+    Raises RolloutError if no group has enough finished conversations to train on.
     """
-    started = time.perf_counter()
     options = run.config.train
-    groups: list[Group] = []
-    for _ in range(1 + options.dynamic_sampling):
-        count = options.batch_size
-        if options.dynamic_sampling:
-            count -= sum(has_reward_differences(group) for group in groups)
-        if not count:
-            break
-        rows, data = run.next_rows(data, count)
-        groups += await _sample_groups(run, step, rows, first=len(groups))
-    replaced = len(groups) - options.batch_size
-    return _Rollouts(groups, replaced, data.after(groups), time.perf_counter() - started)
+    run.activity.step(run.step + 1)
+    run.pipeline.on_finished = run.activity.part(run.step + 1, "conversations", options.batch_size * options.group_size)
+    taken = await run.pipeline.take()
+    if not taken.trained:
+        raise RolloutError(_nothing_to_train_on(run, taken.groups))
+    return taken
 
 
-async def _sample_groups(run: TrainingRun, step: int, rows: Sequence[Row], *, first: int) -> list[Group]:
-    """Sample and score a group of each row. `first` is the number of groups that the step has before these."""
-    options = run.config.train
-    groups = [
-        new_group(row, size=options.group_size, seed=run.config.seed, prefix=f"{step + 1}.{place}:")
-        for place, row in enumerate(rows, first)
-    ]
-    advance = run.activity.part(step + 1, "conversations", sum(len(group.trajectories) for group in groups))
-    score = run.scorer.scoring_callback(groups)
-
-    async def on_finished(trajectory: Trajectory) -> None:
-        advance()
-        await score(trajectory)
-
-    await rollout_groups(groups, run.context, on_finished=on_finished)
-    if run.credit.needs_baseline:
-        await sample_baselines(groups, run.context, run.scorer)
-    return groups
+def _nothing_to_train_on(run: TrainingRun, groups: Sequence[Group]) -> str:
+    least, step = run.config.train.min_group_size, run.step + 1
+    if any(not trajectory.failed for group in groups for trajectory in group.trajectories):
+        reason = f"no group of step {step} has train.min_group_size={least} conversations that did not fail"
+    else:
+        reason = f"all conversations of step {step} failed"
+    problems = "\n  ".join(failures(groups)[:5])
+    return f"{reason}, so there is nothing to train on:\n  {problems}"
 
 
 def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
@@ -147,10 +111,7 @@ def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
     options = run.config.train
     trajectories = [t for group in groups for t in group.trajectories if t.advantages]
     if not trajectories:
-        problems = "\n  ".join(failures(groups)[:5])
-        raise RolloutError(
-            f"all conversations of step {run.step + 1} failed, so there is nothing to train on:\n  {problems}"
-        )
+        raise RolloutError(_nothing_to_train_on(run, groups))
     trajectories = [t for t in trajectories if any(turn.weight for turn in t.turns)] or trajectories
     no_gradient = not any(turn.weight and t.has_advantage(turn.index) for t in trajectories for turn in t.turns)
     if no_gradient and not run.learner.requirements.keep_zero:
@@ -194,6 +155,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
             run.learner.mix_reference(reference.sync_weight)
     # at once, so that no further token is sampled from the old weights
     await run.publisher.publish(run.step + 1)
+    run.pipeline.publish(run.step + 1)
     if training is not None:
         critic = await training.update(groups, cancellable=update is None, on_first_step=run.begin_update)
     return _Learnt(update, critic, kl_reward, share_saved(batches))
@@ -214,16 +176,20 @@ async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
 def _finish_step(
     run: TrainingRun,
     report: TrainReport,
-    rollouts: _Rollouts,
+    taken: TakenGroups,
     learnt: _Learnt,
     *,
     seconds: dict[str, float],
     started: float,
 ) -> None:
     """Write down the step, and warn of what keeps the run from learning."""
-    groups, update = rollouts.groups, learnt.policy
+    groups, update = taken.groups, learnt.policy
+    options = run.config.train
     metrics: dict[str, Any] = {
         **conversation_metrics(groups),
+        **staleness_metrics(taken.trained, run.step),
+        **time_metrics(groups),
+        "groups/too_small": sum(active.too_small for active in taken.active),
         "loss": update and update.loss,
         "kl": update and update.kl,
         "grad_norm": update and update.grad_norm,
@@ -235,19 +201,20 @@ def _finish_step(
         **(learnt.critic.named() if learnt.critic else {}),
         **(learnt.kl_reward.named() if learnt.kl_reward else {}),
     }
-    if run.config.train.dynamic_sampling:
-        metrics["groups/replaced"] = rollouts.replaced
-    if run.curriculum is not None:
-        metrics["rows/skipped"] = rollouts.data.position - run.data.position - len(groups)
-    run.data_after_step = rollouts.data
+    if options.dynamic_sampling or options.replace_failed:
+        metrics["groups/replaced"] = sum(active.replaced for active in taken.active)
+    if options.group_timeout is not None:
+        metrics["groups/timed_out"] = sum(active.timed_out for active in taken.active)
+    if run.pipeline.source.curriculum is not None:
+        metrics["rows/skipped"] = taken.skipped
     tolerance = 0.01 if run.config.model.exact else 0.5
-    if not run.config.train.overlap and update is not None and update.max_deviation > tolerance:
+    if update is not None and update.fresh_deviation > tolerance:
         _log.warning(
-            "step %d: trainer and engine disagree: before the first optimizer step a probability ratio differs from 1 by %.3g "
-            "(ratio/max_deviation; up to %g is rounding). The tokens that are trained on are not those that were sampled: please "
-            "report it",
+            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token that the "
+            "present weights sampled differs from 1 by %.3g (up to %g is rounding; see ratio/max_deviation). The tokens that are "
+            "trained on are not those that were sampled: please report it",
             run.step + 1,
-            update.max_deviation,
+            update.fresh_deviation,
             tolerance,
         )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]

@@ -255,12 +255,12 @@ torch.nn.modules.module.register_module_forward_pre_hook(slow)
 """
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, overlap: bool) -> None:
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, staleness: int) -> None:
     recipe.with_name("user.py").write_text(USER.replace("@environment", f"{SLOW_TRAINING}\n@environment"))
     # 300 micro-batches of a second each
     small = ["train.group_size=150", "train.micro_batch_tokens=1", "train.share_prompts=never"]
-    started = start(recipe, *small, f"train.overlap={str(overlap).lower()}")
+    started = start(recipe, *small, f"train.max_staleness={staleness}")
     wait_for_steps(started, recipe, 1)
     recipe.with_name("slow").touch()
     wait_for(recipe.with_name("training"), started, recipe)

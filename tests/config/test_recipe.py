@@ -116,14 +116,14 @@ def test_overrides_are_yaml_and_may_reach_into_what_is_not_there(recipe: Path) -
         "limits.turns=3",
         "limits.seconds=null",
         "sampling.stop=['###', \"a=b\"]",
-        "train.overlap=true",
+        "train.max_staleness=1",
         "data.columns={prompt: question}",
         "data.columns.answer=solution",
         "output=runs/x=y",
         "data.system_prompt=",
     )
     assert (config.train.lr, config.limits.turns, config.limits.seconds) == (1e-4, 3, None)
-    assert (config.sampling.stop, config.train.overlap) == (["###", "a=b"], True)
+    assert (config.sampling.stop, config.train.max_staleness) == (["###", "a=b"], 1)
     assert config.data.columns == {"prompt": "question", "answer": "solution"}
     assert (config.output, config.data.system_prompt) == ("runs/x=y", None)
 
@@ -314,7 +314,7 @@ def test_another_loss_keeps_the_options_that_all_losses_have(tmp_path: Path) -> 
         (["loss.name=sapo", "loss.tau_negative=2"], "loss.tau_negative has no effect with one optimizer step a batch"),
         (["loss.normalizer=constant"], "loss.normalizer=constant needs loss.constant_length"),
         (["loss.constant_length=9"], "loss.constant_length has no effect with loss.normalizer=token"),
-        (["loss.clip_high=0.3"], "remove it, or set train.minibatches, train.ppo_epochs or train.overlap"),
+        (["loss.clip_high=0.3"], "remove it, or set train.minibatches, train.ppo_epochs or train.max_staleness"),
         (
             ["train.group_size=1"],
             "train.group_size=1 is too small: credit.name=grpo compares the trajectories of one row. Set train.group_size to 2",
@@ -345,7 +345,15 @@ def test_another_loss_keeps_the_options_that_all_losses_have(tmp_path: Path) -> 
         (["eval.max_rows=5"], "eval.max_rows has no effect without held-out rows"),
         (["data.train=hub/id", "data.eval_split=dev"], "data.eval_split has no effect without data.eval"),
         (["resume=auto", "replace=true"], "resume=auto continues the earlier run and replace=true moves it away"),
-        (["deterministic=true", "train.overlap=true"], "deterministic=true cannot be combined with train.overlap=true"),
+        (
+            ["deterministic=true", "train.max_staleness=1"],
+            "deterministic=true cannot be combined with train.max_staleness=1",
+        ),
+        (
+            ["deterministic=true", "train.group_timeout=5"],
+            "deterministic=true cannot be combined with train.group_timeout=5",
+        ),
+        (["train.group_size=4", "train.min_group_size=5"], "train.min_group_size=5 is more than train.group_size=4"),
         (
             ["deterministic=true", "model.device=cuda"],
             "deterministic=true works on the CPU only, and the recipe has model.device=cuda",
@@ -372,7 +380,7 @@ def test_options_without_effect_are_refused(recipe: Path, overrides: list[str], 
     [
         ["loss.clip_low=0.1", "train.ppo_epochs=2"],
         ["loss.clip_high=0.3", "train.minibatches=2"],
-        ["loss.clip_low=0.1", "train.overlap=true"],
+        ["loss.clip_low=0.1", "train.max_staleness=1"],
         ["loss.clip_low=0.2", "loss.clip_high=0.2"],  # the defaults, named
         ["train.batch_size=2", "train.group_size=3", "train.minibatches=6"],
         ["train.steps=5", "train.warmup_steps=4"],

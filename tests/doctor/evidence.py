@@ -43,6 +43,7 @@ _CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
 _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _ROWS = "runs/test_row_choice.py::test_"
+_ASYNCHRONOUS = "runs/test_asynchronous_training.py::test_"
 _CRITIC = "runs/test_critic_run.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
@@ -100,7 +101,10 @@ TESTED: Mapping[str, str] = {
     **{f"data.curriculum.{name}": f"{_ROWS}the_curriculum_skips_rows" for name in ("low", "high", "keep", "column")},
     **{f"train.{name}": _LEARNT for name in ("batch_size", "group_size", "minibatches", "ppo_epochs")},
     "loss.name": _LEARNT,
-    "train.overlap": "test_train.py::test_overlapping_marks_which_weights_sampled_what",
+    "train.max_staleness": "test_train.py::test_overlapping_marks_which_weights_sampled_what",
+    "train.group_timeout": f"{_ASYNCHRONOUS}a_hung_conversation_does_not_stop_its_group",
+    "train.min_group_size": f"{_ASYNCHRONOUS}a_group_with_too_few_conversations_is_not_trained_on",
+    "train.replace_failed": f"{_ASYNCHRONOUS}failed_groups_are_replaced",
     "train.micro_batch_tokens": _effects("the_size_of_a_micro_batch_is_that_of_the_recipe"),
     "train.share_prompts": _REACHES,
     **{f"eval.{name}": _EVALUATIONS for name in ("max_rows", "samples_per_row", "every")},

@@ -41,7 +41,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}], "kl": {"coef": 0.1}},
         "credit": {"name": "turn_gae"},
         "correction": {"action": "measure"},
-        "train": {"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.01, "dynamic_sampling": 1, "overlap": True},
+        "train": {
+            "steps": 1,
+            "batch_size": 2,
+            "group_size": 2,
+            "lr": 0.01,
+            "dynamic_sampling": 1,
+            "max_staleness": 1,
+            "group_timeout": 600,
+        },
         "eval": {"max_rows": 2},
         "output": str(place / "train"),
     }

@@ -63,7 +63,7 @@ def test_a_part_counts_its_own_pieces_only() -> None:
     conversation()
     assert activity.text().startswith("step 2: conversations 1 of 8, 0 s")
     micro_batch = activity.part(1, "training, micro-batches", 3)
-    conversation()  # with train.overlap they go on
+    conversation()  # with train.max_staleness they go on
     micro_batch()
     assert activity.text().startswith("step 1: training, micro-batches 1 of 3, 0 s")
 

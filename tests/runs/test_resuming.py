@@ -209,15 +209,15 @@ def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
 
 def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> None:
     former = option_values(load(copied)[0])
-    del former["train.overlap"]
+    del former["train.max_staleness"]
 
     def check(*overrides: str) -> list[str]:
         now = option_values(load(copied, overrides)[0])
         return check_options(former, now, named=[], where="run", checkpoint="run/checkpoint")
 
     assert check() == []
-    with pytest.raises(RunError, match=r"train\.overlap=True \(the run used False\)"):
-        check("train.overlap=true")
+    with pytest.raises(RunError, match=r"train\.max_staleness=1 \(the run used 0\)"):
+        check("train.max_staleness=1")
 
 
 @pytest.mark.parametrize(

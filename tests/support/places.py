@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -100,3 +101,26 @@ async def equal_in_even_rows(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
     assert turn.completion is not None
     own = (sum((n + 1) * id_ for n, id_ in enumerate(turn.completion.token_ids)) % 997) / 997
     yield Reply(reward=own if int(row.id) % 2 else 0.5, done=True)
+
+
+@environment
+async def hangs_in_odd_rows(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Never answers the second conversation of an odd row."""
+    turn = yield Opening(messages=row.messages)
+    _seen[row.id] = _seen.get(row.id, 0) + 1
+    if int(row.id) % 2 and _seen[row.id] % 2 == 0:
+        await asyncio.Event().wait()
+    yield Reply(reward=_liking(turn), done=True)
+
+
+_seen: dict[str, int] = {}
+
+
+@environment
+async def slow_tail(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Takes some milliseconds for each of two turns, and twenty times as long for every seventh row."""
+    turn = yield Opening(messages=row.messages)
+    for _ in range(2):
+        await asyncio.sleep(0.1 if int(row.id) % 7 == 0 else 0.005)
+        turn = yield user_message("And?", reward=_liking(turn))
+    yield Reply(reward=_liking(turn), done=True)

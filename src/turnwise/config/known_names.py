@@ -63,7 +63,12 @@ CALLED: dict[str, tuple[str, ...]] = {
     "train.betas": ("adam_beta1", "adam_beta2", "adam_betas"),
     "loss.normalizer": ("loss_type", "loss_agg_mode", "loss_average"),
     "loss.constant_length": ("loss_scale_factor",),
-    "train.overlap": ("async_generate", "async_training"),
+    "train.max_staleness": (
+        "async_generate", "async_training", "staleness_threshold", "max_off_policyness", "max_head_offpolicyness",
+        "max_async_level", "async_steps", "max_lag",
+    ),
+    "train.group_timeout": ("rollout_timeout", "group_deadline"),
+    "train.replace_failed": ("resample_failed",),
     "limits.turns": ("max_turns", "num_turns", "max_assistant_turns", "max_user_turns", "max_tool_calling_iterations"),
     "limits.tokens_per_turn": ("max_completion_length", "max_new_tokens", "max_tokens"),
     "limits.response_tokens": ("max_response_length",),
@@ -170,6 +175,7 @@ RENAMED: dict[str, str] = {
     "train.group": "train.group_size",
     "train.kl_coef": "loss.kl_coef",
     "train.loss_average": "loss.normalizer",
+    "train.overlap": "train.max_staleness",
     "train.rows": "train.batch_size",
     "train.schedule": "train.lr_schedule",
 }

@@ -81,9 +81,19 @@ class TrainSection(OptimizationSection):
     common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same
     log-probabilities. If the check fails, `auto` computes each sequence separately, and `always` is an error. `never`: each
     sequence is computed separately."""
-    overlap: bool = False
-    """Whether the trajectories of the next step are sampled during the training of the present step. This is faster, but the
-    trajectories come from weights that are one version older (off-policy)."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """The largest age of the weights that sampled a trajectory, in training steps, when the trajectory is trained on. 0: sampling
+    and training alternate, and all trajectories come from the present weights. 1: the trajectories of the next step are sampled
+    during the training of the present step. n: conversations run continuously, up to n steps ahead of the training
+    (docs/pipeline.md). With a larger number, slow conversations delay training less, but the trajectories are more off-policy."""
+    group_timeout: Annotated[float, Field(gt=0)] | None = None
+    """The time limit of a group in seconds, from the start of its first conversation. Conversations that still run then are
+    ended and count as failed; the group is trained on without them. Null: no limit."""
+    min_group_size: Positive = 1
+    """The smallest number of trajectories in a group that did not fail. A group with fewer is recorded, but not trained on."""
+    replace_failed: Annotated[int, Field(ge=0)] = 0
+    """How often in a step, at most, groups with fewer than `train.min_group_size` trajectories that did not fail are replaced by
+    groups of the next rows. 0: no group is replaced, and the step trains on fewer groups."""
 
 
 class SftSection(OptimizationSection):

@@ -85,6 +85,11 @@ def _optimization_problems(config: Config) -> list[Problem]:
             f"{trajectories}, or raise train.batch_size",
         ),
         (
+            train.min_group_size > train.group_size,
+            f"train.min_group_size={train.min_group_size} is more than train.group_size={train.group_size}, so no group could be "
+            f"trained on: lower it",
+        ),
+        (
             train.warmup_steps >= train.steps,
             f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}: no step would have the full "
             f"learning rate",
@@ -100,27 +105,27 @@ def _optimization_problems(config: Config) -> list[Problem]:
 def _loss_problems(config: Config) -> list[Problem]:
     """Problems of the section loss."""
     train, loss = config.train, config.loss
-    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and not train.overlap
+    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
     of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
-    same_weights = config.engine.name == "local" and not train.overlap and config.model.exact
+    same_weights = config.engine.name == "local" and train.max_staleness == 0 and config.model.exact
     correction = config.correction
     return [
         (
             same_weights and correction.action is not None,
             f"correction.action={correction.action} has no effect: the engine samples with the trainer's own weights in the same "
-            f"precision, so all ratios are 1. Remove it, or set train.overlap",
+            f"precision, so all ratios are 1. Remove it, or set train.max_staleness",
         ),
         (
             same_weights and on_policy and correction.off_policy_sequence_mask_delta is not None,
             "correction.off_policy_sequence_mask_delta has no effect with one optimizer step a batch on tokens of the same "
-            "weights: remove it, or set train.minibatches, train.ppo_epochs or train.overlap",
+            "weights: remove it, or set train.minibatches, train.ppo_epochs or train.max_staleness",
         ),
         (
             on_policy and bool(of_ratio),
             f"{options} {'have' if len(of_ratio) > 1 else 'has'} no effect with one optimizer step a batch (the probability "
             f"ratio is 1): remove {'them' if len(of_ratio) > 1 else 'it'}, or set train.minibatches, train.ppo_epochs or "
-            f"train.overlap",
+            f"train.max_staleness",
         ),
         (
             loss.normalizer == "constant" and loss.constant_length is None,
@@ -297,8 +302,14 @@ def _deterministic_training_problems(config: Config) -> list[Problem]:
     threads = engine.threads if isinstance(engine, LocalEngineSection) else 1
     return [
         (
-            config.deterministic and config.train.overlap,
-            "deterministic=true cannot be combined with train.overlap=true: remove one of them",
+            config.deterministic and config.train.max_staleness > 0,
+            f"deterministic=true cannot be combined with train.max_staleness={config.train.max_staleness}, because the "
+            f"rows and the weights of a step then depend on timing: remove one of them",
+        ),
+        (
+            config.deterministic and config.train.group_timeout is not None,
+            f"deterministic=true cannot be combined with train.group_timeout={config.train.group_timeout}, because the result "
+            f"then depends on timing: remove one of them. limits.seconds is a limit that counts only a conversation's own time",
         ),
         deterministic_device_problem(config),
         (

@@ -81,8 +81,18 @@ METRICS = (
         same=("frac_reward_zero_std", "groups/all_equal"),
     ),
     Metric(
-        "groups/replaced", "count", "", "Groups that `train.dynamic_sampling` replaced, because their rewards were all the same.",
+        "groups/replaced", "count", "",
+        "Groups that were replaced by groups of other rows: by `train.dynamic_sampling`, because their rewards were all the "
+        "same, or by `train.replace_failed`, because too many of their conversations failed.",
         lines=_TRAIN,
+    ),
+    Metric(
+        "groups/too_small", "count", "",
+        "Groups that are not trained on, because fewer than `train.min_group_size` of their conversations did not fail.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "groups/timed_out", "count", "", "Groups with conversations that were ended by `train.group_timeout`.", lines=_TRAIN,
     ),
     Metric(
         "rows/skipped", "count", "", "Rows that `data.curriculum` skipped, because they are too hard or too easy.", lines=_TRAIN,
@@ -277,15 +287,38 @@ METRICS = (
     ),
     Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
-        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.overlap` it is one step "
-        "older.",
+        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.max_staleness`, it is at "
+        "most so many steps older than the step.",
         same=("version",),
+    ),
+    Metric(
+        "staleness/mean", "steps", "mean over the sampled tokens of the groups that are trained on",
+        "Training steps from the weights that sampled a token to the step that trains on it; 0 without `train.max_staleness`.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "staleness/max", "steps", "maximum over the sampled tokens of the groups that are trained on",
+        "The same for the oldest token. It is at most `train.max_staleness`.", lines=_TRAIN,
     ),
     Metric(
         "version/newest", "steps", f"maximum over the tokens of {_ALL}", "Version of the newest weights that sampled a token.",
     ),
     Metric(
-        "seconds/rollout", "seconds", "", "Time to run the conversations and compute their rewards.", near=("timing_s/gen",),
+        "seconds/rollout", "seconds", "",
+        "Time from the start of the first conversation of the step to the end of the last, with their rewards.",
+        near=("timing_s/gen",),
+    ),
+    Metric(
+        "seconds/waiting", "seconds", "",
+        "Time for which the trainer waited for conversations. Without `train.max_staleness`, all conversations of the step run "
+        "in this time.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "seconds/conversation/<part>", "seconds", _FINISHED,
+        "Time for which a conversation waited: for the engine (`engine`), for its environment and tools (`environment`), or for "
+        "something else, such as the encoding of prompts (`other`). [record](record.md#timeline) has the times of each step.",
+        lines=_TRAIN,
     ),
     Metric("seconds/replay", "seconds", "", "Time to turn conversations into tokens.", lines=_SFT),
     Metric(
@@ -298,7 +331,7 @@ METRICS = (
     ),
     Metric(
         "seconds/step", "seconds", "",
-        "Wall-clock time of the step. With `train.overlap` it is less than the sum of the other times.",
+        "Wall-clock time of the step. With `train.max_staleness`, it is less than the sum of the other times.",
         same=("timing_s/step", "perf/time_per_step", "step_time"), lines=_BOTH,
     ),
 )  # fmt: skip

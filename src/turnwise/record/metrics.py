@@ -8,7 +8,15 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
-__all__ = ["conversation_metrics", "failures", "has_reward_differences", "mean", "share", "template_mismatches"]
+__all__ = [
+    "conversation_metrics",
+    "failures",
+    "mean",
+    "share",
+    "staleness_metrics",
+    "template_mismatches",
+    "time_metrics",
+]
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:
@@ -56,6 +64,39 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
     return metrics
+
+
+def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float | int | None]:
+    """How many training steps older than `version` the weights were that sampled the tokens of these groups."""
+    tokens = sum(
+        (
+            Counter(segment.version)
+            for group in groups
+            for trajectory in group.trajectories
+            if not trajectory.failed
+            for segment in trajectory.segments
+        ),
+        Counter[int](),
+    )
+    del tokens[NOT_SAMPLED]
+    staleness = {version - sampled_by: count for sampled_by, count in tokens.items()}
+    return {
+        "staleness/mean": sum(steps * count for steps, count in staleness.items()) / tokens.total() if tokens else None,
+        "staleness/max": max(staleness, default=None),
+    }
+
+
+def time_metrics(groups: Sequence[Group]) -> dict[str, float | None]:
+    """What a conversation waited for, in seconds: the engine, the environment with its tools, or something else."""
+    finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
+    engine = [sum(turn.seconds_engine for turn in trajectory.turns) for trajectory in finished]
+    environment = [sum(turn.seconds_environment for turn in trajectory.turns) for trajectory in finished]
+    other = [t.seconds - e - v for t, e, v in zip(finished, engine, environment, strict=True)]
+    parts = {"engine": engine, "environment": environment, "other": other}
+    return {
+        f"seconds/conversation/{name}": round(statistics.fmean(values), 4) if values else None
+        for name, values in parts.items()
+    }
 
 
 def template_mismatches(trajectories: Sequence[Trajectory]) -> str | None:
@@ -123,16 +164,6 @@ def _prefix_hit_rate(trajectories: Sequence[Trajectory]) -> float | None:
 def _all_equal(group: Group) -> bool:
     rewards = {trajectory.reward for trajectory in group.trajectories if not trajectory.failed}
     return len(rewards) <= 1
-
-
-def has_reward_differences(group: Group) -> bool:
-    """Whether the trajectories of a group that did not fail differ in their rewards, or in the rewards of their turns."""
-    rewards = {
-        (trajectory.reward, *((turn.index, turn.reward) for turn in trajectory.turns if turn.reward))
-        for trajectory in group.trajectories
-        if not trajectory.failed
-    }
-    return len(rewards) > 1
 
 
 def mean(values: Sequence[float]) -> float | None:

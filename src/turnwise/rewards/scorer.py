@@ -24,7 +24,7 @@ from turnwise.user_code.deadlines import conversation, deadline
 from turnwise.user_code.scoring_scope import scored_together
 from turnwise.user_code.time_limit import Interrupted, call_within
 
-__all__ = ["Scorer"]
+__all__ = ["GroupScoring", "Scorer"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,18 +79,39 @@ class Scorer:
         trajectories that are completely scored by then; their environments are closed. Call this function in the task that
         starts the conversations.
         """
+        self.share_scope()
+        scorings = {id(group): GroupScoring(self, group) for group in groups}
+        of_trajectory = {id(trajectory): scorings[id(group)] for group in groups for trajectory in group.trajectories}
+
+        async def finished(trajectory: Trajectory) -> Sequence[Trajectory]:
+            scoring = of_trajectory[id(trajectory)]
+            written = await scoring.finished(trajectory)
+            if not self.batch or scoring.unfinished or any(other.unfinished for other in scorings.values()):
+                return written
+            return await self.score_batch([*scorings.values()])
+
+        return finished
+
+    def share_scope(self) -> None:
+        """Set which conversations are scored together (`scored_together`), in the task that starts the conversations."""
         scored_together.set("batch" if self.batch else "group")
-        return _Batch(self, groups).finished
+
+    async def score_batch(self, scorings: Sequence[GroupScoring]) -> Sequence[Trajectory]:
+        """Call the functions of the batch for groups whose conversations have all ended. Returns all their trajectories."""
+        for reward in self.batch:
+            if pending := [score for scoring in scorings for score in scoring.not_failed()]:
+                await _score_together(self, reward, pending, of="the batch", isolate=True)
+        return [trajectory for scoring in scorings for trajectory in scoring.write(scoring.group.trajectories)]
 
 
-class _Batch:
-    """The scoring of the trajectories of some groups: which of them have ended, and their rewards so far."""
+class GroupScoring:
+    """The scoring of one group: how many of its conversations run, and the rewards of the others so far."""
 
-    def __init__(self, scorer: Scorer, groups: Sequence[Group]) -> None:
+    def __init__(self, scorer: Scorer, group: Group) -> None:
+        self.group = group
+        self.unfinished = len(group.trajectories)
+        """How many conversations run or are not scored yet, apart from the functions of the batch."""
         self._scorer = scorer
-        self._groups = groups
-        self._group_of = {id(trajectory): group for group in groups for trajectory in group.trajectories}
-        self._unfinished = {id(group): len(group.trajectories) for group in groups}
         self._pending: dict[int, _PendingScore] = {}
         """By the id of the trajectory: those that did not fail and are not written yet."""
         self._by_group = bool(scorer.groups) or any(
@@ -98,43 +119,36 @@ class _Batch:
         )
 
     async def finished(self, trajectory: Trajectory) -> Sequence[Trajectory]:
-        """A conversation has ended. Returns the trajectories that are completely scored now."""
-        scorer, group = self._scorer, self._group_of[id(trajectory)]
+        """A conversation has ended: call the functions that can be called now.
+
+        Returns the trajectories that are completely scored; none if there are functions of the batch (`Scorer.score_batch`).
+        """
+        scorer, group = self._scorer, self.group
         if not trajectory.failed and trajectory.reward is None:
             pending = self._pending[id(trajectory)] = _PendingScore(Scored(trajectory, group))
             await _score_alone(scorer, pending, with_group=False)
-        self._unfinished[id(group)] -= 1
-        if not self._by_group and not scorer.batch:
-            return self._write([trajectory])
-        if self._unfinished[id(group)]:
+        if self._by_group and self.unfinished == 1:
+            await self._score_group()
+        self.unfinished -= 1
+        if scorer.batch or (self._by_group and self.unfinished):
             return ()
-        if self._by_group:
-            await self._score_group(group)
-        if not scorer.batch:
-            return self._write(group.trajectories)
-        del self._unfinished[id(group)]
-        if self._unfinished:
-            return ()
-        trajectories = [member for group in self._groups for member in group.trajectories]
-        for reward in scorer.batch:
-            if pending_scores := self._not_failed(trajectories):
-                await _score_together(scorer, reward, pending_scores, of="the batch", isolate=True)
-        return self._write(trajectories)
+        return self.write(group.trajectories if self._by_group else [trajectory])
 
-    async def _score_group(self, group: Group) -> None:
+    def not_failed(self) -> list[_PendingScore]:
+        """The scores of the trajectories that did not fail and are not written."""
+        scores = [self._pending.get(id(trajectory)) for trajectory in self.group.trajectories]
+        return [score for score in scores if score is not None and not score.trajectory.failed]
+
+    async def _score_group(self) -> None:
         scorer = self._scorer
-        await _run_all(
-            [_score_alone(scorer, pending, with_group=True) for pending in self._not_failed(group.trajectories)]
-        )
-        if pending := self._not_failed(group.trajectories):
+        await _run_all([_score_alone(scorer, pending, with_group=True) for pending in self.not_failed()])
+        if pending := self.not_failed():
             await _run_all(
                 [_score_together(scorer, reward, pending, of="a group", isolate=False) for reward in scorer.groups]
             )
 
-    def _not_failed(self, trajectories: Sequence[Trajectory]) -> list[_PendingScore]:
-        return [self._pending[id(t)] for t in trajectories if id(t) in self._pending and not t.failed]
-
-    def _write(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    def write(self, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """Write the rewards into trajectories that are completely scored, and close their environments."""
         for trajectory in trajectories:
             if (pending := self._pending.pop(id(trajectory), None)) is not None:
                 pending.write()

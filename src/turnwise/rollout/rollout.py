@@ -124,25 +124,34 @@ async def rollout_group(group: Group, context: ConversationContext) -> Group:
 
 
 async def rollout_groups(
-    groups: Sequence[Group], context: ConversationContext, *, on_finished: OnFinished | None = None
+    groups: Sequence[Group],
+    context: ConversationContext,
+    *,
+    on_finished: OnFinished | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> Sequence[Group]:
     """Run the conversations of several groups, at most `context.max_concurrent` at the same time.
 
-    `on_finished` is awaited with each trajectory when its conversation has ended.
+    `on_finished` is awaited with each trajectory when its conversation has ended. `slots` limits the conversations of several
+    calls together: each conversation waits for one of them (not in lockstep, where only one call runs at a time).
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if isinstance(context, RolloutContext) and context.lockstep:
         await _rollout_in_lockstep(trajectories, context, on_finished)
     else:
-        await _rollout_concurrently(trajectories, context, on_finished)
+        await _rollout_concurrently(
+            trajectories, context, on_finished, slots or asyncio.Semaphore(context.max_concurrent)
+        )
     return groups
 
 
 async def _rollout_concurrently(
-    trajectories: Sequence[Trajectory], context: ConversationContext, on_finished: OnFinished | None
+    trajectories: Sequence[Trajectory],
+    context: ConversationContext,
+    on_finished: OnFinished | None,
+    slots: asyncio.Semaphore,
 ) -> None:
     """Each conversation starts as soon as there is room for it."""
-    slots = asyncio.Semaphore(context.max_concurrent)
     run = runner_of(context)
 
     async def rollout_when_free(trajectory: Trajectory) -> None:

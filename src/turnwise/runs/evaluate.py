@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from turnwise.record.metrics import conversation_metrics, mean
@@ -12,7 +11,7 @@ from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
-__all__ = ["evaluate", "sample_baselines"]
+__all__ = ["evaluate"]
 
 
 async def evaluate(
@@ -47,27 +46,3 @@ async def evaluate(
         if trajectory.reward is not None and not trajectory.failed
     ]
     return {"step": step, **conversation_metrics(groups), "pass_rate": mean(passed), **seconds}, groups
-
-
-async def sample_baselines(groups: Sequence[Group], context: RolloutContext, scorer: Scorer) -> None:
-    """Run and score one conversation at temperature 0 for each group, as `Group.baseline`.
-
-    For reward functions that compare, a greedy conversation is a group of its own.
-    """
-    alone = [
-        Group(
-            id=f"{group.id}:greedy",
-            row=group.row,
-            trajectories=[Trajectory(id=f"{group.id}:greedy/0", group=f"{group.id}:greedy", row=group.row)],
-        )
-        for group in groups
-    ]
-    score = scorer.scoring_callback(alone)
-
-    async def done(trajectory: Trajectory) -> None:
-        await score(trajectory)
-
-    greedy = replace(context, sampling=replace(context.sampling, temperature=0.0))
-    await rollout_groups(alone, greedy, on_finished=done)
-    for group, single in zip(groups, alone, strict=True):
-        group.baseline = single.trajectories[0]

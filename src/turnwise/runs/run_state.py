@@ -125,6 +125,7 @@ class RunState:
             share_prompts=required.share_prompts,
             keep_zero=required.keep_zero or keep_zero,
             kinds=required.logprob_kinds,
+            version=self.step,
         )
 
     def evaluation_due(self, every: int) -> bool:

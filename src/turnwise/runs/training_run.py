@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
-from turnwise.data.curriculum import Curriculum, PassRates, initial_pass_rates, pass_rates_of
+from turnwise.data.curriculum import initial_pass_rates
+from turnwise.data.row_source import DataState, RowSource
 from turnwise.engines.publisher import WeightPublisher
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.rollout import RolloutContext
+from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.pipeline import Pipeline, PipelineOptions
 from turnwise.runs.assembly import read_inputs
 from turnwise.runs.critic_training import CriticTraining
 from turnwise.runs.kl_reward import KlReward
@@ -21,71 +23,41 @@ from turnwise.runs.learning_watch import LearningWatch
 from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunState
 from turnwise.training.learner import Learner
-from turnwise.types import Group, Row
+from turnwise.types import Row
 
 __all__ = ["DataState", "TrainingRun", "assemble"]
-
-
-@dataclass(frozen=True, slots=True)
-class DataState:
-    """A position in the rows of a run."""
-
-    position: int = 0
-    """The number of rows that were used or skipped."""
-    pass_rates: PassRates = field(default_factory=dict)
-    """The pass rate of each row that has one. Empty without a curriculum."""
-    keep_pass_rates: bool = False
-    """Whether there is a curriculum, which needs pass rates."""
-
-    def after(self, groups: Sequence[Group]) -> DataState:
-        """The state with the pass rates of these groups."""
-        if not self.keep_pass_rates:
-            return self
-        return replace(self, pass_rates={**self.pass_rates, **pass_rates_of(groups)})
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingRun(RunState):
     """A training run, ready to continue after `step` steps."""
 
-    context: RolloutContext
     environments: build.Environments
     """The factory in `context`, which is closed at the end of the run."""
-    scorer: Scorer
     credit: Credit
     publisher: WeightPublisher
     """Hands new weights to the engine."""
     watch: LearningWatch
-    curriculum: Curriculum | None
-    """Which rows are skipped; None skips no row."""
     kl_reward: KlReward | None
     """The KL divergence in the reward; None without `reward.kl`."""
+    pipeline: Pipeline
+    """Runs the conversations and hands scored groups to the training loop."""
     data: DataState
     """The rows that the finished steps have used."""
-    data_after_step: DataState
-    """The same with the step in progress. It becomes `data` when the step is finished."""
-
-    def next_rows(self, data: DataState, count: int) -> tuple[list[Row], DataState]:
-        """The next `count` rows after `data`, and the position after them.
-
-        Rows that the curriculum skips are passed over. If it skips all rows of an entire pass, the next rows are used as they
-        come: a step always has its rows.
-        """
-        rows: list[Row] = []
-        place, last = data.position, data.position + len(self.rows)
-        while len(rows) < count:
-            ((_, index),) = self.order.take(place, 1)
-            row = self.rows[index]
-            if self.curriculum is None or place >= last or not self.curriculum.skips(row, place, data.pass_rates):
-                rows.append(row)
-            place += 1
-        return rows, replace(data, position=place)
 
     def data_position(self) -> dict[str, Any]:
-        place = {**RunState.data_position(self), "position": self.data.position}
-        if self.kl_reward is not None:
-            place["kl_coef"] = self.kl_reward.coef
-        return place if self.curriculum is None else {**place, "pass_rates": dict(self.data.pass_rates)}
+        with_curriculum = self.pipeline.source.curriculum is not None
+        place = {**RunState.data_position(self), **self.data.written(curriculum=with_curriculum)}
+        return place if self.kl_reward is None else {**place, "kl_coef": self.kl_reward.coef}
+
+    @property
+    def context(self) -> RolloutContext:
+        """What all conversations share."""
+        return self.pipeline.context
+
+    @property
+    def scorer(self) -> Scorer:
+        return self.pipeline.scorer
 
     @property
     def critic_training(self) -> CriticTraining | None:
@@ -94,7 +66,7 @@ class TrainingRun(RunState):
         return None if self.critic is None or level is None else CriticTraining(self.critic, level, self.config)
 
     def advance_data(self) -> None:
-        self.data = self.data_after_step
+        self.data = self.pipeline.state
 
 
 def assemble(config: Config) -> TrainingRun:
@@ -120,8 +92,7 @@ def assemble(config: Config) -> TrainingRun:
     engine = build.engine(config, renderer, learner.model, version=opened.step)
     build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
-    curriculum = build.curriculum(config)
-    data = _data_state(opened, inputs.rows, config, curriculum=curriculum is not None)
+    data = _data_state(opened, inputs.rows, config)
     opened.begin(learner, critic)
     return TrainingRun(
         inputs=inputs,
@@ -131,16 +102,19 @@ def assemble(config: Config) -> TrainingRun:
         steps=config.train.steps,
         weigh_turns=weigh_turns,
         normalization=build.normalization(config.loss),
-        context=context,
         environments=environments,
-        scorer=scorer,
         credit=credit,
         publisher=build.publisher(config, engine, learner),
         watch=LearningWatch(config),
-        curriculum=curriculum,
         kl_reward=_kl_reward(config, learner, opened),
+        pipeline=Pipeline(
+            context=context,
+            scorer=scorer,
+            source=RowSource(inputs.rows, build.row_order(config, inputs.rows), build.curriculum(config), data),
+            options=_pipeline_options(config, baselines=credit.needs_baseline),
+            version=opened.step,
+        ),
         data=data,
-        data_after_step=data,
     )
 
 
@@ -153,15 +127,26 @@ def _kl_reward(config: Config, learner: Learner, opened: OpenedRun) -> KlReward 
     return KlReward(learner, options, config.train.micro_batch_tokens, coef)
 
 
-def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config, *, curriculum: bool) -> DataState:
-    """The position in the rows at the start of a new or a resumed run."""
-    position = opened.number("position")
-    if not curriculum:
-        return DataState(position)
-    rates = initial_pass_rates(rows, config.data.curriculum.column)
-    if opened.saved is not None:
-        rates |= opened.saved.about["place"].get("pass_rates", {})
-    return DataState(position, rates, keep_pass_rates=True)
+def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config) -> DataState:
+    """The rows that were used, at the start of a new or a resumed run."""
+    saved = {} if opened.saved is None else opened.saved.about["place"]
+    return DataState.read(saved, initial_pass_rates(rows, config.data.curriculum.column))
+
+
+def _pipeline_options(config: Config, *, baselines: bool) -> PipelineOptions:
+    train = config.train
+    return PipelineOptions(
+        batch_size=train.batch_size,
+        group_size=train.group_size,
+        steps=train.steps,
+        seed=config.seed,
+        max_staleness=train.max_staleness,
+        dynamic_sampling=train.dynamic_sampling,
+        replace_failed=train.replace_failed,
+        min_group_size=train.min_group_size,
+        group_timeout=train.group_timeout,
+        baselines=baselines,
+    )
 
 
 def _read_rows(config: Config, held_out: bool) -> list[Row]:

@@ -33,8 +33,8 @@ class Activity:
     def part(self, step: int, name: str, total: int = 0) -> Callable[[], None]:
         """Record that a part of a step begins, with `total` items.
 
-        Returns a function to call after each item. It has no effect after another part began: with `train.overlap`, the
-        conversations of the next step continue during training.
+        Returns a function to call after each item. It has no effect after another part began: with `train.max_staleness`, the
+        conversations of later steps continue during training.
         """
         self.label, self.done, self.total = f"step {step}: {name}", 0, total
         self._parts += 1

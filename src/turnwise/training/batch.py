@@ -10,6 +10,7 @@ the result.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ def pack(
     share_prompts: bool = True,
     keep_zero: bool = False,
     kinds: Collection[LogprobKind] = (LogprobKind.SAMPLED,),
+    version: int | None = None,
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
@@ -72,7 +74,7 @@ def pack(
     `parallel` micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes.
 
     `kinds` are the kinds of log-probability that the loss can use (`BatchRequirements.logprob_kinds`); those of other kinds
-    are dropped, and `Targets.known_N` is false for their tokens.
+    are dropped, and `Targets.known_N` is false for their tokens. `version` is that of the weights that are trained.
 
     Turns of weight 0 (`Turn.weight`) are excluded from numerator and denominator of the average: with them in the denominator,
     the size of the gradient would depend on how much of a conversation is masked. Advantages of 0 stay in the denominator:
@@ -94,7 +96,11 @@ def pack(
             branches.append((trajectory.group, branch))
     merged = _merge_equal(branches)
     micro_batches = pack_sequences(
-        merged, _targets, micro_batch_tokens=micro_batch_tokens, parallel=parallel, share_prompts=share_prompts
+        merged,
+        functools.partial(_targets, version=version),
+        micro_batch_tokens=micro_batch_tokens,
+        parallel=parallel,
+        share_prompts=share_prompts,
     )
     separate = [branch for branch in merged if not share_prompts or branch.media]
     return Batch(
@@ -123,7 +129,7 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
                     "engine",
                     f"turn {turn} was sampled by weights of version {sampled_by}, is used to train version {version}, and "
                     f"has log-probabilities of the kind '{unknown[turn]}'; importance correction needs "
-                    f"{' or '.join(sorted(kinds))}. Use an engine that reports them, or train.overlap=false",
+                    f"{' or '.join(sorted(kinds))}. Use an engine that reports them, or train.max_staleness=0",
                 )
     return None
 
@@ -138,7 +144,7 @@ def _merge_equal(branches: Sequence[tuple[str, Branch]]) -> list[Branch]:
     return list(merged.values())
 
 
-def _targets(branches: Sequence[Branch]) -> Targets:
+def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
     """The targets of all branches, in their order."""
 
     def column(values: Callable[[Branch], np.ndarray]) -> torch.Tensor:
@@ -151,6 +157,7 @@ def _targets(branches: Sequence[Branch]) -> Targets:
         version_N=column(lambda branch: branch.version),
         behaviour_logprob_N=column(lambda branch: branch.logprobs),
         known_N=column(lambda branch: branch.known),
+        version=version,
         advantage_N=column(lambda branch: branch.advantages),
         weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
     )

@@ -32,7 +32,7 @@ from turnwise.training.policy_losses import nll
 from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.training.reference import Reference
 from turnwise.training.targets import Targets
-from turnwise.training.update_sums import UpdateSums, update_stats
+from turnwise.training.update_sums import UpdateSums, fresh_deviation, update_stats
 from turnwise.training.value_batch import StateBatch
 from turnwise.types import Sampling
 
@@ -225,6 +225,7 @@ class LocalLearner:
             tokens=len(terms.loss_N),
             clipped=float(terms.clipped),
             max_deviation=float(terms.max_deviation),
+            fresh_deviation=fresh_deviation(logprob_N, targets),
         )
 
     async def evaluate_loss(self, batch: Batch) -> float:

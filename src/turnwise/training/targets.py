@@ -40,6 +40,8 @@ class Targets:
     """Factor of the token's policy loss (rollout correction). None: 1."""
     decoupled: bool = False
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
+    version: int | None = None
+    """Version of the weights that are trained; None where the targets have no versions."""
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""

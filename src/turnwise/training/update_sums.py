@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from turnwise.training.correction import CorrectionSums
 from turnwise.training.learner import UpdateStats
+from turnwise.training.targets import Targets
 
-__all__ = ["UpdateSums", "update_stats"]
+__all__ = ["UpdateSums", "fresh_deviation", "update_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,7 @@ class UpdateSums:
     tokens: int = 0
     clipped: float = 0.0
     max_deviation: float = 0.0
+    fresh_deviation: float = 0.0
 
     def __add__(self, other: UpdateSums) -> UpdateSums:
         return UpdateSums(
@@ -28,7 +32,17 @@ class UpdateSums:
             tokens=self.tokens + other.tokens,
             clipped=self.clipped + other.clipped,
             max_deviation=max(self.max_deviation, other.max_deviation),
+            fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
         )
+
+
+def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
+    """Largest `|ratio - 1|` of the tokens that the present weights sampled and the engine reported; 0 without such tokens."""
+    fresh_N = targets.known_N & (targets.version_N == targets.version)
+    if targets.version is None or not fresh_N.any():
+        return 0.0
+    difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
+    return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
 
 
 def update_stats(sums: Sequence[UpdateSums], norms: Sequence[float], correction: CorrectionSums) -> UpdateStats:
@@ -41,6 +55,7 @@ def update_stats(sums: Sequence[UpdateSums], norms: Sequence[float], correction:
         kl=sum(step.kl for step in sums) / len(sums),
         grad_norm=sum(norms) / len(norms),
         max_deviation=sums[0].max_deviation,
+        fresh_deviation=sums[0].fresh_deviation,
         clip_fraction=sum(step.clipped for step in sums) / max(tokens, 1),
         tokens=tokens,
         steps=len(sums),

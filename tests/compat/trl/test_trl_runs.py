@@ -101,7 +101,7 @@ def games(path: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True, "max_concurrent": 2}, {"train": {"overlap": True}}])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True, "max_concurrent": 2}, {"train": {"max_staleness": 1}}])
 def test_two_instances_serve_any_number_of_conversations(model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     save(tmp_path, *({"name": f"row {n}"} for n in range(4)))
     held_out = {"data": {"train": str(tmp_path / "rows.jsonl"), "eval": str(tmp_path / "rows.jsonl")}}

@@ -89,7 +89,6 @@ OPTIONS: Mapping[str, str] = {
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
-    "async_generate": "train.overlap",
     "dataset_shuffle": "data.shuffle",
     "seed": "seed",
     "output_dir": "output",
@@ -99,6 +98,7 @@ OPTIONS: Mapping[str, str] = {
 """Arguments that become one option, with the same value."""
 
 CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "async_generate": ("train.max_staleness", {"true": 1, "false": 0}),
     "torch_dtype": ("model.dtype", {"bfloat16": "bfloat16", "float32": "float32"}),
     "optim": (
         "train.optimizer.name",
