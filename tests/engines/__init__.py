@@ -1,0 +1,1 @@
+"""Tests of engines. A package, because benchmarks/engines.py has the same name."""
