@@ -123,7 +123,7 @@ def test_the_reference_is_computed_in_the_same_precision() -> None:
     (micro,) = pack(group()).micro_batches
     assert learner._reference is not None
     with torch.no_grad():
-        assert torch.equal(learner._reference.logprobs(micro)[0], learner._forward.logprobs(micro)[0])
+        assert torch.equal(learner._reference.logprobs(micro), learner._forward.logprobs(micro)[0])
     assert asyncio.run(learner.update([pack(group())], lr=0.0)).kl == 0.0
 
 

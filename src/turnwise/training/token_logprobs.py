@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from turnwise.models.autocast import autocast
 from turnwise.models.distribution import sampling_logits
@@ -88,12 +87,33 @@ def logprobs_of_logits(
         keep_N=token_N,
     )
     if not entropy:
-        return -F.cross_entropy(logits_NV, token_N, reduction="none"), None
+        return _TargetLogprobs.apply(logits_NV, token_N), None
     all_NV = logits_NV.log_softmax(dim=-1)
     logprob_N = all_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1)
     # tokens that top-k, top-p or min-p removed have probability 0 and log-probability -inf: their product counts as 0
     entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1)
     return logprob_N, entropy_N
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """The log-probability [N] of one token of each row of logits [N, V].
+
+    As `F.cross_entropy`, with fewer tensors of the size of the logits: between the passes only the logits are kept, and the
+    backward pass makes one more, the gradient `g * (onehot - softmax)`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+        total_N = logits_NV.logsumexp(dim=-1)
+        ctx.save_for_backward(logits_NV, token_N, total_N)
+        return logits_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1) - total_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_NV, token_N, total_N = ctx.saved_tensors
+        gradient_N1 = gradients[0].unsqueeze(-1)
+        result_NV = (logits_NV - total_N.unsqueeze(-1)).exp_().mul_(-gradient_N1)
+        return result_NV.scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None
 
 
 def _in_chunks(
