@@ -55,27 +55,30 @@ class WeightedOrder:
             for number, length in enumerate(lengths)
         ]
         self._counts = [0] * len(lengths)
-        """How many of the first `sum(_counts)` rows each data set has given."""
+        """How many of the first `_place` rows each data set has given."""
+        self._place = 0
 
     def take(self, position: int, count: int) -> list[tuple[int, int]]:
         """`(epoch, index)` of `count` rows, after the first `position` rows were used. The epoch is that of the data set."""
-        if (
-            sum(self._counts) > position
-        ):  # the counts only go forward, so an earlier position counts from the start again
-            self._counts = [0] * len(self._counts)
-        while sum(self._counts) < position:
-            self._counts[self._next()] += 1
+        if self._place > position:  # the counts only go forward, so an earlier position counts from the start again
+            self._counts, self._place = [0] * len(self._counts), 0
+        while self._place < position:
+            self._count(self._next())
         rows: list[tuple[int, int]] = []
         for _ in range(count):
             source = self._next()
             ((epoch, index),) = self._orders[source].take(self._counts[source], 1)
             rows.append((epoch, self._firsts[source] + index))
-            self._counts[source] += 1
+            self._count(source)
         return rows
+
+    def _count(self, source: int) -> None:
+        self._counts[source] += 1
+        self._place += 1
 
     def _next(self) -> int:
         """The data set of the next row."""
-        place = sum(self._counts) + 1
+        place = self._place + 1
         behind = [share * place - count for share, count in zip(self._shares, self._counts, strict=True)]
         return behind.index(max(behind))
 

@@ -11,22 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from turnwise.training.learner import PackingRequirements
+
 if TYPE_CHECKING:
     from turnwise.training.value_batch import StateBatch, ValueBatch
 
-__all__ = ["Critic", "CriticRequirements", "CriticStats"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticRequirements:
-    """What a critic requires of the batches that it receives."""
-
-    share_prompts: bool
-    """Whether the model can compute a prefix that sequences share once (tree attention)."""
-    micro_batch_tokens: int
-    """Tokens of a forward pass where the recipe gives no number: the default of the critic's device."""
-    parallel: int = 1
-    """How many micro-batches are computed at the same time."""
+__all__ = ["Critic", "CriticStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +38,7 @@ class Critic(Protocol):
     """Owns the weights of the value model and changes them. Its methods are called from one event loop, one at a time."""
 
     @property
-    def requirements(self) -> CriticRequirements:
+    def requirements(self) -> PackingRequirements:
         """What batches must look like. It does not change during a run."""
         ...
 

@@ -19,23 +19,29 @@ if TYPE_CHECKING:
     from turnwise.training.batch import Batch
     from turnwise.training.value_batch import StateBatch
 
-__all__ = ["BatchRequirements", "Learner", "UpdateStats"]
+__all__ = ["BatchRequirements", "Learner", "PackingRequirements", "UpdateStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRequirements:
-    """What a learner requires of the batches that it receives: arguments of `batch.pack`."""
+class PackingRequirements:
+    """How sequences must be packed for the forward pass of a learner or a critic."""
 
     share_prompts: bool
     """Whether the model can compute a prefix that sequences share once (tree attention)."""
+    micro_batch_tokens: int
+    """Tokens of a forward pass where the recipe gives no number: the default of the model's device."""
+    parallel: int = 1
+    """How many micro-batches are computed at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequirements(PackingRequirements):
+    """What a learner requires of the batches that it receives: arguments of `batch.pack`."""
+
     logprob_kinds: frozenset[LogprobKind]
     """The kinds of reported log-probability that the loss can use. The learner computes the others itself."""
     keep_zero: bool
     """Whether tokens with advantage 0 have a gradient, from a divergence or an entropy term."""
-    micro_batch_tokens: int
-    """Tokens of a forward pass where the recipe gives no number: the default of the learner's device."""
-    parallel: int = 1
-    """How many micro-batches are computed at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
-from turnwise.training.critic import CriticRequirements, CriticStats
+from turnwise.training.critic import CriticStats
 from turnwise.training.forward import shares_prefixes
 from turnwise.training.gradients import Gradients
+from turnwise.training.learner import PackingRequirements
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig
@@ -80,14 +81,14 @@ class LocalCritic:
         body = [parameter for parameter in body_of(model).parameters() if parameter.requires_grad]
         self._optimizer = Optimizer([*body, *self._head.parameters()], optimizer or OptimizerConfig())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)
-        self._requirements = CriticRequirements(
+        self._requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(model.device),
             parallel=self._gradients.parallel,
         )
 
     @property
-    def requirements(self) -> CriticRequirements:
+    def requirements(self) -> PackingRequirements:
         return self._requirements
 
     async def values(self, batch: StateBatch, *, on_micro_batch: Callable[[], None] = lambda: None) -> list[float]:

@@ -78,8 +78,9 @@ def shared(batch: Batch, *, baseline: Baseline = "group") -> Advantages:
 def discounted(batch: Batch, *, gamma: float = 0.95, baseline: Baseline = "group") -> Advantages:
     """A turn has `R * gamma^(turns after it)`: the second scheme of the multi-turn note.
 
-    R is the final reward of the conversation. `baseline="group"` subtracts the mean of this number over the other conversations
-    of the group at the same turn, as in `turn_return`; a group of one has advantages of 0. `baseline="none"` subtracts nothing.
+    R is the final reward of the conversation. `baseline="group"` subtracts the mean of `R * gamma^(turns after it)` over the
+    other conversations of the group at the same turn, as in `turn_return`; a group of one has advantages of 0.
+    `baseline="none"` subtracts nothing.
     The estimator prefers short conversations: it follows the gradient of the discounted reward.
 
     >>> rounded(discounted([[Episode([0.0, 0.0, 0.0], outcome=1.0)]], gamma=0.5, baseline="none"))
