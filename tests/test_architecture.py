@@ -62,9 +62,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rewards",
         "services",
     },
+    "rollout_server": {
+        "types",
+        "errors",
+        "config",
+        "engines.engine",
+        "engines.remote",
+        "rollout",
+        "record",
+        "compat.swift",
+        "version",
+    },
     "build": {
         "types",
         "errors",
+        "rollout_server",
         "services",
         "json_yaml",
         "user_code",
@@ -93,6 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "record",
         "rewards",
         "rollout",
+        "rollout_server",
         "terminal",
         "training",
     },
@@ -119,6 +132,7 @@ LIGHT = [
     "serve",
     "view",
     "compat",
+    "rollout_server",
 ]
 """Parts that import no heavy library, except for the pairs in `LAZY`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.commands import convert, doctor, eval, merge, retrieval, rollout, sft, show, train, view
+from turnwise.commands import convert, doctor, eval, merge, retrieval, rollout, serve, sft, show, train, view
 from turnwise.commands.command import Context
 from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.config.known_names import called_here
@@ -22,7 +22,7 @@ from turnwise.version import __version__
 
 __all__ = ["main", "program"]
 
-_COMMANDS = (train, convert, sft, eval, rollout, show, view, doctor, merge, retrieval)
+_COMMANDS = (train, convert, sft, eval, rollout, serve, show, view, doctor, merge, retrieval)
 
 _EPILOG = """\
 examples:

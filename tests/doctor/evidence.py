@@ -34,6 +34,7 @@ def _tools(name: str) -> str:
 
 
 _LEARNT = _effects("an_option_of_training_changes_what_is_learnt")
+_SERVED = "rollout_server/test_training.py::test_"
 _REACHES = _effects("the_option_reaches_the_part_of_the_run_that_reads_it")
 _PATIENCE = _tools("what_a_ready_made_tool_says_itself_holds_unless_the_recipe_says_something_else")
 _SERVERS = _tools("the_tools_of_mcp_servers_stand_beside_the_others")
@@ -137,6 +138,10 @@ TESTED: Mapping[str, str] = {
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
     **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
+    "rollout_server.url": f"{_SERVED}a_run_with_a_server_is_the_run_in_one_process",
+    "rollout_server.token_env": f"{_SERVED}a_wrong_token_is_refused",
+    "rollout_server.timeout": f"{_SERVED}the_time_limit_is_that_of_the_recipe",
+    "rollout_server.weights_directory": f"{_SERVED}training_with_a_server_learns",
     "max_concurrent": _REACHES,
     "deterministic": _REPEATED,
     "resume": _REPEATED,

@@ -124,3 +124,43 @@ async def slow_tail(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
         await asyncio.sleep(0.1 if int(row.id) % 7 == 0 else 0.005)
         turn = yield user_message("And?", reward=_liking(turn))
     yield Reply(reward=_liking(turn), done=True)
+
+
+@environment
+async def waits(row: Row, seconds: float = 0.3, log: str | None = None) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Waits before it answers, and notes in a file that it waits and that it was closed."""
+    turn = yield Opening(messages=row.messages)
+    try:
+        _note(log, "waiting")
+        await asyncio.sleep(seconds)
+        yield Reply(reward=_liking(turn), done=True)
+    finally:
+        _note(log, "closed")
+
+
+def _note(log: str | None, text: str) -> None:
+    if log is not None:
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+
+
+@environment
+async def blocks(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Blocks the event loop for a second."""
+    turn = yield Opening(messages=row.messages)
+    time.sleep(1.0)
+    yield Reply(reward=_liking(turn), done=True)
+
+
+@environment
+async def waits_between(row: Row, seconds: float = 0.5) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Two turns with a pause between them."""
+    yield Opening(messages=row.messages)
+    await asyncio.sleep(seconds)
+    turn = yield user_message("And?")
+    yield Reply(reward=_liking(turn), done=True)
+
+
+def reads_environment(trajectory: Trajectory, environment: object) -> float:
+    """Reads the environment's object."""
+    return float(environment is not None)

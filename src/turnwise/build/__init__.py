@@ -19,6 +19,7 @@ from turnwise.build.learners import (
     sft_learner,
 )
 from turnwise.build.rewards import connect_engine, scorer, turn_weighting
+from turnwise.build.rollout_server import refuse_with_rollout_server
 from turnwise.build.rollouts import renderer, rollout_context
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
@@ -47,6 +48,7 @@ __all__ = [
     "publisher",
     "read_scripts",
     "refuse_for_endpoint",
+    "refuse_with_rollout_server",
     "renderer",
     "rollout_context",
     "row_order",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.build.learners import model_options
+from turnwise.build.rollout_server import rollout_client
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
 from turnwise.engines import scripted
@@ -18,6 +19,7 @@ from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.rollout_server.client import RolloutClient, ServerWeights
 from turnwise.training.learner import Learner
 
 __all__ = ["Scripts", "engine", "engine_model", "publisher", "read_scripts", "scripted_engine"]
@@ -29,7 +31,8 @@ Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 def engine(
     config: Config, renderer: Renderer, model: Any | None = None, *, scripts: Scripts | None = None, version: int = 0
 ) -> Engine:
-    """The engine of a recipe: the embedded engine on a loaded `model`, or the scripted engine.
+    """The engine of a recipe: the embedded engine on a loaded `model`, or the scripted engine. With rollout_server.url,
+    the client of that server, which samples there.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
     `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
@@ -37,6 +40,8 @@ def engine(
     options = config.engine
     if scripts is not None:
         return scripted_engine(renderer, scripts)
+    if config.rollout_server.url is not None:
+        return rollout_client(config, config.rollout_server.url, renderer)
     if isinstance(options, ScriptedEngineSection):
         return scripted_engine(renderer, read_scripts(options.script))
     if isinstance(options, OpenAIEngineSection):
@@ -60,6 +65,8 @@ def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublish
     """How the learner's weights reach the recipe's engine."""
     if isinstance(engine, RemoteEngine):
         return RemoteWeights(engine, learner, ProbeOptions())
+    if isinstance(engine, RolloutClient):
+        return ServerWeights(engine, learner)
     return SharedWeights(engine)
 
 
@@ -68,7 +75,7 @@ def engine_model(config: Config) -> Any | None:
 
     For runs without training. In training, the learner has already loaded the model.
     """
-    if isinstance(config.engine, ScriptedEngineSection):
+    if isinstance(config.engine, ScriptedEngineSection) or config.rollout_server.url is not None:
         return None
     from turnwise.models.loading import load_model  # torch
 

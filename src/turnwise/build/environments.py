@@ -60,7 +60,11 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
 
     `encode` gives the token ids of a text; it is needed to truncate texts of tools by tokens. Raises ConfigError if a
     reference is wrong, the object is not an environment, an option has no effect, or an MCP server cannot be reached.
+
+    With rollout_server.url, nothing is built: the environments are on the server.
     """
+    if config.rollout_server.url is not None:
+        return Environments(_on_the_server)
     constructor = named_callable(config.environment, key="environment")
 
     def make() -> Any:
@@ -84,6 +88,12 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     if config.environment.thread:
         return Environments(lambda: in_front((), ThreadedEnvironment(make)), servers)
     return Environments(lambda: in_front((), make()), servers)
+
+
+def _on_the_server() -> Environment:
+    raise ConfigError(
+        "with rollout_server.url, the environments are on the server: remove it to make environments here"
+    )
 
 
 def _check_environment(

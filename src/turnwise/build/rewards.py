@@ -17,6 +17,7 @@ from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory, without_cut_turns
 from turnwise.rollout.chat_model import EngineChatModel
+from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat_model import ChatModel
 from turnwise.types import Sampling
 from turnwise.user_code.object_references import resolve
@@ -63,7 +64,18 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
 
 
 def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
-    """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends."""
+    """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends.
+
+    Raises ConfigError if a function asks the engine, and the engine is on a rollout server.
+    """
+
+    if isinstance(engine, RolloutClient):
+        for reward in scorer.functions:
+            if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
+                raise ConfigError(
+                    f"the reward function {reward.name} asks the run's engine, and with rollout_server.url there is no engine in "
+                    f"this process: give the judge a url, or remove rollout_server.url"
+                )
 
     def maker(name: str) -> Callable[[Sampling], ChatModel]:
         return lambda sampling: EngineChatModel(engine, renderer, sampling, name=name)

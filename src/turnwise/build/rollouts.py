@@ -10,6 +10,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.rollout.rollout import RolloutContext
+from turnwise.rollout_server.client import RolloutClient
 from turnwise.types import Sampling
 
 __all__ = ["renderer", "rollout_context"]
@@ -48,4 +49,5 @@ def rollout_context(
         thinking=config.thinking,
         max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
+        make_runner=engine.make_runner if isinstance(engine, RolloutClient) else None,
     )

@@ -63,6 +63,7 @@ RULES: Mapping[str, Rule] = {
         "free", "engine.", "url model api_key_env request max_tokens_field timeout retries"
     ),  # endpoints train nothing
     **_all("free", "engine.", "requests_per_minute tokens_per_minute"),
+    **_all("free", "rollout_server.", "url token_env timeout weights_directory"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
     **_all("free", "limits.", "seconds_per_turn seconds"),

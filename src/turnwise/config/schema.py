@@ -31,6 +31,7 @@ from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
 from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
+from turnwise.config.rollout_server import RolloutServerSection
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
 from turnwise.errors import nearest
 
@@ -54,6 +55,7 @@ __all__ = [
     "RewardSection",
     "RewardUse",
     "RolloutSection",
+    "RolloutServerSection",
     "SamplingSection",
     "ScriptedEngineSection",
     "Section",
@@ -121,6 +123,7 @@ class Config(Section):
         | Annotated[OpenAIEngineSection, Tag("openai")],
         by_name("local"),
     ] = LocalEngineSection()
+    rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"

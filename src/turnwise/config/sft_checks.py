@@ -104,6 +104,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "eval": (config.eval, "it is an option of `turnwise train`"),
         "rollout": (config.rollout, "it is an option of `turnwise rollout`"),
         "sampling": (config.sampling, "nothing is sampled"),
+        "rollout_server": (config.rollout_server, "nothing is sampled"),
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
         "critic": (config.critic, "fine-tuning has no rewards"),

@@ -45,6 +45,7 @@ def refuse_without_effect(config: Config) -> None:
         *_other_command_problems(config),
         *run_problems(config),
         *_deterministic_training_problems(config),
+        *_rollout_server_problems(config),
         *file_problems(config.data),
         *weight_problems(config.data),
     ]
@@ -295,6 +296,23 @@ def refuse_without_reward(config: Config) -> None:
             f"function and no tool that could score a call. Set reward.trajectory (docs/recipes.md), or use an environment "
             f"that gives rewards"
         )
+
+
+def _rollout_server_problems(config: Config) -> list[Problem]:
+    """Problems of the section rollout_server."""
+    server = config.rollout_server
+    changed = next((name for name in changed_options(server) if name != "url"), None)
+    return [
+        (
+            server.url is None and changed is not None,
+            f"rollout_server.{changed} has no effect without rollout_server.url: set it, or remove rollout_server.{changed}",
+        ),
+        (
+            server.url is not None and config.model.lora.rank is not None,
+            "model.lora.rank cannot be combined with rollout_server.url: a rollout server takes all weights, and only the "
+            "adapter is trained. Remove one of them",
+        ),
+    ]
 
 
 def _deterministic_training_problems(config: Config) -> list[Problem]:

@@ -46,8 +46,13 @@ def encode_line(value: Mapping[str, Any], *, separators: tuple[str, str] = (", "
         return joined.encode("utf-8", "backslashreplace")
 
 
-def trajectory_record(trajectory: Trajectory, *, media: MediaStore | None = None) -> dict[str, Any]:
-    """A trajectory as JSON values. Its images are written to `media`; None writes none, and names them only."""
+def trajectory_record(
+    trajectory: Trajectory, *, media: MediaStore | None = None, exact_logprobs: bool = False
+) -> dict[str, Any]:
+    """A trajectory as JSON values. Its images are written to `media`; None writes none, and names them only.
+
+    Log-probabilities have 7 decimals, or with `exact_logprobs` enough digits to read the same 32-bit numbers back.
+    """
     store = media or MediaStore(None)
     fields = {name: value for name, value in trajectory.row.fields.items() if name != "multi_modal_inputs"}  # tensors
     error, mismatch = trajectory.error, trajectory.template_mismatch
@@ -69,7 +74,7 @@ def trajectory_record(trajectory: Trajectory, *, media: MediaStore | None = None
             _turn(turn, trajectory, store, offered)
             for turn, offered in zip(trajectory.turns, _tools_before(trajectory), strict=True)
         ],
-        "segments": [_segment(segment, store) for segment in trajectory.segments],
+        "segments": [_segment(segment, store, exact=exact_logprobs) for segment in trajectory.segments],
         "logprob_kind": trajectory.logprob_kind,
         "template_mismatch": None if mismatch is None else mismatch.message,
         **_present({"template_mismatch_kind": None if mismatch is None else mismatch.kind}),
@@ -128,10 +133,11 @@ def _call(call: ToolCall, outcome: ToolOutcome | None, store: MediaStore) -> dic
     }
 
 
-def _segment(segment: Segment, store: MediaStore) -> dict[str, Any]:
+def _segment(segment: Segment, store: MediaStore, *, exact: bool) -> dict[str, Any]:
     return {
         "token_ids": list(segment.token_ids),
-        "logprobs": [round(logprob, 7) for logprob in segment.logprobs],
+        # 9 significant digits identify a 32-bit number
+        "logprobs": [float(f"{logprob:.9g}") if exact else round(logprob, 7) for logprob in segment.logprobs],
         "turn": list(segment.turn),
         "version": list(segment.version),
         **({"media": [store.label(media) for media in segment.media]} if segment.media else {}),

@@ -136,6 +136,11 @@ class CallPlan:
         used = {*self.positional, *(key for _, key in self.by_name)}
         return self.form in ("group", "batch") or "group" in used
 
+    @property
+    def needs_environment(self) -> bool:
+        """Whether the function cannot be called without the environment's object."""
+        return not {*self.positional, *(key for _, key in self.by_name)}.isdisjoint(_ENVIRONMENTS)
+
     def arguments(self, scored: Scored) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a function of a trajectory or a turn. Raises Failed."""
         values, row = _TURN_VALUES, scored.trajectory.row

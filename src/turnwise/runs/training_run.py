@@ -82,6 +82,8 @@ def assemble(config: Config) -> TrainingRun:
     if (note := build.credit_note(config)) is not None:
         inputs.notes.append(note)
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
+    if config.rollout_server.url is not None:
+        build.refuse_with_rollout_server(scorer, [*inputs.rows, *inputs.held_out])
     opened, renderer = inputs.opened, inputs.renderer
     environments = build.environment_factory(config, encode=renderer.encode)
     learner = build.learner(config, opened.source, before_training=opened.before_training)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -41,6 +42,10 @@ class ServerRefused(EngineError):
 class ServerFailed(EngineError):
     """A server failed at a request (status 5xx, or an error in a stream), and still answers other requests."""
 
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
@@ -59,10 +64,19 @@ class HttpLimits:
 class HttpServer:
     """A server at `url` (scheme, host and port), with an optional bearer `token`. One object serves one event loop at a time.
 
+    `token_hint` says in errors what to do about a wrong token.
+
     Raises ConfigError if the URL is invalid.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, limits: HttpLimits | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        limits: HttpLimits | None = None,
+        token_hint: str = "set the environment variable that engine.api_key_env names to the server's own token",
+    ) -> None:
         try:
             parts = urlsplit(url)
             valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -72,6 +86,7 @@ class HttpServer:
             raise ConfigError(f"{url!r} is not the address of a server; it must have the form http://host:port")
         self.url = url.rstrip("/")
         self.limits = limits or HttpLimits()
+        self._token_hint = token_hint
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._session: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession] | None = None
         self._progress = time.monotonic()
@@ -86,6 +101,10 @@ class HttpServer:
     ) -> Any:
         """The JSON answer of a POST request; None if the answer is empty. Raises EngineError."""
         return await self._request("POST", path, body, query or {}, timeout)
+
+    async def upload(self, path: str, file: Path, *, query: Mapping[str, str]) -> Any:
+        """The JSON answer of a POST request whose body is a file. Raises EngineError."""
+        return await self._request("POST", path, file, query, None)
 
     async def healthy(self, path: str, *, timeout: float = 5.0) -> bool:
         """Whether a GET request to `path` has a status of 2xx. Raises ServerRefused if the token is wrong."""
@@ -114,7 +133,9 @@ class HttpServer:
         Raises ServerLost if the stream breaks off, ServerRefused or ServerFailed for an error of the server.
         """
         self._progress = time.monotonic()
-        async with self._opened("POST", path, body, {}) as response:
+        async with AsyncExitStack() as stack:
+            opening = stack.enter_async_context(self._opened("POST", path, body, {}))
+            response = await self._open_stream(path, opening)
             if response.status >= 300:
                 self._check_status(path, response.status, await response.text())
             buffer = bytearray()
@@ -152,16 +173,34 @@ class HttpServer:
                 async with asyncio.timeout(self.limits.idle):
                     data = await response.content.readany()
             except TimeoutError:
-                idle = time.monotonic() - self._progress
-                if idle >= self.limits.idle:
-                    raise ServerLost(
-                        f"{self.url}{path} sent nothing for {idle:.0f} s: the server hangs, or engine.timeout is too short"
-                    ) from None
+                self._refuse_silence(path)
                 continue
             except (aiohttp.ClientError, OSError) as error:
                 raise ServerLost(f"{self.url}{path} broke off: {_text(error)}") from error
             self._progress = time.monotonic()
             return data
+
+    async def _open_stream(
+        self, path: str, opening: Coroutine[Any, Any, aiohttp.ClientResponse]
+    ) -> aiohttp.ClientResponse:
+        """The response of a stream, once the server has begun it. Waits while other streams of the server make progress."""
+        task = asyncio.ensure_future(opening)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=self.limits.idle)
+                if not task.done():
+                    self._refuse_silence(path)
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _refuse_silence(self, path: str) -> None:
+        """Raise ServerLost if the server has sent nothing in any stream for `limits.idle` seconds."""
+        idle = time.monotonic() - self._progress
+        if idle >= self.limits.idle:
+            raise ServerLost(
+                f"{self.url}{path} sent nothing for {idle:.0f} s: the server hangs, or the time limit is too short"
+            )
 
     def note_progress(self) -> None:
         """Do not count the time until now as time without progress: the server was paused."""
@@ -211,17 +250,14 @@ class HttpServer:
 
     def _check_status(self, path: str, status: int, text: str) -> None:
         if status >= 500:
-            raise ServerFailed(f"{self.url}{path} failed with status {status}: {_quoted(text)}")
+            raise ServerFailed(f"{self.url}{path} failed with status {status}: {_quoted(text)}", status)
         if status >= 300:
             raise self._refused(path, status, text)
 
     def _refused(self, path: str, status: int, text: str) -> ServerRefused:
         fix = ""
         if status in (401, 403):
-            fix = (
-                ". The server accepts another token: set the environment variable that engine.api_key_env names to "
-                "the server's own token"
-            )
+            fix = f". The server accepts another token: {self._token_hint}"
         return ServerRefused(f"{self.url}{path} refused the request with status {status}: {_quoted(text)}{fix}", status)
 
     @asynccontextmanager
@@ -231,10 +267,11 @@ class HttpServer:
         import aiohttp
 
         try:
-            async with (await self._open_session()).request(
-                method, f"{self.url}{path}", json=body, params=dict(query)
-            ) as response:
-                yield response
+            with _content(body) as content:
+                async with (await self._open_session()).request(
+                    method, f"{self.url}{path}", params=dict(query), **content
+                ) as response:
+                    yield response
         except aiohttp.ClientConnectorError as error:
             raise _NotConnected(f"there is no connection to {self.url}: {_text(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -255,6 +292,16 @@ class HttpServer:
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
             self._session = (loop, session)
         return self._session[1]
+
+
+@contextmanager
+def _content(body: Any) -> Iterator[dict[str, Any]]:
+    """The arguments of a request with this body: a file that is sent as it is, or JSON."""
+    if not isinstance(body, Path):
+        yield {"json": body}
+        return
+    with body.open("rb") as file:
+        yield {"data": file, "headers": {"Content-Type": "application/octet-stream"}}
 
 
 class _NotConnected(ServerLost):

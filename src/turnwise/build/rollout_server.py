@@ -1,0 +1,62 @@
+"""Builds the client of a rollout server, and refuses what cannot be combined with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.data.images import media_kind
+from turnwise.errors import ConfigError
+from turnwise.rewards.scorer import Scorer
+from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
+from turnwise.rollout_server.recipe import served_options
+from turnwise.training import fingerprint
+from turnwise.types import Row
+
+__all__ = ["refuse_with_rollout_server", "rollout_client"]
+
+
+def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClient:
+    """The client of the server at `url`, after the server's recipe was compared with this recipe.
+
+    Raises ConfigError if the server does not answer, refuses the token, or has another recipe or tokenizer.
+    """
+    options = config.rollout_server
+    folder = options.weights_directory
+    client = RolloutClient(
+        ServerOptions(
+            url=url,
+            token=os.environ.get(options.token_env) or None,
+            token_env=options.token_env,
+            timeout=options.timeout,
+            weights_directory=None if folder is None else Path(folder),
+            trainer=trainer_name(config.output),
+            tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+            recipe=served_options(config),
+        )
+    )
+    with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+        thread.submit(lambda: asyncio.run(client.check())).result()
+    return client
+
+
+def refuse_with_rollout_server(scorer: Scorer, rows: Iterable[Row]) -> None:
+    """Refuse reward functions and rows that need the conversations in this process. Raises ConfigError."""
+    for function in scorer.functions:
+        if function.plan.needs_environment:
+            raise ConfigError(
+                f"the reward function {function.name} reads the environment's object, which is on the rollout server: give the "
+                f"reward in the environment, or remove rollout_server.url"
+            )
+    for row in rows:
+        contents = [message.get("content") for message in row.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        if any(isinstance(part, dict) and media_kind(part) is not None for part in parts):
+            raise ConfigError(
+                f"row {row.id} contains an image or a video, and a rollout server takes text only: remove rollout_server.url"
+            )

@@ -1,0 +1,141 @@
+"""Weight updates of a rollout server, and the lease that lets one trainer at a time make them.
+
+All methods are called in the event loop of the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.engines.engine import Engine
+from turnwise.engines.remote.weights import checksum_of
+from turnwise.errors import EngineError
+from turnwise.rollout_server.metrics import ServerMetrics
+from turnwise.rollout_server.refusals import Refused
+
+__all__ = ["LEASE_SECONDS", "Lease", "Leases", "WeightUpdates"]
+
+LEASE_SECONDS = 120.0
+"""A lease ends when its trainer has not been heard of for this time."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right of one trainer to change the weights."""
+
+    id: str
+    owner: str
+    """The trainer's name for itself."""
+    used: float
+    """When the trainer last used the lease, on the clock of `Leases`."""
+
+
+class Leases:
+    """At most one lease at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lease: Lease | None = None
+
+    def take(self, owner: str) -> Lease:
+        """A lease for `owner`. An earlier lease of the same owner ends. Raises Refused if another trainer has the lease."""
+        now = self._clock()
+        lease = self._lease
+        if lease is not None and lease.owner != owner and now - lease.used < LEASE_SECONDS:
+            raise Refused(
+                409,
+                f"the trainer {lease.owner} uses this server, and the weights of two trainers cannot be served at once: stop "
+                f"that trainer, or start another server. The server is free {LEASE_SECONDS:g} s after the trainer's last "
+                f"request; the last request was {now - lease.used:.0f} s ago",
+            )
+        self._lease = Lease(secrets.token_hex(16), owner, now)
+        return self._lease
+
+    def use(self, id: str | None) -> None:
+        """Note that the trainer with this lease is alive. Raises Refused if it is not the present lease."""
+        if self._lease is None or id is None or not secrets.compare_digest(id.encode(), self._lease.id.encode()):
+            raise Refused(
+                409, "the lease is missing, or another trainer has taken it: take a lease first (POST /lease)"
+            )
+        self._lease.used = self._clock()
+
+    def renew(self, id: str | None) -> None:
+        """As `use`, but an unknown lease is ignored: clients without a lease may run conversations."""
+        if self._lease is not None and id == self._lease.id:
+            self._lease.used = self._clock()
+
+    def release(self, id: str | None) -> None:
+        """End the lease. Raises Refused if it is not the present lease."""
+        self.use(id)
+        self._lease = None
+
+    @property
+    def owner(self) -> str | None:
+        """The trainer that has the lease; None if there is none, or the trainer is silent for too long."""
+        if self._lease is None or self._clock() - self._lease.used >= LEASE_SECONDS:
+            return None
+        return self._lease.owner
+
+
+class WeightUpdates:
+    """Loads weights into the engine, one update after the other."""
+
+    def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+        metrics.version.set(engine.version)
+
+    async def update(self, version: int, path: Path, checksum: str | None = None) -> dict[str, Any]:
+        """Load the weights in a safetensors file, and sample with them as `version` from now on.
+
+        After a failed update the engine samples with the old weights, under the old version. Raises Refused.
+        """
+        started = time.perf_counter()
+        try:
+            async with self._lock:
+                tensors = await asyncio.to_thread(_read_tensors, path, checksum)
+                await self._engine.load_weights(version, tensors)
+        except (Refused, EngineError) as error:
+            self._metrics.updates.labels(result="failed").inc()
+            if isinstance(error, Refused):
+                raise
+            raise Refused(
+                422,
+                f"the weights of version {version} cannot be loaded: {error}. The server goes on with version "
+                f"{self._engine.version}",
+            ) from error
+        seconds = time.perf_counter() - started
+        self._metrics.updates.labels(result="loaded").inc()
+        self._metrics.update_seconds.observe(seconds)
+        self._metrics.version.set(self._engine.version)
+        return {"version": self._engine.version, "tensors": len(tensors), "seconds": round(seconds, 4)}
+
+
+def _read_tensors(path: Path, checksum: str | None) -> dict[str, Any]:
+    """The tensors of a safetensors file, mapped into memory. Raises Refused if the file cannot be read, or is damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # torch
+
+    try:
+        if checksum is not None and (found := checksum_of(path)) != checksum:
+            raise Refused(
+                422,
+                f"the weights are damaged: their CRC-32 is {found}, and the trainer's is {checksum}. Send them again",
+            )
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise Refused(
+            422,
+            f"the weights cannot be read: {error}. They must be one complete safetensors file, which the server can open",
+        ) from error
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise Refused(422, f"the weight {name} contains NaN or infinity: the server goes on with its old weights")
+    return tensors

@@ -1,0 +1,430 @@
+"""Training with a rollout server: the same run as in one process, weights with versions, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from support import byte_tokenizer
+from support.recipes import save_recipe
+from support.rollout_servers import TOKEN, Running, client_of, running
+from support.tiny import save_model, save_rows, tiny_model
+from turnwise.config.recipe import load
+from turnwise.errors import ConfigError, EngineError
+from turnwise.rollout.rollout import new_group
+from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.weights import LEASE_SECONDS, Leases
+from turnwise.terminal.train_report import TrainReport
+from turnwise.train import assemble, train
+from turnwise.training.published_weights import published_weights
+from turnwise.types import Row, Sampling
+
+PLACES = Path(__file__).parent.parent / "support" / "places.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    return save_recipe(
+        folder,
+        model,
+        data={"train": str(save_rows(folder / "train.jsonl", 4)), "eval": str(save_rows(folder / "eval.jsonl", 2))},
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.01},
+        checkpoint={"every": 100},
+    )
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNWISE_SERVER_TOKEN", TOKEN)
+
+
+@pytest.fixture(scope="module")
+def server(recipe: Path) -> Iterator[Running]:
+    with running(recipe) as server:
+        yield server
+
+
+def trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """The trajectories, the metrics without times, and the fingerprint of the weights at the end."""
+    run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
+    asyncio.run(train(run, TrainReport(Console(quiet=True))))
+    trajectories, metrics = (
+        [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("trajectories.jsonl", "metrics.jsonl")
+    )
+    timed = ("seconds", "per_second", "_seconds", "prefix_hit", "memory")
+    metrics = [
+        {key: value for key, value in line.items() if not any(word in key for word in timed)} for line in metrics
+    ]
+    return trajectories, metrics, run.learner.fingerprint()
+
+
+def weights_of(seed: int) -> dict[str, Any]:
+    """Weights for the model of the recipe."""
+    return published_weights(tiny_model(seed, vocabulary=len(byte_tokenizer())))
+
+
+def without_times(trajectory: dict[str, Any]) -> dict[str, Any]:
+    plain = {key: value for key, value in trajectory.items() if key not in ("seconds", "started")}
+    plain["turns"] = [
+        {key: value for key, value in turn.items() if key not in ("seconds", "started")} for turn in trajectory["turns"]
+    ]
+    return plain
+
+
+def test_a_run_with_a_server_is_the_run_in_one_process(recipe: Path, tmp_path: Path) -> None:
+    options = ["deterministic=true", "correction.action=null"]
+    alone = trained(recipe, tmp_path / "alone", *options)
+    with running(recipe, "deterministic=true") as server:
+        together = trained(recipe, tmp_path / "together", *options, f"rollout_server.url={server.url}")
+        assert server.ask("GET", "/info")[1]["version"] == 3
+    assert [without_times(line) for line in together[0]] == [without_times(line) for line in alone[0]]
+    assert together[1] == alone[1]
+    assert together[2] == alone[2]
+    assert len(alone[0]) == 3 * 8
+    versions = [version for line in together[0] for segment in line["segments"] for version in segment["version"]]
+    assert set(versions) == {-1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_training_with_a_server_learns(recipe: Path, tmp_path: Path, server: Running, directory: bool) -> None:
+    options = [f"rollout_server.url={server.url}", "train.steps=2"]
+    folder = tmp_path / "weights"
+    if directory:
+        options.append(f"rollout_server.weights_directory={folder}")
+    trajectories, metrics, _ = trained(recipe, tmp_path / "run", *options)
+    assert len(trajectories) == 2 * 8
+    assert all(trajectory["error"] is None for trajectory in trajectories)
+    assert [line["ratio/max_deviation"] < 1e-3 for line in metrics if "loss" in line] == [True, True]
+    info = server.ask("GET", "/info")[1]
+    assert (info["version"], info["lease"]) == (2, None)  # the lease was given back
+    assert list(folder.glob("*/*")) == []
+
+
+def test_a_server_with_another_recipe_is_refused(recipe: Path, tmp_path: Path, server: Running) -> None:
+    overrides = [f"rollout_server.url={server.url}", f"output={tmp_path / 'run'}"]
+    with pytest.raises(ConfigError) as refused:
+        assemble(load(recipe, [*overrides, "limits.turns=5", "environment.arguments={turns: 3}"])[0])
+    assert "environment.arguments={'turns': 3} here, {} at the server" in str(refused.value)
+    assert "limits.turns=5 here, 2 at the server" in str(refused.value)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_server_that_is_not_there_is_refused(recipe: Path, tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=f"rollout_server.url={url}: there is no connection to"):
+        assemble(load(recipe, [f"rollout_server.url={url}", f"output={tmp_path / 'run'}"])[0])
+
+
+def test_a_wrong_token_is_refused(
+    recipe: Path, tmp_path: Path, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TURNWISE_SERVER_TOKEN", "swordfisch")
+    with pytest.raises(
+        ConfigError, match="set the environment variable TURNWISE_SERVER_TOKEN to the token of the rollout"
+    ):
+        assemble(load(recipe, [f"rollout_server.url={server.url}", f"output={tmp_path / 'run'}"])[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["rollout_server.timeout=5"], "rollout_server.timeout has no effect without rollout_server.url"),
+        (
+            ["rollout_server.url=http://x", "model.lora.rank=4"],
+            "model.lora.rank cannot be combined with rollout_server.url",
+        ),
+        (
+            ["rollout_server.url=http://x", f"reward.trajectory=['{PLACES}:reads_environment']"],
+            "reads_environment reads the environment's object, which is on the rollout server",
+        ),
+    ],
+)
+def test_options_without_effect_are_refused(recipe: Path, tmp_path: Path, options: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
+    assert problem in str(refused.value)
+
+
+def test_of_two_trainers_the_second_is_refused(server: Running) -> None:
+    weights = weights_of(0)
+
+    async def both() -> None:
+        first, second = client_of(server), client_of(server, trainer="another:/run")
+        await first.load_weights(1, weights)
+        with pytest.raises(
+            EngineError, match="uses this server, and the weights of two trainers cannot be served at once"
+        ):
+            await second.load_weights(1, weights)
+        again = client_of(server)  # the same run, resumed after it was killed
+        await again.load_weights(2, weights)
+        await again.close()
+        await second.load_weights(3, weights)
+        await second.close()
+        await first.close()
+
+    asyncio.run(both())
+    assert server.ask("GET", "/info")[1]["version"] == 3
+
+
+def test_a_lease_ends_when_its_trainer_is_silent() -> None:
+    now = [0.0]
+    leases = Leases(lambda: now[0])
+    first = leases.take("a")
+    now[0] = LEASE_SECONDS - 1
+    with pytest.raises(Refused, match="the last request was 119 s ago"):
+        leases.take("b")
+    leases.use(first.id)
+    now[0] += LEASE_SECONDS - 1
+    assert leases.owner == "a"
+    now[0] += 1
+    assert leases.owner is None
+    second = leases.take("b")
+    with pytest.raises(Refused, match="another trainer has taken it"):
+        leases.use(first.id)
+    leases.release(second.id)
+    assert leases.take("a").owner == "a"
+
+
+def test_a_failed_update_leaves_the_old_weights(server: Running, tmp_path: Path) -> None:
+    from safetensors.torch import save, save_file
+
+    weights = weights_of(3)
+    lease = server.ask("POST", "/lease", {"owner": "test"})[1]["lease"]
+    octets = {"Content_Type": "application/octet-stream"}
+    status, answer = server.ask("POST", f"/weights?version=10&lease={lease}", save(weights), **octets)
+    assert (status, answer["version"], answer["tensors"]) == (200, 10, len(weights))
+    before = server.rollouts("a/0")
+
+    name = "model.embed_tokens.weight"
+    broken = {
+        "are missing": {key: value for key, value in weights.items() if key != name},
+        "have another shape": {**weights, name: weights[name][:5].clone()},
+        "are not the model's": {**weights, "other": weights[name].clone()},
+        "contains NaN or infinity": {**weights, name: weights[name] * float("nan")},
+    }
+    for problem, tensors in broken.items():
+        status, answer = server.ask("POST", f"/weights?version=11&lease={lease}", save(tensors), **octets)
+        assert status == 422
+        assert problem in answer["error"]
+    file = tmp_path / "weights.safetensors"
+    save_file({key: value * 2 for key, value in weights.items()}, file)
+    requests: list[tuple[Any, str, dict[str, str], int]] = [
+        (save(weights)[:-5], f"/weights?version=11&lease={lease}", octets, 422),
+        (b"", f"/weights?version=11&lease={lease}", octets, 422),
+        (save(weights), f"/weights?version=11&lease={lease}&checksum=00000000", octets, 422),
+        (save(weights), "/weights?version=11&lease=other", octets, 409),
+        (save(weights), "/weights?version=11", octets, 409),
+        (save(weights), f"/weights?version=x&lease={lease}", octets, 400),
+        ({"version": 11, "lease": lease, "path": str(tmp_path / "missing")}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": str(tmp_path)}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": str(file), "checksum": "00000000"}, "/weights", {}, 422),
+        ({"version": 11, "lease": "other", "path": str(file)}, "/weights", {}, 409),
+        ({"version": 11, "lease": lease, "path": str(file), "file": 1}, "/weights", {}, 400),
+    ]
+    for body, path, headers, expected in requests:
+        status, answer = server.ask("POST", path, body, **headers)
+        assert status == expected, (path, answer)
+    after = server.rollouts("a/0")
+    assert after[0]["trajectory"]["segments"] == before[0]["trajectory"]["segments"]  # version 10 with its tokens
+    assert server.ask("GET", "/health")[1]["version"] == 10
+    assert server.ask("POST", "/weights", {"version": 12, "lease": lease, "path": str(file)})[0] == 200
+    assert server.rollouts("a/0")[0]["trajectory"]["segments"] != before[0]["trajectory"]["segments"]
+    assert server.ask("POST", "/lease/release", {"lease": lease})[0] == 200
+
+
+def test_a_body_larger_than_the_model_is_refused(server: Running) -> None:
+    lease = server.ask("POST", "/lease", {"owner": "test"})[1]["lease"]
+    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+        connection.sendall(
+            f"POST /weights?version=1&lease={lease} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+            f"Content-Type: application/octet-stream\r\nContent-Length: {1 << 40}\r\n\r\n".encode()
+        )
+        assert connection.recv(1000).decode().startswith("HTTP/1.1 413")
+    server.ask("POST", "/lease/release", {"lease": lease})
+
+
+@contextlib.contextmanager
+def proxy(target: Running) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A proxy that a test can let die or hang in mid-answer: the state says after how many bytes, and how often."""
+    state: dict[str, Any] = {"times": 0, "after": 0, "hang": False}
+    listening = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def forward(client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client, socket.create_connection((target.host, target.port)) as server:
+            threading.Thread(target=copy, args=(client, server, None), daemon=True).start()
+            copy(server, client, state)
+
+    def copy(source: socket.socket, sink: socket.socket, limited: dict[str, Any] | None) -> None:
+        sent = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                rollouts = b"text/event-stream" in data or sent > 0
+                if limited is not None and limited["times"] and rollouts:
+                    limited["times"] -= 1
+                    sink.sendall(data[: limited["after"]])
+                    if limited["hang"]:
+                        over.wait()
+                    sink.shutdown(socket.SHUT_RDWR)
+                    return
+                sink.sendall(data)
+                sent += rollouts
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=forward, args=(listening.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", state
+    finally:
+        over.set()
+        listening.close()
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_a_conversation_whose_answer_breaks_off_is_sent_again(server: Running, hang: bool) -> None:
+    group = new_group(Row(id="a", messages=[{"role": "user", "content": "?"}]), size=3, seed=0)
+    with proxy(server) as (url, state):
+
+        async def converse() -> None:
+            client = client_of(server, url=url, timeout=1.0)
+            await client.start()
+            state.update(times=1, after=40, hang=hang)
+            await asyncio.gather(*(client.run([trajectory], Sampling()) for trajectory in group.trajectories))
+            await client.close()
+
+        asyncio.run(converse())
+        assert state["times"] == 0
+    assert [trajectory.error for trajectory in group.trajectories] == [None] * 3
+    expected = {event["trajectory"]["id"]: event for event in server.rollouts("a/0")}
+    assert len(expected) == 1
+
+
+def test_a_server_that_is_lost_for_good_fails_the_conversation_and_not_its_siblings(server: Running) -> None:
+    group = new_group(Row(id="a", messages=[{"role": "user", "content": "?"}]), size=2, seed=0)
+    lost, sibling = group.trajectories
+    with proxy(server) as (url, state):
+
+        async def converse() -> None:
+            client, other = client_of(server, url=url, timeout=1.0), client_of(server)
+            await client.start()
+            state.update(times=100, after=10)
+            await asyncio.gather(client.run([lost], Sampling()), other.run([sibling], Sampling()))
+            await client.close()
+            await other.close()
+
+        asyncio.run(converse())
+    assert sibling.error is None
+    assert lost.error is not None
+    assert lost.error.kind == "engine"
+    assert url in lost.error.message
+    assert (lost.turns, lost.reward) == ([], None)
+
+
+def test_a_restarted_server_gets_the_weights_again(recipe: Path) -> None:
+    weights = weights_of(7)
+    group = new_group(Row(id="a", messages=[{"role": "user", "content": "?"}]), size=2, seed=0)
+    before, after = group.trajectories
+    after.seed = before.seed
+
+    async def first(server: Running) -> Any:
+        client = client_of(server)
+        await client.load_weights(4, weights)
+        await client.run([before], Sampling())
+        return client
+
+    loop = asyncio.new_event_loop()
+    with running(recipe) as server:
+        client = loop.run_until_complete(first(server))
+    with running(recipe, port=server.port) as server:
+        assert server.ask("GET", "/info")[1]["version"] == 0
+
+        async def second() -> None:
+            await client.run([after], Sampling())
+            await client.close()
+
+        loop.run_until_complete(second())
+        assert server.ask("GET", "/info")[1]["version"] == 4
+    loop.close()
+    assert (before.error, after.error) == (None, None)
+    assert [segment.token_ids for segment in after.segments] == [segment.token_ids for segment in before.segments]
+    assert {version for segment in after.segments for version in segment.version} == {-1, 4}
+
+
+def test_weights_change_in_mid_conversation_and_every_token_has_its_version(recipe: Path) -> None:
+    with running(recipe, f"environment={{use: '{PLACES}:waits_between', arguments: {{seconds: 0.5}}}}") as server:
+        events: list[Any] = []
+        stream = threading.Thread(target=lambda: events.extend(server.rollouts("a/0")))
+        stream.start()
+
+        async def update() -> None:
+            client = client_of(server)
+            while not server.ask("GET", "/health")[1]["running"]:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            await client.load_weights(1, weights_of(7))
+            await client.close()
+
+        asyncio.run(update())
+        stream.join()
+    (segment,) = events[0]["trajectory"]["segments"]
+    versions = [(turn, version) for turn, version in zip(segment["turn"], segment["version"], strict=True) if turn >= 0]
+    assert set(versions) == {(0, 0), (1, 1)}
+
+
+def test_cancelling_a_runner_ends_the_conversation_on_the_server(recipe: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = f"environment={{use: '{PLACES}:waits', arguments: {{seconds: 60, log: '{log}'}}}}"
+    group = new_group(Row(id="a", messages=[{"role": "user", "content": "?"}]), size=1, seed=0)
+    with running(recipe, arguments) as server:
+
+        async def cancel() -> None:
+            client = client_of(server)
+            work = asyncio.create_task(client.run(group.trajectories, Sampling()))
+            while not log.exists():
+                await asyncio.sleep(0.02)
+            work.cancel()
+            await asyncio.wait([work])
+            await client.close()
+
+        asyncio.run(cancel())
+        deadline = time.monotonic() + 20
+        while "closed" not in log.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert log.read_text().split() == ["waiting", "closed"]
+
+
+def test_the_time_limit_is_that_of_the_recipe(recipe: Path, server: Running) -> None:
+    """A server that answers nothing counts as lost after rollout_server.timeout."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        config, _ = load(recipe, [f"rollout_server.url={url}", "rollout_server.timeout=0.5"])
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=r"gave no answer within 0\.5 s"):
+            assemble(config)
+        assert time.monotonic() - began < 30
