@@ -76,7 +76,7 @@ def _rows(fields: Any, prefix: str) -> Iterator[str]:
 
 def _resume(key: str) -> str:
     """Whether the option may change when a run is resumed. For a list of references: whether the referenced objects may."""
-    found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].use", f"{key}."))]
+    found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}."))]
     return EXPLAINED[found[0]]
 
 

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "terminal": {"types", "errors", "config", "evaluation", "record", "json_yaml"},
     "serve": {"errors", "json_yaml"},
     "view": {"errors", "record", "json_yaml"},
+    "loggers": {"types", "errors"},
     "compat": {
         "types",
         "errors",
@@ -85,12 +86,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat",
         "engines",
         "environments",
+        "loggers",
         "rollout",
         "rewards",
         "training",
         "models",
     },
     "runs": {
+        "loggers",
         "types",
         "errors",
         "build",
@@ -131,6 +134,7 @@ LIGHT = [
     "terminal",
     "serve",
     "view",
+    "loggers",
     "compat",
     "rollout_server",
 ]

@@ -431,7 +431,7 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("concurrent=8", "it is called max_concurrent here"),
         ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
         ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
-        ("train.report_to=wandb", "metrics are written to metrics.jsonl in the run's directory"),
+        ("train.report_to=wandb", "experiment trackers are in the section loggers"),
         ("lora.rank=8", "it is called model.lora.rank here"),
         ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
     ],

@@ -49,7 +49,15 @@ _CRITIC = "runs/test_critic_run.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
+_LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
+    **{
+        f"loggers[].{name}": f"{_LOGGED}the_options_reach_the_tracker"
+        for name in ("project", "run", "conversations", "arguments")
+    },
+    "loggers[].name": f"{_LOGGED}a_run_with_tensorboard",
+    **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
+    "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),

@@ -21,6 +21,7 @@ from turnwise.build.learners import (
 from turnwise.build.rewards import connect_engine, scorer, turn_weighting
 from turnwise.build.rollout_server import refuse_with_rollout_server
 from turnwise.build.rollouts import renderer, rollout_context
+from turnwise.build.tracking import loggers
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "learner",
     "learning_rate",
     "limits",
+    "loggers",
     "loss_config",
     "model_options",
     "normalization",

@@ -137,9 +137,11 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "turnwise does not quantise weights; model.dtype=bfloat16 halves their memory": (
         "load_in_4bit", "load_in_8bit", "quantization",
     ),
-    "metrics are written to metrics.jsonl in the run's directory (docs/record.md) and not sent to a service": (
-        "report_to", "logger", "logging_steps", "wandb", "wandb_project", "run_name", "project_name", "experiment_name",
+    "experiment trackers are in the section loggers: loggers=[wandb], or a list of mappings with name, project and run": (
+        "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
+        "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
     ),
+    "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
     "a run is one process on one device: leave it out": (
         "deepspeed", "fsdp", "nnodes", "n_gpus_per_node", "tensor_parallel_size", "tensor_model_parallel_size",
         "num_processes", "ray_init",

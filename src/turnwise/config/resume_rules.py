@@ -108,6 +108,8 @@ RULES: Mapping[str, Rule] = {
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
+    **_all("free", "loggers[].", "name project run conversations arguments"),
+    **_all("free", "trace.", "backend conversations project"),
     **_all("free", "", "max_concurrent output resume resume_changes replace"),
     **_all("named", "", "seed deterministic"),
 }
@@ -131,7 +133,7 @@ def _values(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section) and type(value) is not Use:
             yield from _values(value, f"{key}.")
-        elif f"{key}[].use" in RULES:
+        elif any(rule.startswith(f"{key}[].") for rule in RULES):
             for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):
                 yield f"{key}[].{field}", [use[field] for use in plain[name]]
         else:

@@ -26,6 +26,7 @@ from turnwise.config.generation import (
     SamplingSection,
     ScriptedEngineSection,
 )
+from turnwise.config.loggers import LoggerSection, TraceSection
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
@@ -160,6 +161,10 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    loggers: list[LoggerSection] = []
+    """Experiment trackers that receive the metrics, such as `[wandb, tensorboard]`. The run's directory has all metrics without
+    them, too (docs/loggers.md)."""
+    trace: TraceSection = TraceSection()
     max_concurrent: Positive = 256
     """The number of conversations that run at the same time."""
     output: NonEmpty = "runs/latest"

@@ -14,6 +14,7 @@ from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.data.order import RowOrder
 from turnwise.errors import RunError
+from turnwise.loggers.logger import Loggers
 from turnwise.record.metrics import template_mismatches
 from turnwise.record.run_directory import RunDirectory
 from turnwise.rewards.turn_weights import TurnWeighting
@@ -61,6 +62,8 @@ class RunState:
     """How the loss of a batch is averaged."""
     critic: Critic | None = None
     """The critic, where credit needs one."""
+    loggers: Loggers = field(default_factory=Loggers)
+    """The experiment trackers and traces of the recipe."""
     notes: list[str] = field(init=False)
     """Notes that are printed when the run starts."""
     order: RowOrder = field(init=False)
@@ -136,7 +139,9 @@ class RunState:
 
     def write_evaluation(self, summary: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
         """Write down an evaluation of the present weights. Raises RunError."""
-        self.directory.write_evaluation(dict(summary), trajectories)
+        recorded = list(trajectories)
+        self.directory.write_evaluation(dict(summary), recorded)
+        self.loggers.evaluation(summary, recorded)
         self.evaluated = self.step
 
     def data_position(self) -> dict[str, Any]:
@@ -188,6 +193,7 @@ class RunState:
         line["seconds/checkpoint"] = round(now - before, 4) if due else 0.0
         line["seconds/step"] = round(now - started, 4)
         self.directory.write_step(line, trajectories if recorded is None else recorded)
+        self.loggers.step(line, trajectories if recorded is None else recorded)
         self.step += 1
         self.advance_data()
         self.updating = False
@@ -257,4 +263,5 @@ class RunState:
                     _log.error("%s", error)
             raise
         finally:
+            self.loggers.close()
             self.directory.release()

@@ -103,6 +103,7 @@ def assemble(config: Config) -> TrainingRun:
         options=config.train,
         steps=config.train.steps,
         weigh_turns=weigh_turns,
+        loggers=build.loggers(config, step=opened.step),
         normalization=build.normalization(config.loss),
         environments=environments,
         credit=credit,

@@ -67,6 +67,7 @@ def assemble(config: Config) -> SftRun:
         options=options,
         steps=options.steps or math.ceil(options.epochs * len(inputs.rows) / options.batch_size),
         weigh_turns=weigh_turns,
+        loggers=build.loggers(config, step=opened.step),
         normalization=build.normalization(config.sft),
         tools=tools,
         max_tokens=limits.context,
