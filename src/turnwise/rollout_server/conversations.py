@@ -70,12 +70,13 @@ class Conversations:
         conversations: Sequence[ConversationBody],
         sampling: Sampling | None,
         *,
+        tokens_per_turn: int | None = None,
         on_admitted: Callable[[], None] = lambda: None,
         on_finished: Callable[[Trajectory, str], None] = lambda trajectory, id: None,
     ) -> list[Trajectory]:
         """Run conversations; `on_finished` receives each finished trajectory and the client's id of it.
 
-        `sampling` None samples as the recipe says.
+        `sampling` None samples as the recipe says; `tokens_per_turn` None bounds turns as the recipe says.
 
         Raises Refused if the queue is full, or two conversations have the same id.
         """
@@ -87,6 +88,8 @@ class Conversations:
         prefix = f"request{next(self._requests)}/"
         trajectories = [empty_trajectory(conversation, prefix=prefix) for conversation in conversations]
         context = self.context if sampling is None else replace(self.context, sampling=sampling)
+        if tokens_per_turn is not None:
+            context = replace(context, limits=replace(context.limits, tokens_per_turn=tokens_per_turn))
         progress = _Progress(self, [trajectory.id for trajectory in trajectories])
 
         def finish(trajectory: Trajectory) -> None:

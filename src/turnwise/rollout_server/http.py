@@ -7,6 +7,7 @@ loop of the conversations.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import json
@@ -70,6 +71,9 @@ def guarded(handler: Handler, *, token: str | None, on_refused: Callable[[int], 
 
 def _check_token(request: Request, token: str | None) -> None:
     given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    if given.startswith(b"Basic "):  # clients that send no bearer token, such as ms-swift's: http://any:TOKEN@host:port
+        with contextlib.suppress(ValueError):
+            given = b"Bearer " + base64.b64decode(given[6:], validate=True).partition(b":")[2]
     if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
         raise Refused(
             401,

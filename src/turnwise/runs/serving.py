@@ -21,6 +21,7 @@ from turnwise.rollout_server.conversations import Conversations
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.recipe import served_options
 from turnwise.rollout_server.server import TOKEN, Address, open_socket, serving, token_for
+from turnwise.rollout_server.swift_routes import swift_routes
 from turnwise.rollout_server.weights import Leases, WeightUpdates
 from turnwise.training import fingerprint
 
@@ -76,6 +77,11 @@ async def serve(
                 tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
                 options=served_options(config),
                 longest_weights=_longest_weights(config.model.path),
+                further_routes=swift_routes(
+                    conversations,
+                    multi_turn=config.limits.turns > 1,
+                    gym=bool(config.environment.arguments.get("use_gym_env")),
+                ),
             )
             address = open_socket(options.host, options.port)
             async with serving(run, address, token=token):

@@ -153,7 +153,10 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"vllm_server_pass_dataset", "infer_request.data_dict always has all columns of a row"),
     (r"rollout_importance_sampling_.*|log_rollout_offpolicy_metrics", "the engine uses the trainer's weights, so "
      "there is no mismatch to correct; the metric ratio/max_deviation shows how much they differ"),
-    (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|host|port|"
+    (r"vllm_mode|vllm_server_.*", "with a server, start `turnwise serve` and set rollout_server.url; else the engine is in the "
+     "trainer's process"),
+    (r"host|port", "options --host and --port of `turnwise serve`"),
+    (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|"
      r"api_key|max_logprobs", "the embedded engine is used: options under engine"),
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
