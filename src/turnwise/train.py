@@ -22,6 +22,7 @@ from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.garbage import frozen_start_objects
 from turnwise.runs.kl_reward import KlRewardMetrics
+from turnwise.runs.timeline import step_timeline
 from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
@@ -219,6 +220,7 @@ def _finish_step(
         )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     trajectories += [group.baseline for group in groups if group.baseline is not None]
+    run.directory.write_timeline(step_timeline(taken, step=run.step + 1, trained=time.time()))
     line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
     for problem in run.watch.problems(line, groups):
         _log.warning("step %d: %s", run.step, problem)

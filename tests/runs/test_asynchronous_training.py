@@ -77,6 +77,18 @@ def test_all_parts_work_while_conversations_run_ahead(recipe: Path, options: lis
     assert metrics[0]["staleness/max"] == 0
     ids = [one["id"] for one in trajectories]
     assert len(ids) == len(set(ids))
+    timeline = lines(recipe.parent / "run" / "timeline.jsonl")
+    assert [line["step"] for line in timeline] == [1, 2, 3, 4, 5]
+    for line in timeline:
+        groups = line["groups"]
+        assert {group["id"] for group in groups} == {
+            one["group"] for one in trajectories if one["step"] == line["step"]
+        }
+        assert all(group["started"] <= group["ended"] <= line["taken"] <= line["trained"] for group in groups)
+        assert all(line["version"] - bound <= group["version"] <= group["newest"] for group in groups)
+        last = groups[-1]
+        if abs(last["ended"] - line["asked"]) > 0.002:  # the times are rounded
+            assert line["waited_for"] == (last["id"] if last["ended"] > line["asked"] else None)
 
 
 def test_several_data_sets_and_evaluations_run_beside_an_asynchronous_run(recipe: Path, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ class RunDirectory:
         self.trajectories = self.path / "trajectories.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
         self.eval_trajectories = self.path / "eval_trajectories.jsonl"
-        paths = (self.metrics, self.trajectories, self.evaluations, self.eval_trajectories)
+        self.timeline = self.path / "timeline.jsonl"
+        paths = (self.metrics, self.trajectories, self.evaluations, self.eval_trajectories, self.timeline)
         self.appended = {path.name: AppendedFile(path) for path in paths}
         """The files that are only appended to, by name."""
         self.run_lock: RunLock | None = None
@@ -140,6 +141,11 @@ class RunDirectory:
         with writing(self.path):
             self.appended[file.name].append(trajectory_lines(file, trajectories, step=summary["step"]))
             self.appended[summary_file.name].append([encode_line(summary)])
+
+    def write_timeline(self, entry: Mapping[str, Any]) -> None:
+        """Append the timeline of a step. Raises RunError if it cannot be written."""
+        with writing(self.path):
+            self.appended[self.timeline.name].append([encode_line(entry)])
 
     def marks(self) -> dict[str, dict[str, Any]]:
         """Length in bytes and checksum of each appended file, once its contents are on the disk."""
