@@ -211,9 +211,9 @@ def _finish_step(
     tolerance = 0.01 if run.config.model.exact else 0.5
     if update is not None and update.fresh_deviation > tolerance:
         _log.warning(
-            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token that the "
-            "present weights sampled differs from 1 by %.3g (up to %g is rounding; see ratio/max_deviation). The tokens that are "
-            "trained on are not those that were sampled: please report it",
+            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from "
+            "1 by %.3g, in a turn that the present weights sampled (up to %g is rounding; see ratio/max_deviation). The tokens "
+            "that are trained on are not those that were sampled: please report it",
             run.step + 1,
             update.fresh_deviation,
             tolerance,

@@ -56,7 +56,7 @@ class UpdateStats:
     max_deviation: float = 0.0
     """Largest `|ratio - 1|` of trainer to engine before the first optimizer step."""
     fresh_deviation: float = 0.0
-    """The same over the tokens that the present weights sampled. It is larger than rounding only if something is wrong."""
+    """The same over the turns that the present weights sampled completely. If it is larger than rounding, something is wrong."""
     clip_fraction: float = 0.0
     """Share of the trained tokens whose probability ratio is outside the clip bounds."""
     tokens: int = 0

@@ -9,6 +9,7 @@ import torch
 
 from turnwise.training.correction import CorrectionSums
 from turnwise.training.learner import UpdateStats
+from turnwise.training.policy_losses import groups_of
 from turnwise.training.targets import Targets
 
 __all__ = ["UpdateSums", "fresh_deviation", "update_stats"]
@@ -37,9 +38,18 @@ class UpdateSums:
 
 
 def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
-    """Largest `|ratio - 1|` of the tokens that the present weights sampled and the engine reported; 0 without such tokens."""
-    fresh_N = targets.known_N & (targets.version_N == targets.version)
-    if targets.version is None or not fresh_N.any():
+    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely; 0 without such turns.
+
+    In a turn that runs while the weights change, the later tokens have the present version, but the keys and values of the
+    earlier tokens are from older weights. The ratio of such tokens is not 1.
+    """
+    if targets.version is None or not len(targets.token_N):
+        return 0.0
+    turn_N = groups_of(targets, "turn")
+    older_G = torch.zeros(int(turn_N.max()) + 1, dtype=torch.bool, device=turn_N.device)
+    older_G[turn_N[targets.version_N != targets.version]] = True
+    fresh_N = targets.known_N & ~older_G[turn_N]
+    if not fresh_N.any():
         return 0.0
     difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
     return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
