@@ -11,7 +11,7 @@ modes have the same.
 * `asynchronous`: `train.max_staleness: N` (`--staleness`)
 * `ideal`: as `asynchronous`, with tools that answer at once: the engine and the trainer never wait
 
-The time of the first step is not counted: it contains the measurement of the number of threads. The last line is the number of
+All steps are counted, also the first, in which the asynchronous modes wait as long as `sync`. The last line is the number of
 steps per minute of `asynchronous`, divided by that of `sync`.
 """
 
@@ -116,7 +116,7 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, float]:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         total = time.perf_counter() - started
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
-    counted = lines[1:]
+    counted = lines
     return {
         "step": sum(line["seconds/step"] - line["seconds/checkpoint"] for line in counted) / len(counted),
         "waiting": sum(line["seconds/waiting"] for line in counted) / len(counted),
