@@ -108,6 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "record",
         "rewards",
         "rollout",
+        "services",
         "rollout_server",
         "terminal",
         "training",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.commands import convert, doctor, eval, merge, retrieval, rollout, serve, sft, show, train, view
+from turnwise.commands import convert, doctor, eval, merge, replay, retrieval, rollout, serve, sft, show, train, view
 from turnwise.commands.command import Context
 from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.config.known_names import called_here
@@ -22,7 +22,7 @@ from turnwise.version import __version__
 
 __all__ = ["main", "program"]
 
-_COMMANDS = (train, convert, sft, eval, rollout, serve, show, view, doctor, merge, retrieval)
+_COMMANDS = (train, convert, sft, eval, rollout, replay, serve, show, view, doctor, merge, retrieval)
 
 _EPILOG = """\
 examples:
@@ -42,6 +42,7 @@ examples:
   turnwise show runs/demo                                        print the summary of a run
   turnwise show runs/demo --worst 3 --tokens                     print the conversations with the lowest rewards, with every token
   turnwise view runs                                             show runs in the browser: curves, conversations, tokens
+  turnwise replay runs/demo --all                                run environment and rewards again; print what differs
   turnwise doctor demo/model                                     check whether a model can be trained
   turnwise doctor demo/model --recipe recipes/calculator.yaml    also check a recipe
 """

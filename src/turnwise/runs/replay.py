@@ -1,0 +1,343 @@
+"""`turnwise replay`: the environment and the rewards of recorded conversations run again, and what differs from the record.
+
+The turns of the model are taken from the record, token by token. The loop, the session, the renderer and the scorer are those of
+a run, so the replay also checks that the chat template still writes the recorded tokens between the turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
+from turnwise.config.recipe import load
+from turnwise.config.schema import Config, OpenAIEngineSection
+from turnwise.engines.recorded import RecordedEngine, RecordedText
+from turnwise.errors import ConfigError, RunError
+from turnwise.json_yaml import parse_json, read_text
+from turnwise.models.model_config import context_length
+from turnwise.record.encode import encode_line, trajectory_record
+from turnwise.record.reader import read, trajectories_file
+from turnwise.rewards.judge import UsesEngine
+from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.context import ConversationContext, TextContext
+from turnwise.rollout.rollout import rollout
+from turnwise.services.chat_endpoint import ChatAnswer, ContextFullError
+from turnwise.services.json_service import ServiceError
+from turnwise.types import Completion, Group, Message, Row, Stop, ToolSchema, Trajectory, Turn
+
+__all__ = ["Replayed", "replay"]
+
+_NOT_REPLAYED = ("engine", "deadline", "internal")
+"""Kinds of failures that have their cause outside of the environment and the rewards."""
+_SHOWN = 120  # characters of a value
+_COMPARED = (
+    "stop",
+    "error",
+    "reward",
+    "rewards",
+    "metrics",
+    "tools",
+    "messages",
+    "previous_histories",
+    "template_mismatch",
+)
+_COMPARED_OF_TURNS = ("message", "text", "reward", "rewards", "finish_reason", "kept_tokens")
+_COMPARED_OF_CALLS = ("id", "name", "arguments", "content", "error", "reward")
+_COMPARED_OF_SEGMENTS = ("token_ids", "turn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The replay of one conversation."""
+
+    id: str
+    differences: Sequence[str] = ()
+    """A line for each difference: the place, the recorded value and the value now."""
+    notes: Sequence[str] = ()
+    """What could not be compared exactly, and why."""
+    skipped: str | None = None
+    """Why the conversation was not replayed; None if it was."""
+
+
+async def replay(
+    run: Path, overrides: Sequence[str] = (), *, id: str | None = None, evaluation: bool = False
+) -> list[Replayed]:
+    """Replay the conversation `id` of a run, or all. `evaluation` reads those of the evaluations during training.
+
+    Raises TurnwiseError if the run, its recipe or its rows cannot be read, or no conversation has this id.
+    """
+    file = trajectories_file(run / "eval_trajectories.jsonl" if evaluation else run)
+    run = file.parent
+    _refuse_fine_tuning(run)
+    config, _ = load(run / "config.yaml", overrides)
+    recorded = list(read(file))
+    selected = [trajectory for trajectory in recorded if id is None or trajectory.id == id]
+    if not selected:
+        raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
+    scorer = build.scorer(config)
+    _refuse_engine_rewards(scorer)
+    needed = _scored_with(scorer, selected, recorded)
+    renderer = None if isinstance(config.engine, OpenAIEngineSection) else build.renderer(config, _source(run, config))
+    held_out = evaluation or (run / "evaluation.json").is_file()
+    new = _empty_copies(needed, _rows(config, renderer, held_out=held_out))
+    encode = None if renderer is None else renderer.encode
+    async with contextlib.aclosing(build.environment_factory(config, encode=encode)) as environments:
+        context_of = _contexts(config, renderer, environments, needed, run)
+        await _run_all(config, scorer, needed, new, context_of)
+    chosen = {id_of(trajectory) for trajectory in selected}
+    return [_compared(old, now, renderer) for old, now in zip(needed, new, strict=True) if id_of(old) in chosen]
+
+
+def id_of(trajectory: Trajectory) -> tuple[int | None, str]:
+    """Ids of evaluations repeat in each evaluation: the step is part of the identity."""
+    return trajectory.step, trajectory.id
+
+
+def _refuse_fine_tuning(run: Path) -> None:
+    about = run / "run.json"
+    if about.is_file():
+        value = parse_json(read_text(about, error=RunError), where=str(about), error=RunError)
+        if isinstance(value, dict) and value.get("kind") == "sft":
+            raise RunError(f"{run} is a run of `turnwise sft`, which has no environment and no rewards to replay")
+
+
+def _refuse_engine_rewards(scorer: Scorer) -> None:
+    for reward in scorer.functions:
+        if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
+            raise ConfigError(
+                f"the reward function {reward.name} asks the engine of the run, and a replay starts no engine: give the judge an "
+                f"`endpoint`, or remove it (reward.trajectory=...)"
+            )
+
+
+def _scored_with(scorer: Scorer, selected: Sequence[Trajectory], recorded: Sequence[Trajectory]) -> list[Trajectory]:
+    """The selected conversations, and those that the reward functions compare with them."""
+
+    def together(trajectory: Trajectory) -> Any:
+        if scorer.batch:
+            return trajectory.step
+        if scorer.groups or any(reward.plan.needs_group for reward in (*scorer.trajectory, *scorer.turns)):
+            return trajectory.step, trajectory.group
+        return id_of(trajectory)
+
+    wanted = {together(trajectory) for trajectory in selected}
+    return [trajectory for trajectory in recorded if together(trajectory) in wanted]
+
+
+def _source(run: Path, config: Config) -> str | Path:
+    """Where the tokenizer of the run is: in its newest checkpoint, or in the model of the recipe."""
+    checkpoint = run / "checkpoint"
+    return checkpoint if (checkpoint / "tokenizer_config.json").is_file() else config.model.path
+
+
+def _rows(config: Config, renderer: Renderer | None, *, held_out: bool) -> dict[str, Row]:
+    rows = build.rows(config, held_out=held_out)
+    if renderer is not None:
+        rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    return {row.id: row for row in rows}
+
+
+def _empty_copies(recorded: Sequence[Trajectory], rows: Mapping[str, Row]) -> list[Trajectory]:
+    """Trajectories with the ids and rows of the recorded ones. Raises RunError if a row is not in the data any more."""
+    missing = [trajectory.row.id for trajectory in recorded if trajectory.row.id not in rows]
+    if missing:
+        raise RunError(
+            f"row {missing[0]!r} of the record is not among the {len(rows)} rows of the data: restore the data set, or set "
+            f"data.train or data.eval to where it is"
+        )
+    return [Trajectory(id=t.id, group=t.group, row=rows[t.row.id], step=t.step) for t in recorded]
+
+
+def _contexts(
+    config: Config,
+    renderer: Renderer | None,
+    environments: build.Environments,
+    recorded: Sequence[Trajectory],
+    run: Path,
+) -> Callable[[Trajectory], ConversationContext]:
+    """The context of the replay of a recorded trajectory."""
+    if renderer is None:
+        return lambda trajectory: TextContext(
+            chat=_RecordedChat(trajectory),
+            make_environment=environments,
+            sampling=build.sampling(config),
+            limits=build.limits(config, longest=None),
+        )
+    names = {id_of(t): [_completion(turn, t, renderer) for turn in t.turns] for t in recorded}
+    longest = _longest(_source(run, config))
+
+    def of(trajectory: Trajectory) -> ConversationContext:
+        engine = RecordedEngine(
+            {trajectory.id: names[id_of(trajectory)]},
+            encode=renderer.encode,
+            encode_behind=renderer.encode_continuation,
+            stop_token_id=renderer.stop_token_ids[0],
+        )
+        return build.rollout_context(
+            config.model_copy(update={"deterministic": False}), renderer, engine, environments, longest=longest
+        )
+
+    return of
+
+
+def _longest(source: str | Path) -> int | None:
+    """The longest context of the model; None if its config.json is not on this machine."""
+    file = Path(source).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    value = parse_json(read_text(file, error=RunError), where=str(file), error=RunError)
+    return context_length(value) if isinstance(value, dict) else None
+
+
+def _completion(turn: Turn, trajectory: Trajectory, renderer: Renderer) -> Completion | RecordedText:
+    """What the engine sampled in a turn; its text if tokens are missing, because an environment cut or masked the turn."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for segment in trajectory.segments:
+        for position, index in enumerate(segment.turn):
+            if index == turn.index:
+                ids.append(segment.token_ids[position])
+                logprobs.append(segment.logprobs[position])
+                versions.append(segment.version[position])
+    stopped = bool(ids) and ids[-1] in renderer.stop_token_ids
+    if renderer.decode(ids[:-1] if stopped else ids) != turn.text:
+        return RecordedText(turn.text, cut=turn.finish_reason == "length")
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        versions=versions,
+        finish_reason="length" if turn.finish_reason == "length" else "stop",
+        logprob_kind=trajectory.logprob_kind,
+    )
+
+
+class _RecordedChat:
+    """Answers with the recorded turns of a conversation with an endpoint."""
+
+    def __init__(self, recorded: Trajectory) -> None:
+        self._recorded = recorded
+        self._turns = iter(recorded.turns)
+
+    async def complete(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), fields: Mapping[str, Any] | None = None
+    ) -> ChatAnswer:
+        turn = next(self._turns, None)
+        if turn is None:
+            problem = f"the conversation asks for turn {len(self._recorded.turns)}, which is not in the record"
+            raise ContextFullError(problem) if self._recorded.stop is Stop.CONTEXT else ServiceError(problem)
+        calls = [
+            {"id": call.written_id or call.id, "function": {"name": call.name, "arguments": call.text}}
+            for call in turn.calls
+        ]
+        message = {"content": turn.text, "reasoning_content": turn.reasoning, "tool_calls": calls or None}
+        return ChatAnswer(message=message, finish_reason=turn.finish_reason, usage=turn.usage)
+
+
+async def _run_all(
+    config: Config,
+    scorer: Scorer,
+    recorded: Sequence[Trajectory],
+    new: Sequence[Trajectory],
+    context_of: Callable[[Trajectory], ConversationContext],
+) -> None:
+    """Run and score the conversations. Those that failed for a reason that is not replayed fail as they did."""
+    groups: dict[tuple[int | None, str], Group] = {}
+    for trajectory in new:
+        key = (trajectory.step, trajectory.group)
+        groups.setdefault(key, Group(id=trajectory.group, row=trajectory.row, trajectories=[])).trajectories.append(
+            trajectory
+        )
+    steps: dict[int | None, list[Group]] = {}
+    for (step, _), group in groups.items():
+        steps.setdefault(step, []).append(group)
+    slots = asyncio.Semaphore(config.max_concurrent)
+    score_of = {step: scorer.scoring_callback(of_step) for step, of_step in steps.items()}
+
+    async def run(old: Trajectory, now: Trajectory) -> None:
+        async with slots:
+            if old.error is not None and old.error.kind in _NOT_REPLAYED:
+                now.fail(old.error)
+            else:
+                await rollout(now, context_of(old))
+        await score_of[now.step](now)
+
+    async with asyncio.TaskGroup() as tasks:
+        for old, now in zip(recorded, new, strict=True):
+            tasks.create_task(run(old, now))
+
+
+def _compared(old: Trajectory, now: Trajectory, renderer: Renderer | None) -> Replayed:
+    if old.error is not None and old.error.kind in _NOT_REPLAYED:
+        return Replayed(id=old.id, skipped=f"it failed: {old.error.kind}: {old.error.message}")
+    encoded = [
+        turn.index
+        for turn in old.turns
+        if renderer is not None and isinstance(_completion(turn, old, renderer), RecordedText)
+    ]
+    notes = [f"turn {index}: not all of its tokens are in the record, so its text was encoded" for index in encoded]
+    return Replayed(id=old.id, differences=list(_differences(_comparable(old), _comparable(now), "")), notes=notes)
+
+
+def _comparable(trajectory: Trajectory) -> dict[str, Any]:
+    """The parts of a trajectory's record that a replay compares, as JSON values."""
+    record = json.loads(encode_line(trajectory_record(trajectory)))
+    chosen: dict[str, Any] = {key: record.get(key) for key in _COMPARED}
+    if chosen["error"] is not None:
+        chosen["error"] = {key: chosen["error"][key] for key in ("kind", "message")}
+    chosen["row"] = record["row"]
+    chosen["turns"] = [
+        {
+            **{key: turn.get(key) for key in _COMPARED_OF_TURNS},
+            "tool_calls": [{key: call.get(key) for key in _COMPARED_OF_CALLS} for call in turn["tool_calls"]],
+        }
+        for turn in record["turns"]
+    ]
+    chosen["segments"] = [{key: segment[key] for key in _COMPARED_OF_SEGMENTS} for segment in record["segments"]]
+    return chosen
+
+
+def _differences(old: Any, now: Any, place: str) -> Iterator[str]:
+    """A line for each place at which two JSON values differ. Of two lists of numbers, the first place only."""
+    if isinstance(old, dict) and isinstance(now, dict):
+        for key in [*old, *(key for key in now if key not in old)]:
+            yield from _differences(old.get(key), now.get(key), f"{place}.{key}" if place else str(key))
+    elif isinstance(old, list) and isinstance(now, list):
+        numbers = all(isinstance(item, int | float) for item in [*old, *now])
+        for number, (a, b) in enumerate(zip(old, now, strict=False)):
+            found = list(_differences(a, b, f"{place}[{number}]"))
+            yield from found
+            if found and numbers:
+                return
+        if len(old) != len(now):
+            yield f"{place}: {len(old)} recorded, {len(now)} now"
+    elif isinstance(old, float) or isinstance(now, float):
+        if not (
+            isinstance(old, int | float) and isinstance(now, int | float) and abs(old - now) <= 1e-9 * max(1, abs(old))
+        ):
+            yield f"{place}: {old} recorded, {now} now"
+    elif old != now:
+        yield f"{place}: {_short(old, now)} recorded, {_short(now, old)} now"
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value as text; of a long text, the part that begins shortly before the first difference."""
+    if not isinstance(value, str):
+        text = json.dumps(value)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    same = 0
+    if isinstance(other, str):
+        same = next(
+            (n for n, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), min(len(value), len(other))
+        )
+    begin = max(0, same - _SHOWN // 3) if len(value) > _SHOWN else 0
+    part = value[begin : begin + _SHOWN]
+    return f"{'...' if begin else ''}{part!r}{'...' if begin + _SHOWN < len(value) else ''}"
