@@ -164,6 +164,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
 
 async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
     epochs = run.config.train.ppo_epochs
+    await run.publisher.before_update()
     micro_batches = epochs * sum(len(batch.micro_batches) for batch in batches)
     return await run.learner.update(
         batches,

@@ -46,6 +46,7 @@ _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_say
 _ROWS = "runs/test_row_choice.py::test_"
 _ASYNCHRONOUS = "runs/test_asynchronous_training.py::test_"
 _CRITIC = "runs/test_critic_run.py::test_"
+_VLLM = "engines/vllm/test_vllm_options.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
@@ -84,6 +85,15 @@ TESTED: Mapping[str, str] = {
         f"engine.{name}": "runs/test_endpoint_run.py::test_the_limits_of_an_endpoint_space_its_requests"
         for name in ("requests_per_minute", "tokens_per_minute")
     },
+    **{
+        f"engine.{name}": f"{_VLLM}a_started_server_gets_the_options_of_the_recipe"
+        for name in ("python", "replicas", "arguments", "start_timeout")
+    },
+    **{
+        f"engine.{name}": f"{_VLLM}weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says"
+        for name in ("weight_folder", "check_weights_every", "sleep")
+    },
+    "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
     "eval.pass_reward": "runs/test_evaluate.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,7 @@ class FakeServer:
                 finish = "stop" if last in body["stop"] else "length" if len(ids) >= body["max"] else None
             event = {
                 "ids": token,
-                "logprobs": [-0.5 - self.version / 10] * len(token),
+                "logprobs": [-9.0 if self.wrong_weights else -0.5 - self.version / 10] * len(token),
                 "labels": [self.label] * len(token),
                 "finish": finish,
                 "cached": len(body["ids"]) // 2,
@@ -152,9 +152,6 @@ class FakeServer:
                 self.version, self.label = body["version"], str(body["version"])
             case "label":
                 self.label = str(body["version"])
-            case "probe":
-                value = -9.0 if self.wrong_weights else -0.5 - self.version / 10
-                return web.json_response([value] * (body["count"]))
         return web.json_response({})
 
 
@@ -207,9 +204,6 @@ class FakeApi:
 
     async def resume(self, server: HttpServer) -> None:
         await self._call(server, "resume")
-
-    async def probe(self, server: HttpServer, token_ids: Sequence[int]) -> list[float]:
-        return await self._call(server, "probe", count=len(token_ids) - 1)
 
     async def sleep(self, server: HttpServer) -> None:
         await self._call(server, "sleep")

@@ -5,7 +5,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
-from turnwise.build.engines import Scripts, engine, engine_model, publisher, read_scripts, scripted_engine
+from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
@@ -21,6 +21,7 @@ from turnwise.build.learners import (
 from turnwise.build.rewards import connect_engine, scorer, turn_weighting
 from turnwise.build.rollout_server import refuse_with_rollout_server
 from turnwise.build.rollouts import renderer, rollout_context
+from turnwise.build.server_engines import longest_context, publisher
 from turnwise.build.tracking import loggers
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
@@ -43,6 +44,7 @@ __all__ = [
     "learning_rate",
     "limits",
     "loggers",
+    "longest_context",
     "loss_config",
     "model_options",
     "normalization",

@@ -10,19 +10,15 @@ from typing import Any
 
 from turnwise.build.learners import model_options
 from turnwise.build.rollout_server import rollout_client
+from turnwise.build.server_engines import server_engine
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
+from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
-from turnwise.engines.publisher import SharedWeights, WeightPublisher
-from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.rollout_server.client import RolloutClient, ServerWeights
-from turnwise.training.learner import Learner
 
-__all__ = ["Scripts", "engine", "engine_model", "publisher", "read_scripts", "scripted_engine"]
+__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "scripted_engine"]
 
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
@@ -31,8 +27,8 @@ Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 def engine(
     config: Config, renderer: Renderer, model: Any | None = None, *, scripts: Scripts | None = None, version: int = 0
 ) -> Engine:
-    """The engine of a recipe: the embedded engine on a loaded `model`, or the scripted engine. With rollout_server.url,
-    the client of that server, which samples there.
+    """The engine of a recipe: the embedded engine on a loaded `model`, the scripted engine, or an engine on servers, whose
+    weights are updated if there is a `model`. With rollout_server.url, the client of that server, which samples there.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
     `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
@@ -46,6 +42,8 @@ def engine(
         return scripted_engine(renderer, read_scripts(options.script))
     if isinstance(options, OpenAIEngineSection):
         raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
+    if isinstance(options, ServerEngineSection):
+        return server_engine(config, options, renderer, trained=model is not None, version=version)
     if model is None:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
     from turnwise.engines.local import LocalEngine  # torch
@@ -61,21 +59,13 @@ def engine(
     )
 
 
-def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublisher:
-    """How the learner's weights reach the recipe's engine."""
-    if isinstance(engine, RemoteEngine):
-        return RemoteWeights(engine, learner, ProbeOptions())
-    if isinstance(engine, RolloutClient):
-        return ServerWeights(engine, learner)
-    return SharedWeights(engine)
-
-
 def engine_model(config: Config) -> Any | None:
     """The model that the recipe's engine samples from, loaded from model.path; None for an engine without weights.
 
     For runs without training. In training, the learner has already loaded the model.
     """
-    if isinstance(config.engine, ScriptedEngineSection) or config.rollout_server.url is not None:
+    without = isinstance(config.engine, ScriptedEngineSection | ServerEngineSection)
+    if without or config.rollout_server.url is not None:
         return None
     from turnwise.models.loading import load_model  # torch
 

@@ -113,6 +113,10 @@ CALLED: dict[str, tuple[str, ...]] = {
     "credit.omega": ("step_advantage_w",),
     "checkpoint.every": ("save_steps", "save_freq", "save_strategy"),
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "engine.memory_gb": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static"),
+    "engine.sleep": ("sleep_level", "vllm_enable_sleep_mode", "enable_sleep_mode", "free_cache_engine"),
+    "engine.name": ("use_vllm", "rollout_backend"),
+    "engine.mode": ("vllm_mode",),
     "engine.url": ("base_url", "api_base", "openai_base_url"),
     "engine.api_key_env": ("api_key", "openai_api_key"),
     "eval.samples_per_row": ("num_trials", "n_samples", "num_return_samples"),
@@ -145,9 +149,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "a run is one process on one device: leave it out": (
         "deepspeed", "fsdp", "nnodes", "n_gpus_per_node", "tensor_parallel_size", "tensor_model_parallel_size",
         "num_processes", "ray_init",
-    ),
-    "the embedded engine samples with the trainer's own weights: leave it out": (
-        "use_vllm", "vllm", "vllm_mode", "vllm_gpu_memory_utilization", "gpu_memory_utilization", "rollout_backend",
     ),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",

@@ -34,6 +34,7 @@ from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
 from turnwise.config.rollout_server import RolloutServerSection
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
+from turnwise.config.server_engines import ServerEngineSection, VllmEngineSection
 from turnwise.errors import nearest
 
 __all__ = [
@@ -60,11 +61,13 @@ __all__ = [
     "SamplingSection",
     "ScriptedEngineSection",
     "Section",
+    "ServerEngineSection",
     "SftSection",
     "ToolCallsSection",
     "ToolUse",
     "TrainSection",
     "Use",
+    "VllmEngineSection",
     "changed_options",
 ]
 
@@ -121,7 +124,8 @@ class Config(Section):
     engine: Annotated[
         Annotated[LocalEngineSection, Tag("local")]
         | Annotated[ScriptedEngineSection, Tag("scripted")]
-        | Annotated[OpenAIEngineSection, Tag("openai")],
+        | Annotated[OpenAIEngineSection, Tag("openai")]
+        | Annotated[VllmEngineSection, Tag("vllm")],
         by_name("local"),
     ] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
 from turnwise.config.critic_checks import critic_problems
+from turnwise.config.engine_checks import refuse_engine
 from turnwise.config.kl_checks import kl_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
@@ -32,6 +33,7 @@ def refuse_without_effect(config: Config) -> None:
 
     Raises ConfigError.
     """
+    refuse_engine(config)
     problems = [
         *_engine_problems(config),
         *_row_problems(config),
@@ -152,7 +154,7 @@ def _conversation_problems(config: Config) -> list[Problem]:
             f"raise limits.turns",
         ),
         (
-            config.engine.name != "local",
+            config.engine.name == "scripted",
             f"engine.name={config.engine.name} cannot be used in training: its tokens are not sampled from the model. Use "
             f"engine.name=local, or `turnwise rollout`",
         ),

@@ -23,6 +23,10 @@ class WeightPublisher(Protocol):
         """
         ...
 
+    async def before_update(self) -> None:
+        """Before the learner's weights change: the engine may free memory until `publish`. No request is running."""
+        ...
+
     async def publish(self, version: int) -> None:
         """When it returns, the engine samples with the learner's current weights and reports them as `version`.
 
@@ -42,6 +46,9 @@ class SharedWeights:
 
     async def begin(self, version: int) -> None:
         await self._engine.start()
+
+    async def before_update(self) -> None:
+        pass
 
     async def publish(self, version: int) -> None:
         await self._engine.load_weights(version)

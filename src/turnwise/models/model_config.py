@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["context_length"]
+__all__ = ["context_length", "vocabulary_size"]
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -15,3 +15,11 @@ def context_length(config: Mapping[str, Any]) -> int | None:
             return config[name]
     text = config.get("text_config")
     return context_length(text) if isinstance(text, Mapping) else None
+
+
+def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+    """The number of token ids in a model's config.json; None if there is none."""
+    if isinstance(config.get("vocab_size"), int):
+        return config["vocab_size"]
+    text = config.get("text_config")
+    return vocabulary_size(text) if isinstance(text, Mapping) else None

@@ -303,6 +303,9 @@ class ServerWeights:
         await self._client.start()
         await self.publish(version)
 
+    async def before_update(self) -> None:
+        pass
+
     async def publish(self, version: int) -> None:
         await self._client.load_weights(version, self._learner.weights())
 

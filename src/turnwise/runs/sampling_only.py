@@ -13,7 +13,7 @@ from turnwise import build
 from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
-from turnwise.config.schema import Config, OpenAIEngineSection
+from turnwise.config.schema import Config, OpenAIEngineSection, ServerEngineSection
 from turnwise.doctor.preflight import preflight
 from turnwise.engines.engine import closing
 from turnwise.errors import ConfigError
@@ -88,7 +88,10 @@ async def conversation_context(
         model = build.engine_model(config)
         engine = build.engine(config, renderer, model, scripts=scripts)
         build.connect_engine(conversations.scorer, engine, renderer)
-        longest = context_length(model.config.to_dict()) if model is not None else None
+        if isinstance(config.engine, ServerEngineSection):
+            longest = build.longest_context(config)
+        else:
+            longest = context_length(model.config.to_dict()) if model is not None else None
         context = build.rollout_context(
             config, renderer, engine, environments, longest=longest, sampled=conversations.sampling
         )

@@ -287,7 +287,7 @@ def test_a_failed_update_leaves_the_old_weights_and_the_version(tmp_path: Path) 
 
 
 def test_wrong_log_probabilities_after_an_update_take_it_back(tmp_path: Path) -> None:
-    probe = Probe(token_ids=[1, 2, 3], logprobs=[-0.7, -0.7], tolerance=1e-4)
+    probe = Probe(prompt=[1, 2], tokens=4, logprobs=lambda ids: [-0.7] * (len(ids) - 1), tolerance=1e-4)
 
     async def main() -> None:
         async with fake_servers() as (server,), engine_on([server], files=tmp_path) as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from turnwise.engines.remote.partial import Part
 from turnwise.errors import EngineError
@@ -42,14 +41,6 @@ def check_part(server: str, part: Part, *, vocab_size: int, room: int) -> None:
         )
     if part.versions is not None and len(part.versions) != len(ids):
         raise EngineError(f"{server} returned {len(ids)} tokens and the weight versions of {len(part.versions)} tokens")
-
-
-def check_logprobs(server: str, logprobs: Sequence[object], count: int) -> None:
-    """Raise EngineError unless these are `count` log-probabilities, as an answer to a probe must be."""
-    if len(logprobs) != count or not all(_is_logprob(value) for value in logprobs):
-        raise EngineError(
-            f"{server} returned {list(logprobs)[:8]} for a probe; {count} log-probabilities were expected"
-        )
 
 
 def _is_int(value: object) -> bool:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.engines.remote.checks import check_logprobs, check_part
-from turnwise.engines.remote.http import HttpServer, ServerLost
+from turnwise.engines.remote.checks import check_part
+from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import JoinedCompletion
 from turnwise.engines.remote.replicas import Replica, Replicas
 from turnwise.engines.remote.server_api import ServerApi, ServerInfo
 from turnwise.engines.remote.weights import Probe, WeightFiles, WeightUpdate
 from turnwise.errors import EngineError
-from turnwise.types import Completion, Request
+from turnwise.types import Completion, Request, Sampling
 
 __all__ = ["RemoteEngine", "WriteAdapter"]
 
@@ -92,7 +92,9 @@ class RemoteEngine:
             known = len(joined.token_ids)
             try:
                 await self._sample(replica, joined)
-            except ServerLost as error:
+            except (ServerLost, ServerFailed) as error:
+                if isinstance(error, ServerFailed) and await replica.server.healthy(replica.health_path):
+                    raise
                 losses = 1 if len(joined.token_ids) > known else losses + 1
                 if losses >= _MAX_LOSSES:
                     raise EngineError(
@@ -133,7 +135,7 @@ class RemoteEngine:
         async with self._updating():
             if weights is None:
                 await self._on_all(lambda server: self._api.label(server, version))
-                await self._compare(probe)
+                await self._compare(probe, version)
                 if self._current is not None:
                     self._current = replace(self._current, version=version)
             else:
@@ -250,7 +252,7 @@ class RemoteEngine:
                     self._replicas.lose(replica)
                     await self._replicas.restore(replica)
                     await self._load(replica, update)
-            await self._compare(probe)
+            await self._compare(probe, update.version)
         except BaseException as error:
             for replica in changed:
                 await self._give_back(replica)
@@ -271,14 +273,27 @@ class RemoteEngine:
         await self._api.resume(replica.server)
         replica.server.note_progress()
 
-    async def _compare(self, probe: Probe | None) -> None:
+    async def _compare(self, probe: Probe | None, version: int) -> None:
         """Raise EngineError if a server's log-probabilities are not those of the trainer."""
-        for replica in self._replicas.all if probe is not None else ():
-            assert probe is not None
-            answer = await self._api.probe(replica.server, probe.token_ids)
-            check_logprobs(replica.name, answer, len(probe.logprobs))
-            self.deviation = max(abs(own - other) for own, other in zip(probe.logprobs, answer, strict=True))
-            if self.deviation > probe.tolerance:
+        if probe is None:
+            return
+        assert self.info is not None
+        count = min(probe.tokens, self.info.context - len(probe.prompt))
+        request = Request(
+            conversation="probe", token_ids=probe.prompt, sampling=Sampling(max_tokens=count), seed=version
+        )
+        for replica in self._replicas.all:
+            joined = JoinedCompletion(request, count)
+            joined.next_request()
+            async with aclosing(self._api.sample(replica.server, request, version)) as parts:
+                async for part in parts:
+                    check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
+                    joined.add(part, version)
+            own = probe.logprobs([*probe.prompt, *joined.token_ids])[len(probe.prompt) - 1 :]
+            if not joined.token_ids or set(joined.versions) != {version}:
+                raise EngineError(f"{replica.name} sampled with the weights {set(joined.versions)}, and not {version}")
+            self.deviation = max(abs(mine - other) for mine, other in zip(own, joined.logprobs, strict=True))
+            if not self.deviation <= probe.tolerance:
                 raise EngineError(
                     f"{replica.name} has other weights than the trainer: the log-probabilities of the same tokens differ by "
                     f"{self.deviation:.3g}, and at most {probe.tolerance:g} is rounding. The server must serve the model of "

@@ -106,6 +106,10 @@ class HttpServer:
         """The JSON answer of a POST request whose body is a file. Raises EngineError."""
         return await self._request("POST", path, file, query, None)
 
+    async def post_text(self, path: str, body: Any) -> str:
+        """The answer of a POST request as text. Raises EngineError."""
+        return await self._request("POST", path, body, {}, None, parse=False)
+
     async def healthy(self, path: str, *, timeout: float = 5.0) -> bool:
         """Whether a GET request to `path` has a status of 2xx. Raises ServerRefused if the token is wrong."""
         try:
@@ -115,16 +119,6 @@ class HttpServer:
                 return response.status < 300
         except (TimeoutError, ServerLost):
             return False
-
-    async def text(self, path: str, *, timeout: float = 30.0) -> str:
-        """The answer of a GET request as text. Raises EngineError."""
-        try:
-            async with asyncio.timeout(timeout), self._opened("GET", path, None, {}) as response:
-                text = await response.text()
-                self._check_status(path, response.status, text)
-                return text
-        except TimeoutError:
-            raise ServerLost(f"{self.url}{path} gave no answer within {timeout:g} s") from None
 
     async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream (`data: {...}` lines), until the server ends it with `data: [DONE]`.
@@ -217,7 +211,16 @@ class HttpServer:
             raise ServerFailed(f"{self.url}{path} failed: {_error_text(event['error'])}")
         return event
 
-    async def _request(self, method: str, path: str, body: Any, query: Mapping[str, str], timeout: float | None) -> Any:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        query: Mapping[str, str],
+        timeout: float | None,
+        *,
+        parse: bool = True,
+    ) -> Any:
         limit = self.limits.answer if timeout is None else timeout
         pause = _PAUSE
         for attempt in range(self.limits.retries + 1):
@@ -226,7 +229,7 @@ class HttpServer:
                     content = await response.content.read(_MAX_ANSWER + 1)
                     while not response.content.at_eof() and len(content) <= _MAX_ANSWER:
                         content += await response.content.read(_MAX_ANSWER)
-                    return self._answer(path, response.status, content)
+                    return self._answer(path, response.status, content, parse=parse)
             except TimeoutError:
                 raise ServerLost(f"{self.url}{path} gave no answer within {limit:g} s") from None
             except _NotConnected:
@@ -236,11 +239,13 @@ class HttpServer:
                 pause *= 2
         raise AssertionError("unreachable")
 
-    def _answer(self, path: str, status: int, content: bytes) -> Any:
+    def _answer(self, path: str, status: int, content: bytes, *, parse: bool) -> Any:
         text = content[: _MAX_ANSWER + 1].decode("utf-8", errors="replace")
         self._check_status(path, status, text)
         if len(content) > _MAX_ANSWER:
             raise ServerFailed(f"{self.url}{path} returned more than {_MAX_ANSWER >> 20} MB")
+        if not parse:
+            return text
         if not text.strip():
             return None
         try:

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.weights import Probe
 
+_PROMPT, _SAMPLED = 8, 16
+"""Tokens of a probe."""
+
 __all__ = ["ProbeOptions", "RemoteWeights", "WeightSource"]
 
 
@@ -44,8 +47,6 @@ class ProbeOptions:
     """After them, each update with this number; 0: no more."""
     tolerance: float = 1e-4
     """The largest difference that is rounding: 1e-4 in float32."""
-    tokens: int = 24
-    """Tokens of the probe."""
 
     def due(self, update: int) -> bool:
         """Whether an update is checked. Updates are counted from 0, which is the one before the first step."""
@@ -53,19 +54,31 @@ class ProbeOptions:
 
 
 class RemoteWeights:
-    """A `WeightPublisher` for `RemoteEngine`."""
+    """A `WeightPublisher` for `RemoteEngine`. With `sleep`, the servers free their memory while the model is trained."""
 
-    def __init__(self, engine: RemoteEngine, learner: WeightSource, probe: ProbeOptions) -> None:
+    def __init__(
+        self, engine: RemoteEngine, learner: WeightSource, probe: ProbeOptions, *, sleep: bool = False
+    ) -> None:
         self._engine = engine
         self._learner = learner
         self._probe = probe
+        self._sleep = sleep
+        self._asleep = False
         self._updates = 0
 
     async def begin(self, version: int) -> None:
         await self._engine.start()
         await self.publish(version)
 
+    async def before_update(self) -> None:
+        if self._sleep:
+            await self._engine.sleep()
+            self._asleep = True
+
     async def publish(self, version: int) -> None:
+        if self._asleep:
+            await self._engine.wake()
+            self._asleep = False
         probe = self._make_probe() if self._probe.due(self._updates) else None
         learner = self._learner
         weights: Mapping[str, Any] | Callable[[Path], None] = (
@@ -75,12 +88,13 @@ class RemoteWeights:
         self._updates += 1
 
     def _make_probe(self) -> Probe:
-        """Fixed tokens, and the learner's log-probabilities of them. The end of the vocabulary is left out: it has placeholders
-        of images."""
+        """A fixed prompt. The end of the vocabulary is left out: it has placeholders of images."""
         info = self._engine.info
         assert info is not None
-        count = min(self._probe.tokens, info.context - 1)
-        token_ids = [(7919 * index + 11) % (info.vocab_size * 3 // 4) for index in range(count)]
+        prompt = [(7919 * index + 11) % (info.vocab_size * 3 // 4) for index in range(_PROMPT)]
         return Probe(
-            token_ids=token_ids, logprobs=self._learner.token_logprobs(token_ids), tolerance=self._probe.tolerance
+            prompt=prompt,
+            tokens=_SAMPLED,
+            logprobs=self._learner.token_logprobs,
+            tolerance=self._probe.tolerance,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +65,6 @@ class ServerApi(Protocol):
 
     async def resume(self, server: HttpServer) -> None:
         """Go on sampling."""
-        ...
-
-    async def probe(self, server: HttpServer, token_ids: Sequence[int]) -> list[float]:
-        """`log_softmax(logits)` of each of the tokens after the first, given the tokens before it."""
         ...
 
     async def sleep(self, server: HttpServer) -> None:

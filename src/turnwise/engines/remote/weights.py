@@ -41,11 +41,14 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """The trainer's own log-probabilities of some tokens, to be compared with those of a server."""
+    """A test whether a server has the trainer's weights: it samples some tokens, of which both compute log-probabilities."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    """`log_softmax(logits)` of each token after the first."""
+    prompt: Sequence[int]
+    """Token ids that the server continues."""
+    tokens: int
+    """How many tokens it samples."""
+    logprobs: Callable[[Sequence[int]], Sequence[float]]
+    """The trainer's own `log_softmax(logits)` of each token after the first."""
     tolerance: float
     """The largest difference that is rounding."""
 

@@ -1,0 +1,154 @@
+"""Builds the engines of a recipe whose tokens are sampled by servers."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.engine_checks import refuse_engine
+from turnwise.config.schema import Config, ServerEngineSection, VllmEngineSection
+from turnwise.engines.engine import Engine
+from turnwise.engines.publisher import SharedWeights, WeightPublisher
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
+from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.weights import WeightFiles
+from turnwise.errors import ConfigError, DataError
+from turnwise.json_yaml import parse_json, read_text
+from turnwise.models.model_config import context_length, vocabulary_size
+from turnwise.rollout_server.client import RolloutClient, ServerWeights
+from turnwise.training.learner import Learner
+
+__all__ = ["given_servers", "http_limits", "longest_context", "model_facts", "publisher", "server_engine"]
+
+_ROUNDING = {True: 1e-4, False: 0.5}
+"""The largest difference of log-probabilities between server and trainer, if both compute in float32 and if not. Weights that
+did not arrive differ by more than 1."""
+
+
+def server_engine(
+    config: Config, options: ServerEngineSection, renderer: Renderer, *, trained: bool, version: int
+) -> Engine:
+    """The engine on servers of a recipe. `trained`: its weights are updated during the run.
+
+    The servers are started by `Engine.start`. Raises ConfigError.
+    """
+    refuse_engine(config)
+    if not isinstance(options, VllmEngineSection):
+        raise ConfigError(f"engine.name={config.engine.name} is not available")
+    from turnwise.engines.vllm.api import VllmApi
+
+    facts = model_facts(config)
+    vocab_size = vocabulary_size(facts)
+    if vocab_size is None:
+        raise ConfigError(f"the config.json of {config.model.path} has no vocab_size, which engine.name=vllm needs")
+    adapter = trained and config.model.lora.rank is not None
+    if options.mode == "in_process":
+        from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
+
+        api = InProcessApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+        replicas = [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
+    else:
+        api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+        replicas = _vllm_replicas(config, options, adapter=adapter)
+    folder = None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute()
+    return RemoteEngine(
+        api,
+        replicas,
+        decode=renderer.decode,
+        files=WeightFiles(folder) if trained else None,
+        version=version,
+        patience=options.start_timeout,
+    )
+
+
+def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublisher:
+    """How the learner's weights reach the recipe's engine."""
+    if isinstance(engine, RolloutClient):
+        return ServerWeights(engine, learner)
+    if not isinstance(engine, RemoteEngine):
+        return SharedWeights(engine)
+    assert isinstance(config.engine, ServerEngineSection)
+    probe = ProbeOptions(every=config.engine.check_weights_every, tolerance=_ROUNDING[config.model.exact])
+    return RemoteWeights(engine, learner, probe, sleep=config.engine.sleep)
+
+
+def longest_context(config: Config) -> int | None:
+    """The longest context of the recipe's model in tokens, from its config.json; None if it does not say."""
+    return context_length(model_facts(config))
+
+
+def model_facts(config: Config) -> dict[str, Any]:
+    """The contents of config.json in model.path. Raises ConfigError if there is no such file."""
+    file = Path(config.model.path).expanduser() / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"engine.name={config.engine.name} needs model.path to be a directory with a config.json, and there is no {file}. "
+            f"Download the model, and give the path of its directory"
+        )
+    try:
+        facts = parse_json(read_text(file, error=DataError), where=str(file), error=DataError)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{file} must contain a JSON object")
+    return facts
+
+
+def http_limits(options: ServerEngineSection) -> HttpLimits:
+    """The time limits of requests to the servers."""
+    return HttpLimits(answer=options.timeout, idle=options.timeout)
+
+
+def given_servers(options: ServerEngineSection, health_path: str) -> list[Replica]:
+    """Replicas for the servers in engine.url. Raises ConfigError if the variable in engine.api_key_env is not set."""
+    assert options.url is not None
+    token = None
+    if options.api_key_env is not None:
+        token = os.environ.get(options.api_key_env)
+        if not token:
+            raise ConfigError(
+                f"engine.api_key_env={options.api_key_env}: there is no such environment variable. Set it to the token of the "
+                f"servers in engine.url, or remove engine.api_key_env"
+            )
+    urls = [options.url] if isinstance(options.url, str) else options.url
+    return [Replica(HttpServer(url, token=token, limits=http_limits(options)), health_path) for url in urls]
+
+
+def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool) -> list[Replica]:
+    from turnwise.engines.vllm.launch import HEALTH, started_replicas
+
+    if options.url is not None:
+        return given_servers(options, HEALTH)
+    return started_replicas(_launch_options(config, options, adapter=adapter), options.replicas, http_limits(options))
+
+
+def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
+    from turnwise.engines.vllm.launch import LaunchOptions
+
+    return LaunchOptions(
+        python=options.python or sys.executable,
+        model=str(Path(config.model.path).expanduser().absolute()),
+        dtype="bfloat16" if config.model.autocast else config.model.dtype,
+        context=config.limits.context or longest_context(config),
+        memory_gb=options.memory_gb,
+        max_requests=math.ceil(config.max_concurrent / options.replicas),
+        cpu=_on_cpu(config),
+        lora_rank=config.model.lora.rank if adapter else None,
+        sleep=options.sleep,
+        arguments=options.arguments,
+        logs=Path(config.output) / "engine",
+        start_timeout=options.start_timeout,
+    )
+
+
+def _on_cpu(config: Config) -> bool:
+    """Whether servers that turnwise starts run on the CPU: where the model is trained on it."""
+    import torch  # to find out whether there is a GPU
+
+    return config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())

@@ -1,0 +1,81 @@
+"""Refuses options of engines that have no effect, and combinations that an engine cannot serve."""
+
+from __future__ import annotations
+
+from turnwise.config.schema import Config
+from turnwise.config.section import changed_options
+from turnwise.config.server_engines import ServerEngineSection, VllmEngineSection
+from turnwise.errors import ConfigError
+
+__all__ = ["refuse_engine"]
+
+_OF_STARTED = ("python", "replicas", "arguments", "memory_gb")
+"""Options of servers that turnwise starts."""
+_OF_SERVERS = ("url", "api_key_env", "python", "replicas", "timeout", "start_timeout")
+"""Options without effect for an engine in the process of turnwise."""
+
+
+def refuse_engine(config: Config) -> None:
+    """Refuse what the recipe's engine cannot do, before anything is started. Raises ConfigError."""
+    for holds, message in _problems(config):
+        if holds:
+            raise ConfigError(message)
+
+
+def _problems(config: Config) -> list[tuple[bool, str]]:
+    engine, name = config.engine, config.engine.name
+    if not isinstance(engine, ServerEngineSection):
+        return []
+    changed = changed_options(engine)
+    started = next((option for option in _OF_STARTED if option in changed), None)
+    return [
+        *(_vllm_problems(config, engine, changed) if isinstance(engine, VllmEngineSection) else []),
+        (
+            engine.url is not None and started is not None,
+            f"engine.{started} has no effect with engine.url, because turnwise then starts no server: remove one of them",
+        ),
+        (
+            engine.url == [],
+            "engine.url is an empty list: give at least one address, or null to let turnwise start a server",
+        ),
+        (
+            engine.url is None and engine.api_key_env is not None,
+            "engine.api_key_env has no effect without engine.url, because turnwise makes the token of a server that it starts: "
+            "remove it",
+        ),
+        (
+            config.deterministic,
+            f"deterministic=true cannot be combined with engine.name={name}, because the order of its requests depends on "
+            f"timing: use engine.name=local",
+        ),
+        (
+            engine.sleep and config.train.max_staleness > 0,
+            "engine.sleep=true cannot be combined with train.max_staleness, which samples during training: remove one"
+            " of them",
+        ),
+    ]
+
+
+def _vllm_problems(config: Config, engine: VllmEngineSection, changed: list[str]) -> list[tuple[bool, str]]:
+    sampling, evaluation = config.sampling, config.eval.sampling
+    hottest = max(sampling.temperature, evaluation.temperature or 0.0)
+    unused = next((option for option in _OF_SERVERS if option in changed), None)
+    return [
+        (
+            engine.mode == "in_process" and unused is not None,
+            f"engine.{unused} has no effect with engine.mode=in_process: remove it, or set engine.mode=server",
+        ),
+        (
+            sampling.top_p < 1 and sampling.min_p > 0,
+            f"sampling.top_p={sampling.top_p} and sampling.min_p={sampling.min_p} cannot be combined with engine.name=vllm: vLLM "
+            f"applies min_p before top_p, and the trainer computes the distribution with top_p first. Remove one of them",
+        ),
+        (
+            hottest > 2,
+            f"a sampling temperature of {hottest} is above 2, the highest of vLLM: lower it, or use engine.name=local",
+        ),
+        (
+            config.model.lora.rank is not None and config.model.lora.dora,
+            "model.lora.dora=true cannot be combined with engine.name=vllm, which cannot load such adapters: remove one of them",
+        ),
+    ]

@@ -1,0 +1,252 @@
+"""The HTTP requests of a vLLM server: token ids in, token ids and log-probabilities out, and weight updates.
+
+Tokens: `/inference/v1/generate`, as a stream. Weights: `/pause`, `/collective_rpc` to `worker.WeightReceiver` (or
+`/v1/load_lora_adapter`), `/update_weight_version` and `/resume`. The second group exists only if the server was started with
+VLLM_SERVER_DEV_MODE=1.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.partial import Part
+from turnwise.engines.remote.server_api import ServerInfo
+from turnwise.engines.remote.weights import WeightUpdate
+from turnwise.errors import EngineError
+from turnwise.types import LogprobKind, Request, Sampling
+
+__all__ = ["ADAPTER", "MODEL", "Labels", "VllmApi", "refuse_media", "sampling_params"]
+
+MODEL = "policy"
+"""The name under which a server that turnwise starts serves the model."""
+ADAPTER = "policy-adapter"
+"""The name of the trained adapter."""
+_STREAM_INTERVAL = 16
+"""Tokens of an event: as many tokens as are lost, at most, when a server dies. Fewer tokens would cost more time."""
+_LEASE = 900.0
+"""Seconds after which another trainer may take over a server whose trainer has died without releasing it."""
+_PROBE_TOKENS = 12
+"""Tokens from which the meaning of reported log-probabilities is determined."""
+
+_log = logging.getLogger(__name__)
+
+
+class Labels:
+    """The texts with which this run labels the weights of a server: its own name and the version.
+
+    `on`: whether the weights are labelled at all, which they are if they change.
+    """
+
+    def __init__(self, *, on: bool) -> None:
+        self.owner = secrets.token_hex(4)
+        """Distinguishes this run from others that use the same server."""
+        self._on = on
+
+    def of(self, version: int) -> str:
+        """The label of a version."""
+        return f"{self.owner}:{version}"
+
+    def versions(self, server: str, spans: Sequence[tuple[str, int, int]], count: int) -> list[int] | None:
+        """The version of each of the `count` tokens of a request, from spans (label, start, end).
+
+        None without weight updates. Raises ServerLost if a label is not of this run: then the server was restarted, and has
+        the weights of its start. Raises EngineError if a token has no label.
+        """
+        if not self._on:
+            return None
+        versions = [-1] * count
+        for label, start, end in spans:
+            owner, _, version = str(label).partition(":")
+            if owner != self.owner or not version.isdigit():
+                raise ServerLost(f"{server} has weights with the label {label!r}, not of this run: it was restarted")
+            versions[start : min(end, count)] = [int(version)] * (min(end, count) - start)
+        if -1 in versions:
+            raise EngineError(f"{server} reported the weight version of {count - versions.count(-1)} of {count} tokens")
+        return versions
+
+
+class VllmApi:
+    """The `ServerApi` of vLLM. `vocab_size` is that of the model of the recipe.
+
+    `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
+    """
+
+    name = "vLLM"
+
+    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False) -> None:
+        self._vocab_size = vocab_size
+        self._labels = Labels(on=labels)
+        self._adapter = adapter
+        self._models: dict[str, str] = {}
+        """The name of the model at each server."""
+
+    async def info(self, server: HttpServer) -> ServerInfo:
+        models = (await server.get("/v1/models"))["data"]
+        base = next((model for model in models if model.get("parent") is None), None)
+        if base is None or not isinstance(base.get("max_model_len"), int):
+            raise EngineError(f"{server.url} is no vLLM server: /v1/models must name a model with its max_model_len")
+        self._models[server.url] = base["id"]
+        return ServerInfo(
+            vocab_size=self._vocab_size, context=base["max_model_len"], logprob_kind=await self._logprob_kind(server)
+        )
+
+    async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
+        refuse_media(request)
+        body = {
+            "model": self._served_model(server),
+            "token_ids": list(request.token_ids),
+            "sampling_params": {
+                **sampling_params(request.sampling, request.seed),
+                "stream_interval": _STREAM_INTERVAL,
+            },
+            # blocks that other weights have computed have another salt, and are never hit
+            "cache_salt": self._labels.of(version),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        finish, versions, cached, count = None, None, None, 0
+        async for event in server.events("/inference/v1/generate", body):
+            cached = _cached_tokens(event) if cached is None else cached
+            for choice in event.get("choices") or ():
+                part = _part(server, choice)
+                count += len(part.token_ids)
+                yield replace(part, finish=None)
+                if part.finish is not None:
+                    spans = [
+                        (span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()
+                    ]
+                    finish, versions = part.finish, self._labels.versions(server.url, spans, count)
+        yield Part(finish=finish, all_versions=versions, cached_tokens=cached)
+
+    async def claim(self, server: HttpServer) -> None:
+        try:
+            await self._rpc(server, "turnwise_claim", owner=self._labels.owner, lease=_LEASE)
+        except ServerRefused as error:
+            raise _without_dev_mode(server) if error.status == 404 else error from error
+
+    async def release(self, server: HttpServer) -> None:
+        await self._rpc(server, "turnwise_release", owner=self._labels.owner)
+
+    async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
+        await server.post("/pause", query={"mode": "abort" if abort else "keep"})
+
+    async def load(self, server: HttpServer, update: WeightUpdate) -> None:
+        if update.adapter:
+            body = {"lora_name": ADAPTER, "lora_path": str(update.path), "load_inplace": True}
+            await server.post_text("/v1/load_lora_adapter", body)
+        else:
+            path, checksum = str(update.path), update.checksum
+            arguments = {"owner": self._labels.owner, "lease": _LEASE, "path": path, "checksum": checksum}
+            for answer in await self._rpc(server, "turnwise_load", **arguments):
+                if answer.get("checksum") != checksum:
+                    raise EngineError(f"{server.url} has loaded other weights than {path}: it reports {answer}")
+        await self.label(server, update.version)
+
+    async def label(self, server: HttpServer, version: int) -> None:
+        await server.post("/update_weight_version", {"new_version": self._labels.of(version)})
+
+    async def resume(self, server: HttpServer) -> None:
+        await server.post("/resume")
+
+    async def sleep(self, server: HttpServer) -> None:
+        await server.post("/sleep", query={"level": "1", "mode": "wait"})
+
+    async def wake(self, server: HttpServer) -> None:
+        await server.post("/wake_up")
+
+    def _served_model(self, server: HttpServer) -> str:
+        """The name of the model that has the present weights."""
+        return ADAPTER if self._adapter else self._models[server.url]
+
+    async def _logprob_kind(self, server: HttpServer) -> LogprobKind:
+        """Which distribution the reported log-probabilities belong to.
+
+        With top_k=1, the sampled distribution gives each sampled token the probability 1. `--logprobs-mode processed_logprobs`
+        therefore reports 0, and `raw_logprobs` (vLLM's default) reports log_softmax(logits).
+        """
+        sampling = sampling_params(Sampling(top_k=1, max_tokens=_PROBE_TOKENS), seed=1)
+        body = {"model": self._models[server.url], "token_ids": [5, 6, 7], "sampling_params": sampling}
+        try:
+            choice = (await server.post("/inference/v1/generate", body))["choices"][0]
+        except ServerRefused as error:
+            if error.status in (403, 404):
+                raise EngineError(
+                    f"{server.url} does not take token ids: start the server with --enable-scale-out (docs/engines.md)"
+                ) from error
+            raise
+        logprobs = _part(server, choice).logprobs
+        if max(logprobs) > 1e-3:
+            raise EngineError(
+                f"{server.url} reports logits ({max(logprobs)}) instead of log-probabilities: start the server with "
+                f"--logprobs-mode processed_logprobs"
+            )
+        return LogprobKind.SAMPLED if min(logprobs) > -1e-6 else LogprobKind.RAW
+
+    async def _rpc(self, server: HttpServer, method: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of `worker.WeightReceiver` in all workers of a server. Raises EngineError if one reports an error."""
+        answer = await server.post("/collective_rpc", {"method": method, "kwargs": arguments})
+        results = [result for result in (answer or {}).get("results", []) if isinstance(result, dict)]
+        for result in results:
+            if "error" in result:
+                kind = ServerLost if result.get("broken") else EngineError
+                raise kind(f"{server.url}: {result['error']}")
+        return results
+
+
+def refuse_media(request: Request) -> None:
+    """Raise EngineError for a request with images or videos."""
+    if request.media:
+        raise EngineError(
+            f"the request contains {len(request.media)} images or videos, and engine.name=vllm accepts text only. Use "
+            f"engine.name=local for conversations with images"
+        )
+
+
+def sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
+    """vLLM's sampling parameters. Only the given stop tokens end a turn, not those of the model's generation config."""
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_tokens,
+        "seed": seed,
+        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "skip_special_tokens": False,
+        "detokenize": bool(sampling.stop),
+    }
+    if sampling.stop:
+        params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+    return params
+
+
+def _part(server: HttpServer, choice: Mapping[str, Any]) -> Part:
+    finish = choice.get("finish_reason")
+    finishes = {None: None, "stop": "stop", "length": "length", "abort": "aborted"}
+    if finish not in finishes:
+        raise ServerFailed(f"{server.url} ended a request with finish_reason={finish!r}")
+    content = (choice.get("logprobs") or {}).get("content") or []
+    return Part(
+        token_ids=choice.get("token_ids") or [],
+        logprobs=[entry.get("logprob") for entry in content],
+        finish=finishes[finish],
+    )
+
+
+def _cached_tokens(event: Mapping[str, Any]) -> int | None:
+    details = ((event.get("usage") or {}).get("prompt_tokens_details")) or {}
+    return details.get("cached_tokens")
+
+
+def _without_dev_mode(server: HttpServer) -> EngineError:
+    return EngineError(
+        f"{server.url} takes no weight updates: start it with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls "
+        f"turnwise.engines.vllm.worker.WeightReceiver, with turnwise's source on PYTHONPATH (docs/engines.md)"
+    )

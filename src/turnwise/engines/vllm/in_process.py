@@ -1,0 +1,179 @@
+"""vLLM's asynchronous engine (AsyncLLM) in the process of turnwise: the same requests as to a server, without HTTP.
+
+turnwise must run in the environment that vLLM is installed in. vLLM's engine core, which computes, is a process that AsyncLLM
+starts and stops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from turnwise.engines.remote.http import HttpServer, ServerLost
+from turnwise.engines.remote.partial import Part
+from turnwise.engines.remote.server_api import ServerInfo
+from turnwise.engines.remote.server_process import python_path
+from turnwise.engines.remote.weights import WeightUpdate
+from turnwise.engines.vllm.api import ADAPTER, Labels, refuse_media, sampling_params
+from turnwise.engines.vllm.launch import LaunchOptions, engine_arguments
+from turnwise.errors import ConfigError, EngineError
+from turnwise.types import LogprobKind, Request
+
+__all__ = ["InProcessApi", "InProcessServer"]
+
+_LEASE = 1e9  # seconds; no other trainer can reach this engine
+
+
+class InProcessServer(HttpServer):
+    """Stands for the engine where a server stands: it is started by the first check of its health."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        super().__init__("http://in-process")
+        self._options = options
+        self._llm: Any | None = None
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's AsyncLLM. Raises ServerLost if it was not started, or has died."""
+        if self._llm is None or self._llm.errored:
+            raise ServerLost(
+                "vLLM's engine in this process is not running; vLLM's messages on the terminal have the reason"
+            )
+        return self._llm
+
+    async def healthy(self, path: str, *, timeout: float = 5.0) -> bool:
+        if self._llm is not None and self._llm.errored:
+            self._llm.shutdown()
+            self._llm = None
+        if self._llm is None:
+            self._llm = _start(self._options)
+        return True
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            llm.shutdown()
+
+
+class InProcessApi:
+    """The `ServerApi` of vLLM's engine in this process."""
+
+    name = "vLLM"
+
+    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False) -> None:
+        self._vocab_size = vocab_size
+        self._labels = Labels(on=labels)
+        self._adapter = adapter
+        self._request_ids = itertools.count()
+        self._lora: Any | None = None
+        """vLLM's request for the trained adapter; None before the first update."""
+
+    async def info(self, server: HttpServer) -> ServerInfo:
+        return ServerInfo(
+            vocab_size=self._vocab_size,
+            context=_llm(server).model_config.max_model_len,
+            logprob_kind=LogprobKind.SAMPLED,  # `engine_arguments` has --logprobs-mode processed_logprobs
+        )
+
+    async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
+        refuse_media(request)
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        llm = _llm(server)
+        params = SamplingParams(**sampling_params(request.sampling, request.seed), output_kind=RequestOutputKind.DELTA)
+        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": self._labels.of(version)}
+        outputs = llm.generate(prompt, params, f"turnwise-{next(self._request_ids)}", lora_request=self._lora)
+        count = 0
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    (choice,) = output.outputs
+                    ids = list(choice.token_ids)
+                    count += len(ids)
+                    yield Part(token_ids=ids, logprobs=_logprobs(ids, choice.logprobs))
+                    if choice.finish_reason is not None:
+                        spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+                        yield Part(
+                            finish="aborted" if choice.finish_reason == "abort" else choice.finish_reason,
+                            all_versions=self._labels.versions(server.url, spans, count),
+                            cached_tokens=output.num_cached_tokens,
+                        )
+                        return
+        except EngineError:
+            raise
+        except ValueError as error:
+            raise EngineError(f"vLLM refused the request: {error}") from error
+        except RuntimeError as error:  # EngineDeadError
+            raise ServerLost(f"vLLM's engine failed: {error}") from error
+
+    async def claim(self, server: HttpServer) -> None:
+        await self._rpc(server, "turnwise_claim", self._labels.owner, _LEASE)
+
+    async def release(self, server: HttpServer) -> None:
+        pass
+
+    async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
+        await _llm(server).pause_generation(mode="abort" if abort else "keep")
+
+    async def load(self, server: HttpServer, update: WeightUpdate) -> None:
+        if update.adapter:
+            from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+            lora = LoRARequest(lora_name=ADAPTER, lora_int_id=1, lora_path=str(update.path), load_inplace=True)
+            await _llm(server).add_lora(lora)
+            self._lora = lora
+        else:
+            await self._rpc(server, "turnwise_load", self._labels.owner, _LEASE, str(update.path), update.checksum)
+        await self.label(server, update.version)
+
+    async def label(self, server: HttpServer, version: int) -> None:
+        await _llm(server).update_weight_version(self._labels.of(version))
+
+    async def resume(self, server: HttpServer) -> None:
+        await _llm(server).resume_generation()
+
+    async def sleep(self, server: HttpServer) -> None:
+        await _llm(server).sleep(1)
+
+    async def wake(self, server: HttpServer) -> None:
+        await _llm(server).wake_up()
+
+    async def _rpc(self, server: HttpServer, method: str, *arguments: Any) -> None:
+        for result in await _llm(server).collective_rpc(method, args=arguments):
+            if "error" in result:
+                kind = ServerLost if result.get("broken") else EngineError
+                raise kind(f"vLLM's engine in this process: {result['error']}")
+
+
+def _llm(server: HttpServer) -> Any:
+    assert isinstance(server, InProcessServer)
+    return server.llm
+
+
+def _start(options: LaunchOptions) -> Any:
+    """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
+    os.environ["PYTHONPATH"] = python_path()  # for vLLM's worker processes
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({error}): install turnwise in vLLM's "
+            f"environment, or use engine.mode=server with engine.python (docs/engines.md)"
+        ) from None
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = parser.parse_args([*engine_arguments(options), *options.arguments])
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+    except (ValueError, RuntimeError) as error:
+        raise EngineError(f"vLLM's engine could not be started in this process: {error}") from error
+
+
+def _logprobs(ids: Sequence[int], logprobs: Sequence[Any] | None) -> list[float]:
+    """The log-probability of each token; fewer numbers if vLLM reports fewer, which `check_part` refuses."""
+    return [entry[token].logprob for token, entry in zip(ids, logprobs or (), strict=False)]
