@@ -129,7 +129,7 @@ def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool)
 
 
 def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
-    from turnwise.engines.vllm.launch import LaunchOptions
+    from turnwise.engines.vllm.launch import LaunchOptions, on_cpu
 
     return LaunchOptions(
         python=options.python or sys.executable,
@@ -138,17 +138,10 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
         context=config.limits.context or longest_context(config),
         memory_gb=options.memory_gb,
         max_requests=math.ceil(config.max_concurrent / options.replicas),
-        cpu=_on_cpu(config),
+        cpu=on_cpu(config.model.device),
         lora_rank=config.model.lora.rank if adapter else None,
         sleep=options.sleep,
         arguments=options.arguments,
         logs=Path(config.output) / "engine",
         start_timeout=options.start_timeout,
     )
-
-
-def _on_cpu(config: Config) -> bool:
-    """Whether servers that turnwise starts run on the CPU: where the model is trained on it."""
-    import torch  # to find out whether there is a GPU
-
-    return config.model.device == "cpu" or (config.model.device == "auto" and not torch.cuda.is_available())

@@ -125,12 +125,12 @@ class VllmApi:
 
     async def claim(self, server: HttpServer) -> None:
         try:
-            await self._rpc(server, "turnwise_claim", owner=self._labels.owner, lease=_LEASE)
+            await self._rpc(server, "turnwise_claim", {"owner": self._labels.owner, "lease": _LEASE})
         except ServerRefused as error:
             raise _without_dev_mode(server) if error.status == 404 else error from error
 
     async def release(self, server: HttpServer) -> None:
-        await self._rpc(server, "turnwise_release", owner=self._labels.owner)
+        await self._rpc(server, "turnwise_release", {"owner": self._labels.owner})
 
     async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
         await server.post("/pause", query={"mode": "abort" if abort else "keep"})
@@ -142,7 +142,7 @@ class VllmApi:
         else:
             path, checksum = str(update.path), update.checksum
             arguments = {"owner": self._labels.owner, "lease": _LEASE, "path": path, "checksum": checksum}
-            for answer in await self._rpc(server, "turnwise_load", **arguments):
+            for answer in await self._rpc(server, "turnwise_load", arguments):
                 if answer.get("checksum") != checksum:
                     raise EngineError(f"{server.url} has loaded other weights than {path}: it reports {answer}")
         await self.label(server, update.version)
@@ -187,9 +187,9 @@ class VllmApi:
             )
         return LogprobKind.SAMPLED if min(logprobs) > -1e-6 else LogprobKind.RAW
 
-    async def _rpc(self, server: HttpServer, method: str, **arguments: Any) -> list[dict[str, Any]]:
+    async def _rpc(self, server: HttpServer, method: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Call a method of `worker.WeightReceiver` in all workers of a server. Raises EngineError if one reports an error."""
-        answer = await server.post("/collective_rpc", {"method": method, "kwargs": arguments})
+        answer = await server.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
         results = [result for result in (answer or {}).get("results", []) if isinstance(result, dict)]
         for result in results:
             if "error" in result:

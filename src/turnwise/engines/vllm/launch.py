@@ -12,7 +12,7 @@ from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
 from turnwise.engines.vllm.api import MODEL
 
-__all__ = ["HEALTH", "LaunchOptions", "engine_arguments", "started_replicas"]
+__all__ = ["HEALTH", "LaunchOptions", "engine_arguments", "on_cpu", "started_replicas"]
 
 HEALTH = "/health"
 _LEAST_BATCH = 4096
@@ -112,3 +112,10 @@ def server_environment(token: str) -> dict[str, str]:
 def _supported_rank(rank: int) -> int:
     """The smallest maximal rank that vLLM supports for an adapter of this rank."""
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
+
+
+def on_cpu(device: str) -> bool:
+    """Whether servers that turnwise starts run on the CPU: where the model, on `device`, is trained on it."""
+    import torch  # to find out whether there is a GPU
+
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
