@@ -76,6 +76,9 @@ TESTED: Mapping[str, str] = {
     **{
         f"engine.{name}": _effects(f"the_{name}_of_the_recipe_are_those_of_the_engine") for name in ("slots", "threads")
     },
+    **{
+        f"engine.{name}": "engines/test_sglang.py::test_options_of_the_recipe" for name in ("keep_seeds", "update_mode")
+    },
     "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
     **{
         f"engine.{name}": "runs/test_endpoint_run.py::test_the_options_of_an_endpoint_reach_its_requests"

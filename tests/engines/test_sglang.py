@@ -11,12 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.sglang.api import SglangApi, sampling_params
 from turnwise.engines.sglang.checksums import check_checksums, read_shapes
 from turnwise.engines.sglang.launch import LaunchOptions, kv_token_bytes, server_command
-from turnwise.errors import EngineError
+from turnwise.errors import ConfigError, EngineError
 from turnwise.types import Request, Sampling
 
 SERVER = HttpServer("http://127.0.0.1:1")
@@ -219,3 +223,56 @@ def test_bytes_of_a_token_in_the_kv_cache() -> None:
     assert kv_token_bytes({"text_config": config}, "bfloat16") == 2 * 3 * 2 * 32 * 2
     old = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}
     assert kv_token_bytes(old, "float32") == 2 * 64 * 4
+
+
+# the recipe
+
+
+def built(tmp_path: Path, **engine: Any) -> RemoteEngine:
+    """The engine of a recipe with the demo's model."""
+    demo = Path(__file__).resolve().parents[2] / "demo"
+    recipe = {
+        "model": {"path": str(demo / "model"), "device": "cpu", **engine.pop("model", {})},
+        "data": {"train": str(demo / "train.jsonl")},
+        "sampling": engine.pop("sampling", {}),
+        "deterministic": engine.pop("deterministic", False),
+        "engine": {"name": "sglang", **engine},
+        "output": str(tmp_path),
+    }
+    made = build.engine(Config.model_validate(recipe), Renderer.from_pretrained(demo / "model"), object())
+    assert isinstance(made, RemoteEngine)
+    return made
+
+
+def arguments(engine: RemoteEngine) -> list[list[str]]:
+    """The commands of the servers that the engine will start."""
+    return [list(replica.process.command.arguments) for replica in engine._replicas.all if replica.process is not None]
+
+
+def test_options_of_the_recipe(tmp_path: Path) -> None:
+    one, two = arguments(built(tmp_path, replicas=2, memory_gb=0.25, python="/py", arguments=["--log-level=error"]))
+    assert one[0] == two[0] == "/py"
+    assert one[-1] == "--log-level=error"
+    # a token has keys and values of 3 layers, with 2 heads of 32 numbers
+    assert f"--max-total-tokens={2**28 // (2 * 3 * 2 * 32 * 4)}" in one
+    assert not arguments(built(tmp_path, url="http://127.0.0.1:30000"))
+    assert built(tmp_path)._api._pause_mode == "retract"  # type: ignore[attr-defined]
+    assert built(tmp_path, update_mode="in_place")._api._pause_mode == "in_place"  # type: ignore[attr-defined]
+    assert built(tmp_path, model={"lora": {"rank": 4}})._api._pause_mode == "abort"  # type: ignore[attr-defined]
+    assert "--max-lora-rank=4" in arguments(built(tmp_path, model={"lora": {"rank": 4}}))[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_seeds": True}, r"engine\.keep_seeds=true needs a GPU"),
+        ({"url": "http://127.0.0.1:1", "memory_gb": 1.0}, r"engine\.memory_gb has no effect with engine\.url"),
+        ({"sampling": {"top_k": 5, "top_p": 0.9}}, r"sampling\.top_k and sampling\.top_p cannot be combined"),
+        ({"model": {"lora": {"rank": 4, "dora": True}}}, r"model\.lora\.dora=true cannot be combined"),
+        ({"model": {"lora": {"rank": 4}}, "update_mode": "in_place"}, r"engine\.update_mode=in_place has no effect"),
+        ({"deterministic": True}, r"deterministic=true cannot be combined with engine\.name=sglang"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(tmp_path, **options)

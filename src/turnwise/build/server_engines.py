@@ -10,13 +10,14 @@ from typing import Any
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
-from turnwise.config.schema import Config, ServerEngineSection, VllmEngineSection
+from turnwise.config.schema import Config, ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.engines.engine import Engine
 from turnwise.engines.publisher import SharedWeights, WeightPublisher
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.server_api import ServerApi
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
@@ -39,23 +40,14 @@ def server_engine(
     The servers are started by `Engine.start`. Raises ConfigError.
     """
     refuse_engine(config)
-    if not isinstance(options, VllmEngineSection):
-        raise ConfigError(f"engine.name={config.engine.name} is not available")
-    from turnwise.engines.vllm.api import VllmApi
-
     facts = model_facts(config)
     vocab_size = vocabulary_size(facts)
     if vocab_size is None:
-        raise ConfigError(f"the config.json of {config.model.path} has no vocab_size, which engine.name=vllm needs")
+        raise ConfigError(
+            f"the config.json of {config.model.path} has no vocab_size, which engine.name={config.engine.name} needs"
+        )
     adapter = trained and config.model.lora.rank is not None
-    if options.mode == "in_process":
-        from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
-
-        api = InProcessApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
-        replicas = [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
-    else:
-        api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
-        replicas = _vllm_replicas(config, options, adapter=adapter)
+    api, replicas = _servers(config, options, vocab_size, trained=trained, adapter=adapter)
     folder = None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute()
     return RemoteEngine(
         api,
@@ -65,6 +57,24 @@ def server_engine(
         version=version,
         patience=options.start_timeout,
     )
+
+
+def _servers(
+    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool
+) -> tuple[ServerApi, list[Replica]]:
+    """The requests of the recipe's kind of server, and the servers."""
+    if isinstance(options, SglangEngineSection):
+        return _sglang(config, options, vocab_size, trained=trained, adapter=adapter)
+    assert isinstance(options, VllmEngineSection)
+    from turnwise.engines.vllm.api import VllmApi
+
+    if options.mode == "in_process":
+        from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
+
+        api = InProcessApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+        return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
+    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+    return api, _vllm_replicas(config, options, adapter=adapter)
 
 
 def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublisher:
@@ -145,3 +155,45 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
         logs=Path(config.output) / "engine",
         start_timeout=options.start_timeout,
     )
+
+
+def _sglang(
+    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool
+) -> tuple[ServerApi, list[Replica]]:
+    from turnwise.engines.sglang.api import SglangApi, model_shapes
+    from turnwise.engines.sglang.launch import HEALTH, LaunchOptions, kv_token_bytes, started_replicas
+    from turnwise.engines.vllm.launch import on_cpu
+
+    facts, model = model_facts(config), Path(config.model.path).expanduser().absolute()
+    context = config.limits.context or context_length(facts)
+    if context is None:
+        raise ConfigError(
+            f"the config.json of {model} names no longest context, which engine.name=sglang needs: set limits.context"
+        )
+    api = SglangApi(
+        vocab_size=vocab_size,
+        context=context,
+        labels=trained,
+        adapter=adapter,
+        pause=options.update_mode,
+        shapes=model_shapes(model) if trained and not adapter else None,
+    )
+    if options.url is not None:
+        return api, given_servers(options, HEALTH)
+    dtype = "bfloat16" if config.model.autocast else config.model.dtype
+    launch = LaunchOptions(
+        python=options.python or sys.executable,
+        model=str(model),
+        dtype=dtype,
+        cpu=on_cpu(config.model.device),
+        context=context,
+        token_bytes=kv_token_bytes(facts, dtype),
+        memory_gb=options.memory_gb,
+        lora_rank=config.model.lora.rank if adapter else None,
+        keep_seeds=options.keep_seeds,
+        sleep=options.sleep,
+        arguments=options.arguments,
+        logs=Path(config.output) / "engine",
+        start_timeout=options.start_timeout,
+    )
+    return api, started_replicas(launch, options.replicas, http_limits(options))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from turnwise.config.schema import Config
 from turnwise.config.section import changed_options
-from turnwise.config.server_engines import ServerEngineSection, VllmEngineSection
+from turnwise.config.server_engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.errors import ConfigError
 
 __all__ = ["refuse_engine"]
 
-_OF_STARTED = ("python", "replicas", "arguments", "memory_gb")
+_OF_STARTED = ("python", "replicas", "arguments", "memory_gb", "keep_seeds")
 """Options of servers that turnwise starts."""
 _OF_SERVERS = ("url", "api_key_env", "python", "replicas", "timeout", "start_timeout")
 """Options without effect for an engine in the process of turnwise."""
@@ -30,6 +30,7 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
     started = next((option for option in _OF_STARTED if option in changed), None)
     return [
         *(_vllm_problems(config, engine, changed) if isinstance(engine, VllmEngineSection) else []),
+        *(_sglang_problems(config, engine) if isinstance(engine, SglangEngineSection) else []),
         (
             engine.url is not None and started is not None,
             f"engine.{started} has no effect with engine.url, because turnwise then starts no server: remove one of them",
@@ -77,5 +78,31 @@ def _vllm_problems(config: Config, engine: VllmEngineSection, changed: list[str]
         (
             config.model.lora.rank is not None and config.model.lora.dora,
             "model.lora.dora=true cannot be combined with engine.name=vllm, which cannot load such adapters: remove one of them",
+        ),
+    ]
+
+
+def _sglang_problems(config: Config, engine: SglangEngineSection) -> list[tuple[bool, str]]:
+    sampling, lora = config.sampling, config.model.lora
+    filters = [name for name in ("top_k", "top_p", "min_p") if name in changed_options(sampling)]
+    return [
+        (
+            len(filters) > 1 and "top_k" in filters,
+            f"sampling.{' and sampling.'.join(filters)} cannot be combined with engine.name=sglang: SGLang does not renormalize "
+            f"the probabilities after top_k, and the trainer does. Remove one of them",
+        ),
+        (
+            lora.rank is not None and lora.dora,
+            "model.lora.dora=true cannot be combined with engine.name=sglang, which cannot load such adapters: remove one",
+        ),
+        (
+            lora.rank is not None and engine.update_mode == "in_place",
+            "engine.update_mode=in_place has no effect with model.lora: running requests are sent again with the new adapter. "
+            "Remove engine.update_mode",
+        ),
+        (
+            engine.keep_seeds and config.model.device == "cpu",
+            "engine.keep_seeds=true needs a GPU, because SGLang has no deterministic inference on the CPU: remove it, or use "
+            "engine.name=local",
         ),
     ]

@@ -34,7 +34,7 @@ from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
 from turnwise.config.rollout_server import RolloutServerSection
 from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
-from turnwise.config.server_engines import ServerEngineSection, VllmEngineSection
+from turnwise.config.server_engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.errors import nearest
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "Section",
     "ServerEngineSection",
     "SftSection",
+    "SglangEngineSection",
     "ToolCallsSection",
     "ToolUse",
     "TrainSection",
@@ -125,7 +126,8 @@ class Config(Section):
         Annotated[LocalEngineSection, Tag("local")]
         | Annotated[ScriptedEngineSection, Tag("scripted")]
         | Annotated[OpenAIEngineSection, Tag("openai")]
-        | Annotated[VllmEngineSection, Tag("vllm")],
+        | Annotated[VllmEngineSection, Tag("vllm")]
+        | Annotated[SglangEngineSection, Tag("sglang")],
         by_name("local"),
     ] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()

@@ -1,4 +1,4 @@
-"""The sections of a recipe for engines on servers: what all of them share, and vLLM."""
+"""The sections of a recipe for engines on servers: what all of them share, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 
 from turnwise.config.section import NonEmpty, Positive, Seconds, Section
 
-__all__ = ["ServerEngineSection", "VllmEngineSection"]
+__all__ = ["ServerEngineSection", "SglangEngineSection", "VllmEngineSection"]
 
 
 class ServerEngineSection(Section):
@@ -51,3 +51,17 @@ class VllmEngineSection(ServerEngineSection):
     mode: Literal["server", "in_process"] = "server"
     """`server`: HTTP servers, started by turnwise or given by `engine.url`. `in_process`: vLLM's asynchronous engine in the
     process of turnwise, which must then run in vLLM's environment."""
+
+
+class SglangEngineSection(ServerEngineSection):
+    """SGLang: servers that turnwise starts, or running servers. It is installed in an environment of its own
+    (docs/engines.md)."""
+
+    name: Literal["sglang"]
+    keep_seeds: bool = False
+    """Whether SGLang servers that turnwise starts draw the same tokens for the same seed (`--enable-deterministic-inference`).
+    SGLang can do so on GPUs only, and is slower then."""
+    update_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests while the weights of a SGLang server change. `retract`: their prefixes are computed again
+    with the new weights. `in_place`: they continue with the KV cache of the previous weights. `abort`: they are sent again, with
+    the tokens that they have; LoRA adapters always use this mode."""

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
-from abc import abstractmethod
+from functools import partial
 from pathlib import Path
 
 import engine_env
 
 from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
+from turnwise import build
+from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.http import HttpLimits
-from turnwise.engines.remote.replicas import Replica
-from turnwise.engines.remote.server_api import ServerApi
-from turnwise.engines.remote.weights import Probe, WeightFiles
-from turnwise.engines.sglang.api import SglangApi, model_shapes
-from turnwise.engines.sglang.launch import LaunchOptions, kv_token_bytes, started_replicas
+from turnwise.engines.remote.weights import Probe
 from turnwise.models.lora import save_adapter
+from turnwise.training.published_weights import token_logprobs
 from turnwise.types import LogprobKind
 
 
 class Server(Subject):
-    """An engine with one server, started by turnwise."""
+    """An engine of a recipe, with one server that turnwise starts."""
 
     lora_rank: int | None = None
-
-    @abstractmethod
-    def make(self, logs: Path) -> tuple[list[Replica], ServerApi]:
-        """One server, not started yet, and its requests."""
 
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory(prefix=f"turnwise-{self.name}-")
-        (replica,), api = self.make(Path(self._folder.name))
+        recipe = {
+            "model": {"path": str(MODEL), "device": "cpu", "lora": {"rank": self.lora_rank}},
+            "data": {"train": str(MODEL.parent / "train.jsonl")},
+            "engine": {"name": self.name, "python": str(engine_env.python(self.name)), "memory_gb": 0.1},
+            "max_concurrent": 64,
+            "output": self._folder.name,
+        }
+        engine = build.engine(Config.model_validate(recipe), self.renderer, self.model)
+        assert isinstance(engine, RemoteEngine)
+        self.engine, (replica,) = engine, engine._replicas.all
         assert replica.process is not None
         self.server, self.process = replica.server, replica.process
-        self.engine = RemoteEngine(api, [replica], decode=self.renderer.decode, files=WeightFiles())
-        self.run(self.engine.start())
+        self.run(engine.start())
 
     def close(self) -> None:
         super().close()
@@ -50,11 +51,8 @@ class Server(Subject):
         await self.engine.update(version, state_of(self.model), self.probe())
 
     def probe(self) -> Probe:
-        """Tokens and the model's log-probabilities of them."""
-        from turnwise.training.published_weights import token_logprobs
-
-        token_ids = [(7919 * index + 11) % 700 for index in range(24)]
-        return Probe(token_ids=token_ids, logprobs=token_logprobs(self.model, token_ids), tolerance=1e-4)
+        """The server samples some tokens, and the model computes their log-probabilities."""
+        return Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, self.model), tolerance=1e-4)
 
     def kill(self) -> None:
         """Kill the server, and leave it to the engine to notice."""
@@ -67,23 +65,6 @@ class Sglang(Server):
 
     name = "sglang"
     claims = Claims(logprob_kind=LogprobKind.TEMPERED, seeded=False, recomputes=True, cache_block=1, processes=True)
-
-    def make(self, logs: Path) -> tuple[list[Replica], ServerApi]:
-        config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
-        options = LaunchOptions(
-            python=str(engine_env.python("sglang")),
-            model=str(MODEL),
-            dtype="float32",
-            cpu=True,
-            context=2048,
-            token_bytes=kv_token_bytes(config, "float32"),
-            memory_gb=0.05,
-            lora_rank=self.lora_rank,
-            logs=logs,
-        )
-        shapes = model_shapes(MODEL) if self.lora_rank is None else None
-        api = SglangApi(vocab_size=760, context=2048, labels=True, adapter=shapes is None, shapes=shapes)
-        return started_replicas(options, 1, HttpLimits()), api
 
     async def running(self) -> int:
         loads = (await self.server.get("/v1/loads"))["loads"]
