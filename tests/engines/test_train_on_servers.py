@@ -1,0 +1,41 @@
+"""`turnwise train` with a real server: the weights that are trained are the weights that sample."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import engine_env
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["sglang"])
+def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "turnwise", "train", "recipes/calculator.yaml", f"engine.name={engine}"]
+    options = {
+        "engine.python": engine_env.python(engine),
+        "engine.memory_gb": 0.1,
+        "model.device": "cpu",
+        "train.steps": 2,
+        "train.batch_size": 4,
+        "train.group_size": 4,
+        "eval.max_rows": 4,
+        "output": tmp_path / "run",
+    }
+    command += [f"{name}={value}" for name, value in options.items()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:] + result.stdout[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["failed"] == 0
+        assert line["engine/prefix_hit_rate"] > 0.3
+        # before the optimizer step, the trainer's log-probabilities are those of the server, with the weights of the step before
+        assert line["ratio/max_deviation"] < 1e-4
+        assert line["version/newest"] == line["step"] - 1
