@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engines.conformance.servers import AdaptedSglang, Sglang
+from engines.conformance.servers import AdaptedSglang, AdaptedVllm, Sglang, Vllm
 from engines.conformance.subjects import Adapted, AdaptedLocal, Local, Scripted, Subject
 
 IN_PROCESS = {subject.name: subject for subject in (Scripted, Local)}
-SERVERS = {subject.name: subject for subject in (Sglang,)}
+SERVERS = {subject.name: subject for subject in (Vllm, Sglang)}
 
 
 @pytest.fixture(
@@ -37,7 +37,7 @@ def fresh_subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 @pytest.fixture(
     scope="module",
-    params=[AdaptedLocal, *(pytest.param(kind, marks=pytest.mark.engines) for kind in (AdaptedSglang,))],
+    params=[AdaptedLocal, *(pytest.param(kind, marks=pytest.mark.engines) for kind in (AdaptedVllm, AdaptedSglang))],
     ids=lambda kind: kind.name,
 )
 def adapted(request: pytest.FixtureRequest) -> Iterator[Adapted]:

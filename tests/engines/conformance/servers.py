@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import tempfile
+import urllib.request
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +27,8 @@ class Server(Subject):
     """An engine of a recipe, with one server that turnwise starts."""
 
     lora_rank: int | None = None
+    arguments: Sequence[str] = ()
+    """Further arguments of the server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +36,12 @@ class Server(Subject):
         recipe = {
             "model": {"path": str(MODEL), "device": "cpu", "lora": {"rank": self.lora_rank}},
             "data": {"train": str(MODEL.parent / "train.jsonl")},
-            "engine": {"name": self.name, "python": str(engine_env.python(self.name)), "memory_gb": 0.1},
+            "engine": {
+                "name": self.name,
+                "python": str(engine_env.python(self.name)),
+                "memory_gb": 0.1,
+                "arguments": list(self.arguments),
+            },
             "max_concurrent": 64,
             "output": self._folder.name,
         }
@@ -71,6 +81,23 @@ class Sglang(Server):
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
+class Vllm(Server):
+    """vLLM on the CPU, without compilation, which would take longer than the cases."""
+
+    name = "vllm"
+    claims = Claims(logprob_kind=LogprobKind.SAMPLED, greedy_is_certain=False, cache_block=32, processes=True)
+    arguments = ("--enforce-eager",)
+
+    async def running(self) -> int:
+        text = await asyncio.to_thread(self._metrics)
+        states = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+        return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(states))
+
+    def _metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=30) as answer:
+            return answer.read().decode()
+
+
 class AdaptedServer(Adapted, Server):
     """A server whose adapter is replaced."""
 
@@ -89,3 +116,7 @@ class AdaptedServer(Adapted, Server):
 
 class AdaptedSglang(AdaptedServer, Sglang):
     """SGLang with a LoRA adapter."""
+
+
+class AdaptedVllm(AdaptedServer, Vllm):
+    """vLLM with a LoRA adapter."""

@@ -48,6 +48,9 @@ class Claims:
     """Whether a request that runs during an update goes on as if its prefix had been computed with the new weights."""
     cache_block: int | None = None
     """The prefix cache holds multiples of this number of tokens; None: `Completion.cached_tokens` is not reported."""
+    greedy_is_certain: bool = True
+    """Whether the log-probability of a token at temperature 0 is 0, where `logprob_kind` is `sampled`. False: it is that of the
+    logits."""
     processes: bool = False
     """Whether the engine runs servers in processes of their own, which can die."""
 
@@ -93,6 +96,11 @@ class Subject(ABC):
     def ask_one(self, token_ids: Sequence[int], **options: Any) -> Completion:
         """The completion of one request."""
         return self.ask(self.request(token_ids, **options))[0]
+
+    def kind(self, sampling: Sampling) -> LogprobKind:
+        """The kind of log-probability to compare with."""
+        greedy = sampling.temperature == 0 and not self.claims.greedy_is_certain
+        return LogprobKind.RAW if greedy else self.claims.logprob_kind
 
     async def publish(self, version: int) -> None:
         """Give the engine the present weights of `model`."""

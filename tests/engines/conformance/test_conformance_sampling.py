@@ -42,7 +42,8 @@ def assert_exact(subject: Subject, request: Request, completion: Completion) -> 
         assert list(completion.logprobs) == [0.0] * len(ids)
         return
     assert_could_be_sampled(subject.model, request.token_ids, ids, request.sampling)
-    expected = reference_logprobs(subject.model, request.token_ids, ids, request.sampling, claims.logprob_kind)
+    kind = subject.kind(request.sampling)
+    expected = reference_logprobs(subject.model, request.token_ids, ids, request.sampling, kind)
     assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
@@ -117,9 +118,8 @@ def test_only_the_tokens_of_the_request_stop(subject: Subject) -> None:
     completion = subject.ask_one(question(subject), temperature=0.0, max_tokens=60, stop_token_ids=(759,))
     assert list(completion.token_ids) == tokens
     assert completion.finish_reason == "length"
-    expected = reference_logprobs(
-        subject.model, question(subject), tokens, Sampling(temperature=0.0), completion.logprob_kind
-    )
+    sampling = Sampling(temperature=0.0)
+    expected = reference_logprobs(subject.model, question(subject), tokens, sampling, subject.kind(sampling))
     assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
