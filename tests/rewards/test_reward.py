@@ -295,6 +295,11 @@ def test_none_says_that_a_function_of_the_group_does_not_apply() -> None:
             lambda several: 1.0,
             "the reward function 'together' gave 1.0 for the 3 trajectories of a group; it must give",
         ),
+        (
+            lambda several: torch.ones(2),
+            "the reward function 'together' gave 2 values for the 3 trajectories of a group",
+        ),
+        (lambda several: None, "the reward function 'together' gave None for the 3 trajectories of a group"),
         (lambda several: "abc", "the reward function 'together' gave 'abc' for the 3 trajectories"),
         (lambda several: {"a": 1.0}, "the reward function 'together' gave {'a': 1.0} for the 3 trajectories"),
         (lambda several: asyncio.sleep(1), "the reward function 'together' took longer than reward.timeout=0.05"),

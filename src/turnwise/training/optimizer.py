@@ -167,6 +167,8 @@ def _torch_optimizer(masters: Sequence[torch.Tensor], config: OptimizerConfig) -
     if config.name == "adafactor":
         return torch.optim.Adafactor(masters, lr=0.0, weight_decay=config.weight_decay)
     if config.name == "adamw_8bit":
+        # its 4-bit kernels, which are not used here, are missing without the package `kernels`: no message about that
+        logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
         try:
             from bitsandbytes.optim.adamw import AdamW8bit
         except ImportError:

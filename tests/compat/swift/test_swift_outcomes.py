@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from support.conversations import Says, a_row, hold, hold_all
 from support.swift import whole
 from turnwise.build import scorer
 from turnwise.chat.renderer import Renderer
-from turnwise.compat.swift import Reward, scheduler
+from turnwise.compat.swift import Reward, math_worker, outcomes, scheduler
+from turnwise.compat.swift.math_process import MathProcess
 from turnwise.compat.swift.outcomes import (
     CosineReward,
     Format,
@@ -59,6 +61,74 @@ OPENS = (
 )
 def test_accuracy_is_what_math_verify_finds(said: str, solution: str, right: float) -> None:
     assert MathAccuracy()([said], solution=[solution]) == [right]
+
+
+def test_accuracy_works_in_another_thread_and_does_not_block_the_event_loop() -> None:
+    """A run that `turnwise.api` starts in a notebook is in another thread than the main thread."""
+
+    trajectories = hold_all(Says("so \\boxed{4}"), scheduler, size=2, row=a_row(solution="4"))
+
+    async def scored() -> tuple[list[Any], int]:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        counting = asyncio.create_task(count())
+        values = await Reward("accuracy")(trajectories)
+        counting.cancel()
+        return values, turns
+
+    with ThreadPoolExecutor(1) as pool:
+        MathAccuracy()([""], solution=["1"])
+        outcomes.MATH.close()  # so that the call has to wait for a new process
+        values, turns = pool.submit(asyncio.run, scored()).result()
+    assert values == [1.0, 1.0]
+    assert turns > 20
+
+
+def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_comparison() -> None:
+    process = MathProcess(limit=60.0)
+    assert process.agree("\\boxed{4}", "4") == 1.0
+    process.limit = 0.0
+    with pytest.raises(RuntimeError, match=r"math-verify took longer than 0 s: the answer is too hard to compare"):
+        process.agree("\\boxed{4}", "4")
+    process.limit = 60.0
+    assert process.agree("\\boxed{4}", "5") == 0.0
+    process.close()
+
+
+def test_a_worker_that_ends_is_started_again_and_its_comparison_fails(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import sys\n"
+        "for line in sys.stdin:\n"
+        "    if line.startswith('[\"5'):\n"
+        "        sys.exit(3)\n"
+        "    print('{\"agree\": 1.0}', flush=True)\n"
+    )
+    process = MathProcess(program)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the process of math-verify ended with exit status 3"):
+            process.agree("5", "4")
+        assert process.agree("4", "4") == 1.0
+    process.close()
+
+
+def test_an_error_of_math_verify_is_an_error_of_its_comparison(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    source = Path(math_worker.__file__).read_text()
+    program.write_text(
+        source.replace("    in_tags =", "    if completion == 'bad':\n        raise KeyError('x')\n    in_tags =")
+    )
+    process = MathProcess(program)
+    with pytest.raises(RuntimeError, match="math-verify raised KeyError: 'x'"):
+        process.agree("bad", "4")
+    assert process.agree("\\boxed{4}", "4") == 1.0
+    process.close()
 
 
 def test_formats_are_the_whole_of_a_completion() -> None:

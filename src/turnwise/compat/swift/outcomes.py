@@ -12,13 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from turnwise.compat.swift.math_process import MathProcess
 from turnwise.compat.swift.reward_args import RewardArgs
 from turnwise.compat.swift.rewards import ORM, orms
 from turnwise.errors import ConfigError, Failed, boundary
 
 __all__ = ["CosineReward", "Format", "MathAccuracy", "MathORM", "ReActFormat", "RepetitionPenalty", "SoftOverlong"]
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MATH = MathProcess()
+"""For all functions: the process has its own copy of math-verify in memory."""
 _FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{([^}]*)\}")
 _MATH_MARKS = re.compile(r"\\[()\[\]]")
@@ -34,6 +36,8 @@ class MathAccuracy(ORM):
     The answer is the text in `<answer>`; without `<answer>`, the boxed text, or else the LaTeX text. The solution is read in the
     same way, but numbers count without LaTeX. A solution that cannot be read gives 0.
 
+    math-verify runs in a worker process (`math_process`): the function can be called in any thread.
+
     Raises ConfigError without math-verify.
     """
 
@@ -42,7 +46,7 @@ class MathAccuracy(ORM):
         _require_math_verify("accuracy")
 
     def __call__(self, completions: Sequence[str], solution: Sequence[Any] = (), **kwargs: Any) -> list[float | None]:
-        return [_agree(completion, str(truth)) for completion, truth in zip(completions, solution, strict=True)]
+        return [MATH.agree(completion, str(truth)) for completion, truth in zip(completions, solution, strict=True)]
 
 
 class MathORM(ORM):
@@ -150,27 +154,6 @@ def _lengths(columns: dict[str, Any]) -> list[int]:
     ]
 
 
-def _agree(completion: str, solution: str) -> float:
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    tagged = _tagged(solution)
-    gold = parse(solution if tagged is None else tagged, extraction_mode="first_match")
-    if not gold:
-        return 0.0
-    if (answer := _tagged(completion)) is not None:
-        parsed_answer = parse(answer, extraction_mode="first_match")
-    else:
-        normalization = NormalizationConfig(
-            nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
-        )
-        latex = LatexExtractionConfig(
-            normalization_config=normalization, boxed_match_priority=0, try_extract_without_anchor=False
-        )
-        parsed_answer = parse(completion, extraction_config=[latex], extraction_mode="first_match")
-    return float(verify(gold, parsed_answer))
-
-
 def _require_math_verify(name: str) -> None:
     if importlib.util.find_spec("math_verify") is None:
         raise ConfigError(f"the reward function {name} needs math-verify: pip install 'turnwise[math]'")
@@ -212,11 +195,6 @@ def _expression(text: str) -> Any:
     except Failed:  # the parser raises Exception
         return None
     return expression if callable(getattr(expression, "equals", None)) else None
-
-
-def _tagged(text: str) -> str | None:
-    match = _TAGGED.search(text)
-    return match.group(1).strip() if match else None
 
 
 orms.update(
