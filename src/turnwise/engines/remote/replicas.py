@@ -67,6 +67,8 @@ class Replicas:
         """The replica of each conversation."""
         self._started = False
         """Whether all servers have been ready once."""
+        self._restoring: set[asyncio.Future[None]] = set()
+        """Restorations in the background."""
 
     async def start(self) -> None:
         """Start all processes, and wait until all servers are ready. Does nothing later. Raises EngineError."""
@@ -136,6 +138,10 @@ class Replicas:
         """Close the connections, and end the processes that turnwise started."""
         for replica in self.all:
             replica.ready = False
+        restoring = list(self._restoring)
+        for task in restoring:
+            task.cancel()
+        await asyncio.gather(*restoring, return_exceptions=True)
         await asyncio.gather(*(replica.server.close() for replica in self.all))
         await asyncio.gather(*(replica.process.stop() for replica in self.all if replica.process is not None))
 
@@ -159,8 +165,12 @@ class Replicas:
         for replica in self.all:
             if not replica.ready and not replica.lock.locked() and time.monotonic() - replica.checked > _RECHECK:
                 replica.checked = time.monotonic()
-                task = asyncio.ensure_future(self.restore(replica))
-                task.add_done_callback(_log_failure)
+                self._in_background(asyncio.ensure_future(self.restore(replica)))
+
+    def _in_background(self, task: asyncio.Future[None]) -> None:
+        self._restoring.add(task)
+        task.add_done_callback(self._restoring.discard)
+        task.add_done_callback(_log_failure)
 
     async def _any_restored(self) -> Replica:
         """The first replica that becomes ready. Raises the EngineError of the first replica if none does."""
@@ -174,7 +184,7 @@ class Replicas:
         finally:
             for task in tasks:
                 if len(self.all) > 1 and not task.done():
-                    task.add_done_callback(_log_failure)  # it goes on restoring its replica
+                    self._in_background(task)  # it goes on restoring its replica
                 elif not task.done():
                     task.cancel()
         for task in tasks:
