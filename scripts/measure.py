@@ -69,7 +69,7 @@ ADVICE = {
     "unclear words": "write plain English (CONTRIBUTING.md): the field's term, short sentences, a noun",
 }
 
-BEGIN, END = ("data/row_source.py", "next_rows"), ("record/metrics.py", "conversation_metrics")
+BEGIN, END = ("terminal/activity.py", "step"), ("record/metrics.py", "conversation_metrics")
 """File and function with whose call the traced step begins, and with whose call it ends."""
 NOT_COUNTED = ("terminal/", "record/", "runs/run_state.py")
 """Progress, record, and whether a checkpoint may be written now."""
