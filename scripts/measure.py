@@ -40,11 +40,11 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 80,
-    "way: lines": 12570,
-    "way: lines that run": 3700,
-    "way without the embedded engine: files": 69,
-    "way without the embedded engine: lines": 10740,
-    "way without the embedded engine: lines that run": 2880,
+    "way: lines": 13400,
+    "way: lines that run": 3920,
+    "way without the embedded engine: files": 73,
+    "way without the embedded engine: lines": 11500,
+    "way without the embedded engine: lines that run": 3080,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

@@ -22,7 +22,7 @@ from support.tiny import save_model, save_rows, tiny_model
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.rollout import new_group
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
@@ -191,7 +191,7 @@ def test_a_lease_ends_when_its_trainer_is_silent() -> None:
     leases = Leases(lambda: now[0])
     first = leases.take("a")
     now[0] = LEASE_SECONDS - 1
-    with pytest.raises(Refused, match="the last request was 119 s ago"):
+    with pytest.raises(RequestRefused, match="the last request was 119 s ago"):
         leases.take("b")
     leases.use(first.id)
     now[0] += LEASE_SECONDS - 1
@@ -199,7 +199,7 @@ def test_a_lease_ends_when_its_trainer_is_silent() -> None:
     now[0] += 1
     assert leases.owner is None
     second = leases.take("b")
-    with pytest.raises(Refused, match="another trainer has taken it"):
+    with pytest.raises(RequestRefused, match="another trainer has taken it"):
         leases.use(first.id)
     leases.release(second.id)
     assert leases.take("a").owner == "a"

@@ -59,14 +59,14 @@ def cached_by_content(render: Render) -> Render:
     """The rendering function with a cache. Conversations that are long, or that hold more than plain data, are not cached."""
 
     @dataclass(frozen=True, slots=True)
-    class Arguments:
+    class RenderArguments:
         content: bytes
         messages: Sequence[Message] = field(compare=False)
         add_generation_prompt: bool = field(compare=False)
         tools: Sequence[ToolSchema] = field(compare=False)
 
     @functools.lru_cache(maxsize=TEXTS)
-    def rendered(arguments: Arguments) -> str:
+    def rendered(arguments: RenderArguments) -> str:
         prompts = arguments.add_generation_prompt
         return render(arguments.messages, add_generation_prompt=prompts, tools=arguments.tools)
 
@@ -78,6 +78,6 @@ def cached_by_content(render: Render) -> Render:
             content = b""
         if not 0 < len(content) <= LONGEST_TEXT:
             return render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        return rendered(Arguments(content, messages, add_generation_prompt, tools))
+        return rendered(RenderArguments(content, messages, add_generation_prompt, tools))
 
     return cached

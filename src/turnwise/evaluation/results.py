@@ -28,7 +28,7 @@ __all__ = [
     "Cost",
     "EvaluationResult",
     "ModelResult",
-    "Part",
+    "ResultPart",
     "compare",
     "prompt_tokens",
     "read_results",
@@ -40,7 +40,7 @@ _ROUNDING = 1e-9  # a reward that is smaller than the bound by this much passes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ResultPart:
     """Some of a model's conversations: those of one data source, or those with one number of turns."""
 
     conversations: int
@@ -84,9 +84,9 @@ class ModelResult:
     """pass@k by k, over the rows with at least k conversations that did not fail."""
     pass_all: Mapping[int, Estimate] = field(default_factory=dict)
     """pass^k by k, over the same rows."""
-    sources: Mapping[str, Part] = field(default_factory=dict)
+    sources: Mapping[str, ResultPart] = field(default_factory=dict)
     """By data source; empty if there is only one."""
-    turns: Mapping[int, Part] = field(default_factory=dict)
+    turns: Mapping[int, ResultPart] = field(default_factory=dict)
     """By the number of turns that the conversation had."""
     turns_mean: float | None
     stops: Mapping[str, int] = field(default_factory=dict)
@@ -217,8 +217,8 @@ def _clustered(trajectories: Sequence[Trajectory], value: Callable[[Trajectory],
     return estimate([fmean(values) for values in _by_row(trajectories, value).values()])
 
 
-def _part(trajectories: Sequence[Trajectory], passes: Callable[[Trajectory], float]) -> Part:
-    return Part(
+def _part(trajectories: Sequence[Trajectory], passes: Callable[[Trajectory], float]) -> ResultPart:
+    return ResultPart(
         conversations=len(trajectories),
         reward=_clustered(trajectories, _reward),
         pass_rate=_clustered(trajectories, passes),

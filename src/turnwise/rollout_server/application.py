@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.rollout_server.conversations import HEARTBEAT, Conversations
+from turnwise.rollout_server.conversations import HEARTBEAT, ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Events, Handler, chunks, guarded, read_body
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.openapi import document, page
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases, WeightUpdates
 from turnwise.rollout_server.wire import LeaseBody, LeaseIdBody, RolloutBody, WeightsPathBody
 
@@ -33,7 +33,7 @@ HEARTBEAT_SECONDS = 5.0
 class ServedRun:
     """What a server serves."""
 
-    conversations: Conversations
+    conversations: ConversationQueue
     weights: WeightUpdates
     leases: Leases
     metrics: ServerMetrics
@@ -211,14 +211,14 @@ class _Routes:
             await self._engine_loop.call(self._use(body.lease))
             return JSONResponse(await self._load(body.version, Path(body.path), body.checksum))
         if content_type != "application/octet-stream":
-            raise Refused(
+            raise RequestRefused(
                 415,
                 f"Content-Type must be application/json for a path, or application/octet-stream for the bytes of a safetensors "
                 f"file; it is {content_type or 'missing'}",
             )
         version = request.query_params.get("version", "")
         if not version.isdigit() or int(version) >= 1 << 31:
-            raise Refused(400, f"version={version!r} must be a number, as in POST /weights?version=3&lease=...")
+            raise RequestRefused(400, f"version={version!r} must be a number, as in POST /weights?version=3&lease=...")
         await self._engine_loop.call(self._use(request.query_params.get("lease")))  # before gigabytes are received
         path = await self._receive(request)
         try:
@@ -240,10 +240,10 @@ class _Routes:
             with os.fdopen(number, "wb") as file:
                 async for chunk in chunks(request, longest=self._run.longest_weights):
                     await asyncio.to_thread(file.write, chunk)
-        except (Refused, OSError, asyncio.CancelledError) as error:
+        except (RequestRefused, OSError, asyncio.CancelledError) as error:
             path.unlink()
             if isinstance(error, OSError):
-                raise Refused(507, f"the weights cannot be stored in {path.parent}: {error.strerror}") from error
+                raise RequestRefused(507, f"the weights cannot be stored in {path.parent}: {error.strerror}") from error
             raise
         return path
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from turnwise.engines.engine import Engine
 from turnwise.rollout.rollout import RolloutContext, rollout, rollout_groups
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.wire import ConversationBody, RolloutBody, empty_trajectory, finished_event
 from turnwise.types import Group, Sampling, Trajectory
 
-__all__ = ["HEARTBEAT", "Conversations", "Emit"]
+__all__ = ["HEARTBEAT", "ConversationQueue", "Emit"]
 
 Emit = Callable[[bytes], None]
 """Sends an event to the client."""
@@ -29,7 +29,7 @@ _RETRY_SECONDS = 1
 """When a client may try again after the queue was full."""
 
 
-class Conversations:
+class ConversationQueue:
     """The conversations that run and wait. At most `context.max_concurrent` run at the same time."""
 
     def __init__(self, context: RolloutContext, metrics: ServerMetrics, *, most_waiting: int) -> None:
@@ -55,7 +55,7 @@ class Conversations:
         The first event is a heartbeat. It is sent when the request is admitted.
 
         If the call is cancelled, its conversations are cancelled and their environments closed.
-        Raises Refused before a conversation starts.
+        Raises RequestRefused before a conversation starts.
         """
         self._refuse_old_weights(body)
         await self.run_trajectories(
@@ -78,11 +78,13 @@ class Conversations:
 
         `sampling` None samples as the recipe says; `tokens_per_turn` None bounds turns as the recipe says.
 
-        Raises Refused if the queue is full, or two conversations have the same id.
+        Raises RequestRefused if the queue is full, or two conversations have the same id.
         """
         ids = [conversation.id for conversation in conversations]
         if len(set(ids)) < len(ids):
-            raise Refused(400, "two conversations of the request have the same id: ids must be unique in a request")
+            raise RequestRefused(
+                400, "two conversations of the request have the same id: ids must be unique in a request"
+            )
         self._admit(len(ids))
         on_admitted()
         prefix = f"request{next(self._requests)}/"
@@ -143,23 +145,23 @@ class Conversations:
 
     def _refuse_old_weights(self, body: RolloutBody) -> None:
         if body.least_version is not None and self.engine.version < body.least_version:
-            raise Refused(
+            raise RequestRefused(
                 409,
                 f"the weights of the server have version {self.engine.version}, and the request needs at least version "
                 f"{body.least_version}: send the weights again (POST /weights). The server may have been restarted",
             )
 
     def _admit(self, count: int) -> None:
-        """Take places in the queue. Raises Refused if there are not enough."""
+        """Take places in the queue. Raises RequestRefused if there are not enough."""
         most = self.context.max_concurrent + self._most_waiting
         if count > most:
-            raise Refused(
+            raise RequestRefused(
                 413,
                 f"the request has {count} conversations, and the server takes at most {most} at once (max_concurrent and "
                 f"--queue): split the request",
             )
         if self.admitted + count > most:
-            raise Refused(
+            raise RequestRefused(
                 503,
                 f"the queue is full: {self.admitted} conversations run or wait, and at most {most} are taken (max_concurrent "
                 f"and --queue). Try again after {_RETRY_SECONDS} s",
@@ -175,9 +177,9 @@ class Conversations:
 
 
 class _Progress:
-    """Counts the conversations of one request in `Conversations.admitted` and `running`, each once."""
+    """Counts the conversations of one request in `ConversationQueue.admitted` and `running`, each once."""
 
-    def __init__(self, conversations: Conversations, ids: Sequence[str]) -> None:
+    def __init__(self, conversations: ConversationQueue, ids: Sequence[str]) -> None:
         self._conversations = conversations
         self._waiting = set(ids)
         self._running = set[str]()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from turnwise.errors import ConfigError
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -56,7 +56,7 @@ def guarded(handler: Handler, *, token: str | None, on_refused: Callable[[int], 
         try:
             _check_token(request, token)
             return await handler(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             on_refused(refused.status)
             # the body may be unread, so the connection cannot be used again
             headers = {"Connection": "close"}
@@ -75,7 +75,7 @@ def _check_token(request: Request, token: str | None) -> None:
         with contextlib.suppress(ValueError):
             given = b"Bearer " + base64.b64decode(given[6:], validate=True).partition(b":")[2]
     if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise Refused(
+        raise RequestRefused(
             401,
             "the header `Authorization: Bearer <token>` is missing or wrong: send the token that the server printed when it "
             "started, or that it was given in its environment variable",
@@ -83,39 +83,41 @@ def _check_token(request: Request, token: str | None) -> None:
 
 
 async def chunks(request: Request, *, longest: int) -> AsyncIterator[bytes]:
-    """The body of a request. Raises Refused if it has more than `longest` bytes, or the client disconnects."""
+    """The body of a request. Raises RequestRefused if it has more than `longest` bytes, or the client disconnects."""
     from starlette.requests import ClientDisconnect
 
     given = request.headers.get("Content-Length", "0")
     if not given.isdigit() or int(given) > longest:
-        raise Refused(413, f"the body may have {longest} bytes, and Content-Length is {given}")
+        raise RequestRefused(413, f"the body may have {longest} bytes, and Content-Length is {given}")
     length = 0
     try:
         async for chunk in request.stream():
             length += len(chunk)
             if length > longest:
-                raise Refused(413, f"the body may have {longest} bytes, and it has more")
+                raise RequestRefused(413, f"the body may have {longest} bytes, and it has more")
             yield chunk
     except ClientDisconnect:
-        raise Refused(400, "the client disconnected before the body was complete") from None
+        raise RequestRefused(400, "the client disconnected before the body was complete") from None
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
-    """The JSON body of a request. Raises Refused if it is too long, not JSON, or not of that form."""
+    """The JSON body of a request. Raises RequestRefused if it is too long, not JSON, or not of that form."""
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":  # a web page in a local browser cannot send this type without permission
-        raise Refused(415, f"Content-Type must be application/json; it is {content_type or 'missing'}")
+        raise RequestRefused(415, f"Content-Type must be application/json; it is {content_type or 'missing'}")
     body = bytearray()
     async for chunk in chunks(request, longest=LONGEST_JSON):
         body += chunk
     try:
         value = json.loads(bytes(body))
     except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON") from None
+        raise RequestRefused(400, "the body is not JSON") from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise Refused(400, f"the body is not a {kind.__name__} (see /openapi.json): {_problems(error)}") from None
+        raise RequestRefused(
+            400, f"the body is not a {kind.__name__} (see /openapi.json): {_problems(error)}"
+        ) from None
 
 
 def _problems(error: ValidationError) -> str:
@@ -137,18 +139,18 @@ class EngineLoop:
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the engine's loop. If this call is cancelled, the coroutine is cancelled.
 
-        Raises Refused if the server is stopping.
+        Raises RequestRefused if the server is stopping.
         """
         if self._loop.is_closed():
             coroutine.close()
-            raise Refused(503, "the server is stopping", retry_after=5)
+            raise RequestRefused(503, "the server is stopping", retry_after=5)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
 class Events:
     """Server-sent events that the engine's loop sends to the response of a request, with a heartbeat.
 
-    The heartbeat is sent from the engine's loop, so it stops if that loop hangs.
+    The heartbeat is sent from the engine's loop, so it stops if that loop is blocked.
     """
 
     def __init__(self, *, heartbeat: bytes, seconds: float) -> None:

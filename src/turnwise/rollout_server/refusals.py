@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["Refused"]
+__all__ = ["RequestRefused"]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request is refused. The answer is `{"error": <the text>}` with this status."""
 
     def __init__(self, status: int, message: str, *, retry_after: int | None = None) -> None:

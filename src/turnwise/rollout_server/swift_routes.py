@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.compat.swift.rewards import infos_of
-from turnwise.rollout_server.conversations import Conversations
+from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Handler, read_body
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.wire import ConversationBody, RowBody
 from turnwise.types import Message, Sampling, Segment, Trajectory, Turn
 
@@ -64,7 +64,7 @@ class InferBody(BaseModel):
     """An adapter; refused."""
 
 
-def swift_routes(conversations: Conversations, *, multi_turn: bool, gym: bool) -> list[SwiftRoute]:
+def swift_routes(conversations: ConversationQueue, *, multi_turn: bool, gym: bool) -> list[SwiftRoute]:
     """The routes. `multi_turn` and `gym` say what kind of environment the recipe has."""
     engine_type = {
         "engine_type": "AsyncLLMEngine",
@@ -93,7 +93,7 @@ def _constant(answer: Mapping[str, Any]) -> Handler:
 
 
 async def _no_nccl(request: Request) -> Response:
-    raise Refused(
+    raise RequestRefused(
         501,
         f"{request.url.path} is not available: ms-swift's trainer sends weights by NCCL, and this server receives safetensors "
         f"files (POST /weights). Train with `turnwise train RECIPE rollout_server.url=...`. "
@@ -101,13 +101,13 @@ async def _no_nccl(request: Request) -> Response:
     )
 
 
-def _infer(conversations: Conversations, loop: EngineLoop) -> Handler:
+def _infer(conversations: ConversationQueue, loop: EngineLoop) -> Handler:
     async def handler(request: Request) -> Response:
         from starlette.responses import JSONResponse
 
         body = await read_body(request, InferBody)
         if body.adapter_request is not None:
-            raise Refused(400, "adapter_request is not supported: the server samples from its own weights")
+            raise RequestRefused(400, "adapter_request is not supported: the server samples from its own weights")
         asked = [
             _conversation(number, item, body.request_config or {}) for number, item in enumerate(body.infer_requests)
         ]
@@ -118,7 +118,9 @@ def _infer(conversations: Conversations, loop: EngineLoop) -> Handler:
         outputs: list[dict[str, Any]] = []
         for trajectory, item in zip(finished, body.infer_requests, strict=True):
             if trajectory.error is not None:
-                raise Refused(500, f"a conversation failed ({trajectory.error.kind}): {trajectory.error.message}")
+                raise RequestRefused(
+                    500, f"a conversation failed ({trajectory.error.kind}): {trajectory.error.message}"
+                )
             outputs += _outputs(trajectory, str(item.get("uuid") or trajectory.id))
         return JSONResponse(outputs)
 
@@ -127,10 +129,10 @@ def _infer(conversations: Conversations, loop: EngineLoop) -> Handler:
 
 def _conversation(number: int, item: Mapping[str, Any], config: Mapping[str, Any]) -> ConversationBody:
     if any(item.get(kind) for kind in ("images", "audios", "videos", "objects")):
-        raise Refused(400, f"infer_requests.{number} contains media, and this server takes text only")
+        raise RequestRefused(400, f"infer_requests.{number} contains media, and this server takes text only")
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise Refused(400, f"infer_requests.{number}.messages must be a list of messages; got {messages!r:.80}")
+        raise RequestRefused(400, f"infer_requests.{number}.messages must be a list of messages; got {messages!r:.80}")
     if messages[-1].get("role") == "assistant":  # ms-swift's trainer may send the data set's answer
         messages = messages[:-1]
     seed = config.get("seed")
@@ -145,17 +147,17 @@ def _conversation(number: int, item: Mapping[str, Any], config: Mapping[str, Any
 
 
 def _sampling(config: Mapping[str, Any], recipe: Sampling) -> tuple[Sampling, int | None]:
-    """The sampling of a request_config, and the most tokens of a turn. Raises Refused for what is not supported."""
+    """The sampling of a request_config, and the most tokens of a turn. Raises RequestRefused for what is not supported."""
     for name, accepted in _NEUTRAL.items():
         if name in config and config[name] not in accepted:
-            raise Refused(400, f"request_config.{name}={config[name]!r} is not supported: remove it")
+            raise RequestRefused(400, f"request_config.{name}={config[name]!r} is not supported: remove it")
     given = {name: config[name] for name in ("temperature", "top_p", "top_k", "min_p") if config.get(name) is not None}
     if "top_k" in given:
         given["top_k"] = max(int(given["top_k"]), 0)
     stop = tuple(config.get("stop") or recipe.stop)
     longest = config.get("max_tokens")
     if longest is not None and (not isinstance(longest, int) or longest < 1):
-        raise Refused(400, f"request_config.max_tokens={longest!r} must be a positive number")
+        raise RequestRefused(400, f"request_config.max_tokens={longest!r} must be a positive number")
     return replace(recipe, **given, stop=stop), longest
 
 

@@ -17,16 +17,16 @@ from turnwise.engines.engine import Engine
 from turnwise.engines.remote.weights import checksum_of
 from turnwise.errors import EngineError
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.refusals import Refused
+from turnwise.rollout_server.refusals import RequestRefused
 
-__all__ = ["LEASE_SECONDS", "Lease", "Leases", "WeightUpdates"]
+__all__ = ["LEASE_SECONDS", "Leases", "TrainerLease", "WeightUpdates"]
 
 LEASE_SECONDS = 120.0
 """A lease ends when its trainer has not been heard of for this time."""
 
 
 @dataclass(slots=True)
-class Lease:
+class TrainerLease:
     """The right of one trainer to change the weights."""
 
     id: str
@@ -41,26 +41,26 @@ class Leases:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lease: Lease | None = None
+        self._lease: TrainerLease | None = None
 
-    def take(self, owner: str) -> Lease:
-        """A lease for `owner`. An earlier lease of the same owner ends. Raises Refused if another trainer has the lease."""
+    def take(self, owner: str) -> TrainerLease:
+        """A lease for `owner`; its earlier lease ends. Raises RequestRefused if another trainer has the lease."""
         now = self._clock()
         lease = self._lease
         if lease is not None and lease.owner != owner and now - lease.used < LEASE_SECONDS:
-            raise Refused(
+            raise RequestRefused(
                 409,
                 f"the trainer {lease.owner} uses this server, and the weights of two trainers cannot be served at once: stop "
                 f"that trainer, or start another server. The server is free {LEASE_SECONDS:g} s after the trainer's last "
                 f"request; the last request was {now - lease.used:.0f} s ago",
             )
-        self._lease = Lease(secrets.token_hex(16), owner, now)
+        self._lease = TrainerLease(secrets.token_hex(16), owner, now)
         return self._lease
 
     def use(self, id: str | None) -> None:
-        """Note that the trainer with this lease is alive. Raises Refused if it is not the present lease."""
+        """Note that the trainer with this lease is alive. Raises RequestRefused if it is not the present lease."""
         if self._lease is None or id is None or not secrets.compare_digest(id.encode(), self._lease.id.encode()):
-            raise Refused(
+            raise RequestRefused(
                 409, "the lease is missing, or another trainer has taken it: take a lease first (POST /lease)"
             )
         self._lease.used = self._clock()
@@ -71,7 +71,7 @@ class Leases:
             self._lease.used = self._clock()
 
     def release(self, id: str | None) -> None:
-        """End the lease. Raises Refused if it is not the present lease."""
+        """End the lease. Raises RequestRefused if it is not the present lease."""
         self.use(id)
         self._lease = None
 
@@ -95,18 +95,18 @@ class WeightUpdates:
     async def update(self, version: int, path: Path, checksum: str | None = None) -> dict[str, Any]:
         """Load the weights in a safetensors file, and sample with them as `version` from now on.
 
-        After a failed update the engine samples with the old weights, under the old version. Raises Refused.
+        After a failed update the engine samples with the old weights, under the old version. Raises RequestRefused.
         """
         started = time.perf_counter()
         try:
             async with self._lock:
                 tensors = await asyncio.to_thread(_read_tensors, path, checksum)
                 await self._engine.load_weights(version, tensors)
-        except (Refused, EngineError) as error:
+        except (RequestRefused, EngineError) as error:
             self._metrics.updates.labels(result="failed").inc()
-            if isinstance(error, Refused):
+            if isinstance(error, RequestRefused):
                 raise
-            raise Refused(
+            raise RequestRefused(
                 422,
                 f"the weights of version {version} cannot be loaded: {error}. The server goes on with version "
                 f"{self._engine.version}",
@@ -119,23 +119,25 @@ class WeightUpdates:
 
 
 def _read_tensors(path: Path, checksum: str | None) -> dict[str, Any]:
-    """The tensors of a safetensors file, mapped into memory. Raises Refused if the file cannot be read, or is damaged."""
+    """The tensors of a safetensors file, mapped into memory. Raises RequestRefused if the file cannot be read, or is damaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # torch
 
     try:
         if checksum is not None and (found := checksum_of(path)) != checksum:
-            raise Refused(
+            raise RequestRefused(
                 422,
                 f"the weights are damaged: their CRC-32 is {found}, and the trainer's is {checksum}. Send them again",
             )
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
-        raise Refused(
+        raise RequestRefused(
             422,
             f"the weights cannot be read: {error}. They must be one complete safetensors file, which the server can open",
         ) from error
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise Refused(422, f"the weight {name} contains NaN or infinity: the server goes on with its old weights")
+            raise RequestRefused(
+                422, f"the weight {name} contains NaN or infinity: the server goes on with its old weights"
+            )
     return tensors

@@ -19,7 +19,7 @@ from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.collect import assign_scripts
 from turnwise.runs.evaluated_models import EvaluatedModel
 from turnwise.runs.evaluation_directory import EvaluationDirectory, ModelDirectory
-from turnwise.runs.sampling_only import Conversations, conversation_context, prepare
+from turnwise.runs.sampling_only import SamplingRun, conversation_context, prepare
 from turnwise.terminal.progress import progress
 from turnwise.training import fingerprint
 from turnwise.types import Group, Row, Trajectory
@@ -57,7 +57,7 @@ async def evaluate_models(
     return result
 
 
-def _common_rows(config: Config, prepared: Sequence[Conversations], console: Console) -> list[Row]:
+def _common_rows(config: Config, prepared: Sequence[SamplingRun], console: Console) -> list[Row]:
     """The held-out rows that no model leaves out because of their length."""
     rows = build.rows(config, held_out=True, limit=config.eval.max_rows)
     kept = rows
@@ -72,7 +72,7 @@ def _common_rows(config: Config, prepared: Sequence[Conversations], console: Con
 
 
 async def _run_model(
-    model: EvaluatedModel, conversations: Conversations, rows: Sequence[Row], place: ModelDirectory, console: Console
+    model: EvaluatedModel, conversations: SamplingRun, rows: Sequence[Row], place: ModelDirectory, console: Console
 ) -> None:
     """Run and score the conversations of a model that are not finished yet."""
     config, scorer = model.config, conversations.scorer
@@ -118,7 +118,7 @@ async def _run_model(
         console.print(f"{model.name}: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
-def _scored_together(conversations: Conversations, groups: Sequence[Group]) -> list[list[str]]:
+def _scored_together(conversations: SamplingRun, groups: Sequence[Group]) -> list[list[str]]:
     """The ids of the conversations that the reward functions score together."""
     scorer = conversations.scorer
     of_groups = [[trajectory.id for trajectory in group.trajectories] for group in groups]

@@ -22,11 +22,11 @@ from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationContext
 from turnwise.types import Row, Sampling
 
-__all__ = ["Conversations", "conversation_context", "prepare"]
+__all__ = ["SamplingRun", "conversation_context", "prepare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversations:
+class SamplingRun:
     """What the conversations of a run without training use, before a model is loaded."""
 
     config: Config
@@ -58,7 +58,7 @@ class Conversations:
         return list(rows)
 
 
-def prepare(config: Config, sampling: Sampling) -> Conversations:
+def prepare(config: Config, sampling: Sampling) -> SamplingRun:
     """Read the tokenizer, build the rewards and check the recipe. Raises TurnwiseError."""
     scorer = build.scorer(config)
     if isinstance(config.engine, OpenAIEngineSection):
@@ -67,12 +67,12 @@ def prepare(config: Config, sampling: Sampling) -> Conversations:
     else:
         renderer = build.renderer(config)
         notes = preflight(config, renderer)
-    return Conversations(config=config, renderer=renderer, scorer=scorer, sampling=sampling, notes=notes)
+    return SamplingRun(config=config, renderer=renderer, scorer=scorer, sampling=sampling, notes=notes)
 
 
 @contextlib.asynccontextmanager
 async def conversation_context(
-    conversations: Conversations, *, scripts: build.Scripts | None = None
+    conversations: SamplingRun, *, scripts: build.Scripts | None = None
 ) -> AsyncIterator[ConversationContext]:
     """The context of the conversations: environments, and the loaded engine or the endpoint. All are closed at the end.
 

@@ -17,7 +17,7 @@ from turnwise.config.serve_checks import refuse_without_effect_when_serving
 from turnwise.doctor.preflight import preflight
 from turnwise.models.model_config import context_length
 from turnwise.rollout_server.application import ServedRun
-from turnwise.rollout_server.conversations import Conversations
+from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.recipe import served_options
 from turnwise.rollout_server.server import TOKEN, Address, open_socket, serving, token_for
@@ -66,7 +66,7 @@ async def serve(
         try:
             longest = context_length(model.config.to_dict()) if model is not None else None
             context = build.rollout_context(config, renderer, engine, environments, longest=longest)
-            conversations = Conversations(context, metrics, most_waiting=options.most_waiting)
+            conversations = ConversationQueue(context, metrics, most_waiting=options.most_waiting)
             run = ServedRun(
                 conversations=conversations,
                 weights=WeightUpdates(engine, metrics),

@@ -110,17 +110,13 @@ class Service:
         self._timeout, self._retries, self._pause = timeout, retries, pause
         self._exponential = exponential
         self._rate_limit = rate_limit or RateLimit()
-        self._deadline = deadline if deadline is not None else self._longest()
+        self.deadline = deadline if deadline is not None else self._longest()
+        """The maximum time of `ask`, in seconds, without the time to wait for a free slot."""
         self._max_concurrent = max_concurrent
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", **dict(headers)}
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
-
-    @property
-    def deadline(self) -> float:
-        """The maximum time of `ask`, in seconds, without the time to wait for a free slot."""
-        return self._deadline
 
     async def ask(self, question: Mapping[str, Any], *, tokens: int = 0) -> dict[str, Any]:
         """Send a request and return the answer. `tokens` is the estimated number of tokens, for the rate limit.
@@ -133,7 +129,7 @@ class Service:
         async with slot:
             problem, attempt = "", 0
             try:
-                async with asyncio.timeout(self._deadline) as time_limit:
+                async with asyncio.timeout(self.deadline) as time_limit:
                     for attempt in range(1, self._retries + 2):
                         await self._wait_for_rate_limit(time_limit, tokens)
                         try:
@@ -143,7 +139,7 @@ class Service:
                             if attempt <= self._retries:
                                 await self._back_off(again, attempt)
             except TimeoutError:
-                problem = f"{problem or 'no answer'}, stopped after the deadline of {self._deadline:g} s"
+                problem = f"{problem or 'no answer'}, stopped after the deadline of {self.deadline:g} s"
         times = "once" if attempt == 1 else f"{attempt} times"
         raise ServiceError(f"the service {self.url} was called {times}: {problem}")
 

@@ -1,6 +1,6 @@
 """Keeps the requests of all conversations within the limits of a service: requests and tokens in a minute.
 
-Knows times and numbers only. The client of a service asks it before each request, and tells it when the service asks for a pause.
+Knows times and numbers only. The client of a service asks it before each request, and reports pauses that the service asks for.
 """
 
 from __future__ import annotations

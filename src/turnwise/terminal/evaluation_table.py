@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.evaluation.results import Comparison, EvaluationResult, ModelResult, Part
+from turnwise.evaluation.results import Comparison, EvaluationResult, ModelResult, ResultPart
 from turnwise.evaluation.statistics import Estimate
 
 __all__ = ["print_results"]
@@ -75,7 +75,7 @@ def _comparison(comparison: Comparison) -> list[str]:
     ]
 
 
-def _part(part: Part) -> list[str]:
+def _part(part: ResultPart) -> list[str]:
     return [str(part.conversations), _interval(part.reward), _interval(part.pass_rate)]
 
 

@@ -17,7 +17,7 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def main() -> int:
-    """Run the command until it ends or the pipe is closed. The whole process group ends with it."""
+    """Run the command until it ends or the pipe is closed. All processes of its group end with it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the group is stopped by this program, which must live until the end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(

@@ -193,7 +193,7 @@ class HttpServer:
         idle = time.monotonic() - self._progress
         if idle >= self.limits.idle:
             raise ServerLost(
-                f"{self.url}{path} sent nothing for {idle:.0f} s: the server hangs, or the time limit is too short"
+                f"{self.url}{path} sent nothing for {idle:.0f} s: the server does not answer, or the time limit is too short"
             )
 
     def note_progress(self) -> None:
