@@ -19,7 +19,7 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.sglang.api import SglangApi, sampling_params
 from turnwise.engines.sglang.checksums import check_checksums, read_shapes
-from turnwise.engines.sglang.launch import LaunchOptions, kv_token_bytes, server_command
+from turnwise.engines.sglang.launch import SglangLaunch, kv_token_bytes, server_command
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import Request, Sampling
 
@@ -199,7 +199,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path
 
 def command(tmp_path: Path, **options: Any) -> list[str]:
     defaults = {"python": "p", "model": "/m", "dtype": "float32", "cpu": True, "context": 2048, "token_bytes": 1024}
-    made = server_command(LaunchOptions(**{**defaults, "logs": tmp_path, **options}), index=1, port=7, token="t")
+    made = server_command(SglangLaunch(**{**defaults, "logs": tmp_path, **options}), index=1, port=7, token="t")
     assert made.log == tmp_path / "sglang-1.log"
     return list(made.arguments)
 

@@ -139,9 +139,9 @@ def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool)
 
 
 def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
-    from turnwise.engines.vllm.launch import LaunchOptions, on_cpu
+    from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
 
-    return LaunchOptions(
+    return VllmLaunch(
         python=options.python or sys.executable,
         model=str(Path(config.model.path).expanduser().absolute()),
         dtype="bfloat16" if config.model.autocast else config.model.dtype,
@@ -161,7 +161,7 @@ def _sglang(
     config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool
 ) -> tuple[ServerApi, list[Replica]]:
     from turnwise.engines.sglang.api import SglangApi, model_shapes
-    from turnwise.engines.sglang.launch import HEALTH, LaunchOptions, kv_token_bytes, started_replicas
+    from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, kv_token_bytes, started_replicas
     from turnwise.engines.vllm.launch import on_cpu
 
     facts, model = model_facts(config), Path(config.model.path).expanduser().absolute()
@@ -181,7 +181,7 @@ def _sglang(
     if options.url is not None:
         return api, given_servers(options, HEALTH)
     dtype = "bfloat16" if config.model.autocast else config.model.dtype
-    launch = LaunchOptions(
+    launch = SglangLaunch(
         python=options.python or sys.executable,
         model=str(model),
         dtype=dtype,

@@ -19,7 +19,7 @@ __all__ = [
     "LONGEST_TEXT",
     "ROLE_SEQUENCES",
     "TEXTS",
-    "Render",
+    "RenderMessages",
     "cached_by_content",
     "cached_by_roles",
     "cached_by_text",
@@ -37,7 +37,7 @@ LONGEST_TEXT = 8192
 R = TypeVar("R")
 
 
-class Render(Protocol):
+class RenderMessages(Protocol):
     """Renders messages as one text. The text depends on the arguments only."""
 
     def __call__(
@@ -55,7 +55,7 @@ def cached_by_text(encode: Callable[..., R]) -> Callable[..., R]:
     return functools.lru_cache(maxsize=TEXTS)(encode)
 
 
-def cached_by_content(render: Render) -> Render:
+def cached_by_content(render: RenderMessages) -> RenderMessages:
     """The rendering function with a cache. Conversations that are long, or that hold more than plain data, are not cached."""
 
     @dataclass(frozen=True, slots=True)

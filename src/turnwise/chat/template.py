@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.chat.base_conversations import NO_CONVERSATION, BaseTurn, PriorConversation, base_conversation
-from turnwise.chat.caches import Render, cached_by_content, cached_by_roles
+from turnwise.chat.caches import RenderMessages, cached_by_content, cached_by_roles
 from turnwise.chat.message_format import MessageFormat, find_message_format
 from turnwise.chat.message_plans import MessagePlan, PlanFinder
 from turnwise.chat.probes import PLACEHOLDER, QUESTION, probe_message, probe_word, roles_of
@@ -42,7 +42,9 @@ class Template:
         self.source = str(tokenizer.chat_template)
         # a template that writes the date gives another text tomorrow
         dated = "strftime_now" in self.source
-        self._render_shaped: Render = self._render_as_given if dated else cached_by_content(self._render_as_given)
+        self._render_shaped: RenderMessages = (
+            self._render_as_given if dated else cached_by_content(self._render_as_given)
+        )
         # these two are what rendering itself needs; they are fields of TemplateProfile too
         self.messages: MessageFormat = find_message_format(self._render_as_given, where)
         self.reasoning: ReasoningFormat = find_reasoning_format(self.render, self.source)

@@ -274,7 +274,7 @@ class RolloutClient:
                 _log.info("the lease of the rollout server was not renewed: %s", error)
 
 
-class WeightSource(Protocol):
+class HasWeights(Protocol):
     """The part of a learner that publishing needs (`training.learner.Learner`)."""
 
     @property
@@ -290,7 +290,7 @@ class WeightSource(Protocol):
 class ServerWeights:
     """A `WeightPublisher` that sends the learner's weights to a rollout server."""
 
-    def __init__(self, client: RolloutClient, learner: WeightSource) -> None:
+    def __init__(self, client: RolloutClient, learner: HasWeights) -> None:
         if learner.trains_adapter:
             raise ConfigError(
                 "a rollout server takes all weights, and the recipe trains an adapter: remove model.lora.rank, or remove "

@@ -22,7 +22,7 @@ from turnwise.rollout_server.refusals import RequestRefused
 __all__ = ["LEASE_SECONDS", "Leases", "TrainerLease", "WeightUpdates"]
 
 LEASE_SECONDS = 120.0
-"""A lease ends when its trainer has not been heard of for this time."""
+"""A lease ends when its trainer has not been received of for this time."""
 
 
 @dataclass(slots=True)

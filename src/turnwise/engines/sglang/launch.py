@@ -11,7 +11,7 @@ from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
 
-__all__ = ["HEALTH", "LaunchOptions", "kv_token_bytes", "server_command", "started_replicas"]
+__all__ = ["HEALTH", "SglangLaunch", "kv_token_bytes", "server_command", "started_replicas"]
 
 HEALTH = "/health"
 """The route that answers when a server is ready."""
@@ -33,7 +33,7 @@ _RESERVED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class SglangLaunch:
     """What a server serves, and how."""
 
     python: str
@@ -59,7 +59,7 @@ class LaunchOptions:
     start_timeout: float = 600.0
 
 
-def started_replicas(options: LaunchOptions, count: int, limits: HttpLimits) -> list[Replica]:
+def started_replicas(options: SglangLaunch, count: int, limits: HttpLimits) -> list[Replica]:
     """Servers of this machine, to be started by the engine."""
     replicas = []
     for index in range(count):
@@ -70,7 +70,7 @@ def started_replicas(options: LaunchOptions, count: int, limits: HttpLimits) -> 
     return replicas
 
 
-def server_command(options: LaunchOptions, *, index: int, port: int, token: str) -> ServerCommand:
+def server_command(options: SglangLaunch, *, index: int, port: int, token: str) -> ServerCommand:
     """The command of server number `index`, which listens on this machine only."""
     arguments = [
         options.python,

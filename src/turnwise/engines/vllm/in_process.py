@@ -18,7 +18,7 @@ from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.engines.vllm.api import ADAPTER, Labels, refuse_media, sampling_params
-from turnwise.engines.vllm.launch import LaunchOptions, engine_arguments
+from turnwise.engines.vllm.launch import VllmLaunch, engine_arguments
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
 
@@ -30,7 +30,7 @@ _LEASE = 1e9  # seconds; no other trainer can reach this engine
 class InProcessServer(HttpServer):
     """Stands for the engine where a server stands: it is started by the first check of its health."""
 
-    def __init__(self, options: LaunchOptions) -> None:
+    def __init__(self, options: VllmLaunch) -> None:
         super().__init__("http://in-process")
         self._options = options
         self._llm: Any | None = None
@@ -154,7 +154,7 @@ def _llm(server: HttpServer) -> Any:
     return server.llm
 
 
-def _start(options: LaunchOptions) -> Any:
+def _start(options: VllmLaunch) -> Any:
     """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
     os.environ["PYTHONPATH"] = python_path()  # for vLLM's worker processes
     try:

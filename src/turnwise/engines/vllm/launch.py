@@ -12,7 +12,7 @@ from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
 from turnwise.engines.vllm.api import MODEL
 
-__all__ = ["HEALTH", "LaunchOptions", "engine_arguments", "on_cpu", "started_replicas"]
+__all__ = ["HEALTH", "VllmLaunch", "engine_arguments", "on_cpu", "started_replicas"]
 
 HEALTH = "/health"
 _LEAST_BATCH = 4096
@@ -21,7 +21,7 @@ _EXTENSION = "turnwise.engines.vllm.worker.WeightReceiver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class VllmLaunch:
     """What servers that turnwise starts serve, and how."""
 
     python: str
@@ -49,7 +49,7 @@ class LaunchOptions:
     start_timeout: float
 
 
-def engine_arguments(options: LaunchOptions) -> list[str]:
+def engine_arguments(options: VllmLaunch) -> list[str]:
     """The arguments of vLLM's engine, without those of its HTTP server."""
     arguments = [
         *("--model", options.model, "--served-model-name", MODEL, "--dtype", options.dtype),
@@ -75,7 +75,7 @@ def engine_arguments(options: LaunchOptions) -> list[str]:
     return arguments
 
 
-def started_replicas(options: LaunchOptions, count: int, limits: HttpLimits) -> list[Replica]:
+def started_replicas(options: VllmLaunch, count: int, limits: HttpLimits) -> list[Replica]:
     """Replicas whose processes turnwise starts. They listen on 127.0.0.1 and need a token that is made here."""
     replicas: list[Replica] = []
     for number in range(count):
