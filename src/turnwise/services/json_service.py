@@ -144,7 +144,7 @@ class Service:
         raise ServiceError(f"the service {self.url} was called {times}: {problem}")
 
     def settle(self, estimated: int, used: int) -> None:
-        """Tell the rate limit how many tokens a request used, instead of the estimate that was given to `ask`."""
+        """Report to the rate limit how many tokens a request used, instead of the estimate that was given to `ask`."""
         self._rate_limit.settle(estimated, used)
 
     async def _wait_for_rate_limit(self, time_limit: asyncio.Timeout, tokens: int) -> None:
