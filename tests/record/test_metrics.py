@@ -51,6 +51,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "groups/zero_std": 0.5,  # in the second group only one is whole
         "template_mismatch": 0.0,
         "failed": 0.25,
+        "engine/prefix_hit_rate": None,  # no engine reported it
         "version/oldest": 0,
         "version/newest": 0,
         "rewards/judge/mean": 1.0,

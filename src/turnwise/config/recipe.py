@@ -86,7 +86,7 @@ def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> lis
     """Remove the options that belong to the section's old name and not to its new name. Returns a note that lists them."""
     classes = _NAMED[section]
     former = node.get("name", next(iter(classes)))
-    if former == name:
+    if former == name or not isinstance(name, str):  # another type is refused with the recipe
         return []
     shared = shared_options(classes[former], classes[name]) if former in classes and name in classes else set()
     dropped = [option for option in node if option != "name" and option not in shared]

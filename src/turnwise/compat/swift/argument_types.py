@@ -125,7 +125,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "lora_alpha", "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
-            "soft_cache_length",
+            "soft_cache_length", "ref_model_sync_steps",
         ),
         _integer,
     ),
@@ -134,7 +134,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "temperature", "top_p", "min_p", "beta", "learning_rate", "weight_decay", "max_grad_norm", "warmup_ratio",
             "lora_dropout", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "reward_weights", "split_dataset_ratio",
             "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
-            "cosine_max_len_value_correct", "repetition_max_penalty", "delta", "tau_pos", "tau_neg",
+            "cosine_max_len_value_correct", "repetition_max_penalty", "delta", "ref_model_mixup_alpha", "tau_pos", "tau_neg",
             "off_policy_sequence_mask_delta", "rollout_importance_sampling_threshold",
         ),
         _number,
@@ -144,12 +144,13 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
+            "kl_in_reward", "sync_ref_model",
         ),
         _flag,
     ),
     **dict.fromkeys(
         (
-            "tuner_type", "target_modules", "importance_sampling_level", "loss_type",
+            "tuner_type", "target_modules", "importance_sampling_level", "loss_type", "ref_model",
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
         ),
