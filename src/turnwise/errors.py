@@ -70,6 +70,10 @@ class RolloutError(TurnwiseError):
     """All conversations of a step failed."""
 
 
+class HealthError(TurnwiseError):
+    """A monitor of `health.stop` has stopped a training run."""
+
+
 class RunError(TurnwiseError):
     """A run directory cannot be written, read or resumed."""
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from turnwise import build
 from turnwise.engines.engine import closing
-from turnwise.errors import RolloutError
+from turnwise.errors import HealthError, RolloutError
 from turnwise.record.metrics import conversation_metrics, failures, staleness_metrics, time_metrics
 from turnwise.rollout.pipeline import TakenGroups
 from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.garbage import frozen_start_objects
+from turnwise.runs.health import Finding
 from turnwise.runs.kl_reward import KlRewardMetrics
 from turnwise.runs.timeline import step_timeline
 from turnwise.runs.training_run import TrainingRun, assemble
@@ -37,7 +38,8 @@ _log = logging.getLogger(__name__)
 async def train(run: TrainingRun, report: TrainReport) -> None:
     """Train until `train.steps` steps are finished.
 
-    Raises RolloutError if all conversations of a step failed, RunError if the run directory cannot be written.
+    Raises RolloutError if all conversations of a step failed, HealthError if a monitor of `health.stop` stops the run, RunError
+    if the run directory cannot be written.
     """
     config = run.config
     report.begin(config, done=run.step, notes=run.notes)
@@ -223,9 +225,25 @@ def _finish_step(
     trajectories += [group.baseline for group in groups if group.baseline is not None]
     run.directory.write_timeline(step_timeline(taken, step=run.step + 1, trained=time.time()))
     line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
-    for problem in run.watch.problems(line, groups):
-        _log.warning("step %d: %s", run.step, problem)
+    problems = run.watch.problems(line, groups)
+    for problem in problems:
+        _log.warning("step %d: %s", run.step, problem.text)
     report.step(line, failures(groups))
+    _stop_if_asked(run, problems)
+
+
+def _stop_if_asked(run: TrainingRun, problems: Sequence[Finding]) -> None:
+    """Stop the run if `health.stop` contains one of the problems. The checkpoint is written when the run ends.
+
+    Raises HealthError.
+    """
+    stopping = [problem for problem in problems if problem.name in run.config.health.stop]
+    if stopping and run.step < run.steps:
+        name = stopping[0].name
+        raise HealthError(
+            f"health.stop={name} stopped the run after step {run.step}: {stopping[0].text}\nThe checkpoint of step {run.step} is "
+            f"in {run.checkpoints.newest}. To go on from it: resume=auto, with a changed recipe, or without {name} in health.stop"
+        )
 
 
 async def _evaluate(run: TrainingRun, report: TrainReport) -> None:

@@ -158,6 +158,16 @@ TESTED: Mapping[str, str] = {
     },
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
     **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
+    **{
+        f"health.{name}": "runs/test_health.py::test_a_monitor_warns_with_value_limit_and_command"
+        for name in ("zero_std", "duplicates", "ratio", "mismatch", "kl", "reward_correlation", "failed")
+    },
+    **{
+        f"health.{name}": "runs/test_health.py::test_the_last_steps_are_compared_with_the_first"
+        for name in ("window", "tool_use", "length")
+    },
+    "health.constant_reward": "runs/test_learning_watch.py::test_the_number_of_first_steps_is_that_of_the_recipe",
+    "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
     "rollout_server.url": f"{_SERVED}a_run_with_a_server_is_the_run_in_one_process",
     "rollout_server.token_env": f"{_SERVED}a_wrong_token_is_refused",

@@ -177,7 +177,8 @@ def step(*rewards: tuple[float, ...], texts: str = "different", stop: Stop = Sto
 
 
 def problems(watch: LearningWatch, number: int, groups: list[Group], grad_norm: float = 1.0) -> list[str]:
-    return watch.problems({"step": number, "grad_norm": grad_norm, **conversation_metrics(groups)}, groups)
+    line = {"step": number, "grad_norm": grad_norm, **conversation_metrics(groups)}
+    return [finding.text for finding in watch.problems(line, groups)]
 
 
 def test_one_group_with_a_difference_is_enough() -> None:
@@ -191,6 +192,20 @@ def test_one_group_with_a_difference_is_enough() -> None:
 def test_a_run_that_is_gone_on_with_late_is_not_at_its_first_steps() -> None:
     watch = LearningWatch(made())
     assert [problems(watch, number, step((1.0, 1.0))) for number in (7, 8, 9, 10)] == [[]] * 4
+
+
+def test_the_number_of_first_steps_is_that_of_the_recipe() -> None:
+    for first_steps, expected in ((2, [0, 1, 0, 0, 0]), (5, [0, 0, 0, 0, 1]), (None, [0, 0, 0, 0, 0])):
+        watch = LearningWatch(made(health={"constant_reward": first_steps}))
+        assert [len(problems(watch, number, step((1.0, 1.0)))) for number in range(1, 6)] == expected
+
+
+def test_groups_of_one_are_compared_with_each_other() -> None:
+    options: dict[str, Any] = {"train": {"group_size": 1}}
+    watch = LearningWatch(made(**options))
+    assert [problems(watch, number, step((1.0,), (0.0,))) for number in range(1, 15)] == [[]] * 14
+    watch = LearningWatch(made(**options))
+    assert [len(problems(watch, number, step((1.0,), (1.0,)))) for number in range(1, 5)] == [0, 0, 1, 0]
 
 
 def test_rows_that_are_too_easy_or_too_hard_are_told_as_such() -> None:

@@ -110,6 +110,8 @@ RULES: Mapping[str, Rule] = {
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
+    **_all("free", "health.", "window zero_std tool_use duplicates length ratio mismatch kl reward_correlation failed"),
+    **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),
     **_all("free", "trace.", "backend conversations project"),
     **_all("free", "", "max_concurrent output resume resume_changes replace"),

@@ -26,6 +26,7 @@ from turnwise.config.generation import (
     SamplingSection,
     ScriptedEngineSection,
 )
+from turnwise.config.health import HealthSection
 from turnwise.config.loggers import LoggerSection, TraceSection
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
@@ -47,6 +48,7 @@ __all__ = [
     "EnvironmentUse",
     "EvaluationSamplingSection",
     "EvaluationSection",
+    "HealthSection",
     "LimitsSection",
     "LocalEngineSection",
     "McpSection",
@@ -167,6 +169,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    health: HealthSection = HealthSection()
     loggers: list[LoggerSection] = []
     """Experiment trackers that receive the metrics, such as `[wandb, tensorboard]`. The run's directory has all metrics without
     them, too (docs/loggers.md)."""

@@ -109,6 +109,7 @@ def _other_sections(config: Config) -> list[Problem]:
         "credit": (config.credit, "fine-tuning has no rewards"),
         "critic": (config.critic, "fine-tuning has no rewards"),
         "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
+        "health": (config.health, "it is an option of `turnwise train`"),
         "correction": (config.correction, "nothing is sampled"),
         "loss": (config.loss, "its loss is the negative log-likelihood"),
         "tool_calls": (config.tool_calls, "no tool is run: the data contains the tool responses"),

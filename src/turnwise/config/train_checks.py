@@ -5,6 +5,7 @@ from __future__ import annotations
 from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
 from turnwise.config.critic_checks import critic_problems
 from turnwise.config.engine_checks import refuse_engine
+from turnwise.config.health_checks import health_problems
 from turnwise.config.kl_checks import kl_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
@@ -48,6 +49,7 @@ def refuse_without_effect(config: Config) -> None:
         *run_problems(config),
         *_deterministic_training_problems(config),
         *_rollout_server_problems(config),
+        *health_problems(config),
         *file_problems(config.data),
         *weight_problems(config.data),
     ]

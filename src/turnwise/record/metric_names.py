@@ -76,6 +76,15 @@ METRICS = (
         "Conversations whose reward is at least `eval.pass_reward`.", same=("accuracy", "pass@1"), lines="eval",
     ),
     Metric(
+        "reward/correlation", "", "finished conversations",
+        "Lowest correlation of two parts of the reward. Below 0: a conversation with more of one part has less of the other. "
+        "Null if no two parts differ between conversations.",
+    ),
+    Metric(
+        "groups/duplicates", "share", "conversations that did not fail, in groups of several",
+        "Conversations whose answers equal those of another conversation of the group.",
+    ),
+    Metric(
         "groups/zero_std", "share", "groups",
         "Groups whose finished conversations all have the same reward, so that their advantages are 0.",
         same=("frac_reward_zero_std", "groups/all_equal"),

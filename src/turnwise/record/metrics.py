@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from turnwise.record.group_metrics import duplicate_share, lowest_correlation
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
 __all__ = [
@@ -35,6 +36,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     metrics: dict[str, float | int | None] = {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "reward/correlation": None if (lowest := lowest_correlation(finished)) is None else lowest[0],
         "segments/mean": mean([len(trajectory.segments) for trajectory in finished]),
         "turns/mean": mean([len(trajectory.turns) for trajectory in finished]),
         "tool_calls/mean": mean([sum(len(turn.calls) for turn in trajectory.turns) for trajectory in finished]),
@@ -43,6 +45,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "tokens/all": sum(len(segment) for trajectory in trajectories for segment in trajectory.segments),
         "entropy": _entropy(finished),
         "engine/prefix_hit_rate": _prefix_hit_rate(trajectories),
+        "groups/duplicates": duplicate_share(groups),
         "groups/zero_std": share(_all_equal(group) for group in groups),
         "template_mismatch": share(trajectory.template_mismatch is not None for trajectory in trajectories),
         "failed": share(trajectory.failed for trajectory in trajectories),

@@ -1,22 +1,20 @@
-"""Warns, once for each sign, that a run cannot learn, with the likely cause and the fix.
+"""Warns, once for each problem, that a run cannot learn, with the likely cause and the fix.
 
 `config` refuses recipes that cannot learn. This module finds problems that only appear during the run, from the metrics and the
-trajectories of each step. It does not change the run.
+trajectories of each step, and hands on the warnings of the monitors (`health`). It does not change the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config.schema import Config
+from turnwise.runs.health import Finding, HealthMonitors
 from turnwise.types import Group, Stop, Trajectory
 
 __all__ = ["LearningWatch"]
-
-_FIRST_STEPS = 3
-"""Number of steps with equal rewards in all groups before the warning: a single step may be chance."""
 
 _LIMITS = {
     Stop.LENGTH: "tokens_per_turn",
@@ -31,23 +29,34 @@ class LearningWatch:
     """Checks each finished step of one run."""
 
     config: Config
+    past: Iterable[Mapping[str, Any]] = ()
+    """The metrics of the steps before the run was resumed."""
+    _monitors: HealthMonitors = field(init=False)
     _reported: set[str] = field(default_factory=set)
     _equal: int = 0
     """Number of steps so far in which the rewards within each group were equal."""
 
-    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[str]:
-        """Problems of the step that keep the run from learning and were not reported before. `metrics` are the step's metrics."""
+    def __post_init__(self) -> None:
+        self._monitors = HealthMonitors(self.config, self.past)
+
+    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[Finding]:
+        """Problems of the run after a step that were not reported before. `metrics` are the step's metrics."""
+        found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups)]
+        new = [finding for finding in found if finding.name not in self._reported]
+        self._reported |= {finding.name for finding in new}
+        return new
+
+    def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[Finding]:
+        """Problems that keep the run from learning."""
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if not finished:
             return []
         findings = {
             "cut": self._cut(finished),
-            "equal": self._without_difference(metrics, groups, finished),
+            "constant_reward": self._without_difference(metrics, groups, finished),
             "gradient": self._without_gradient(metrics, finished),
         }
-        new = {name: text for name, text in findings.items() if text is not None and name not in self._reported}
-        self._reported |= new.keys()
-        return list(new.values())
+        return [Finding(name, text) for name, text in findings.items() if text is not None]
 
     def _cut(self, trajectories: Sequence[Trajectory]) -> str | None:
         """All answers were truncated."""
@@ -67,10 +76,12 @@ class LearningWatch:
         self, metrics: Mapping[str, Any], groups: Sequence[Group], trajectories: Sequence[Trajectory]
     ) -> str | None:
         """In the first steps, all conversations of a row had the same reward."""
-        if metrics["step"] > _FIRST_STEPS:
+        first_steps = self.config.health.constant_reward
+        if first_steps is None or metrics["step"] > first_steps:
             return None
-        self._equal += metrics["groups/zero_std"] == 1.0
-        if self._equal < min(_FIRST_STEPS, self.config.train.steps):
+        alone = self.config.train.group_size == 1  # a group of one has no differences
+        self._equal += metrics["reward/std"] == 0.0 if alone else metrics["groups/zero_std"] == 1.0
+        if self._equal < min(first_steps, self.config.train.steps):
             return None
         return (
             f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "

@@ -12,6 +12,7 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.data.curriculum import initial_pass_rates
 from turnwise.data.row_source import DataState, RowSource
 from turnwise.engines.publisher import WeightPublisher
+from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import RolloutContext
@@ -108,7 +109,7 @@ def assemble(config: Config) -> TrainingRun:
         environments=environments,
         credit=credit,
         publisher=build.publisher(config, engine, learner),
-        watch=LearningWatch(config),
+        watch=LearningWatch(config, _finished_steps(opened)),
         kl_reward=_kl_reward(config, learner, opened),
         pipeline=Pipeline(
             context=context,
@@ -134,6 +135,13 @@ def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config) -> DataS
     """The rows that were used, at the start of a new or a resumed run."""
     saved = {} if opened.saved is None else opened.saved.about["place"]
     return DataState.read(saved, initial_pass_rates(rows, config.data.curriculum.column))
+
+
+def _finished_steps(opened: OpenedRun) -> list[dict[str, Any]]:
+    """The metrics of the steps of a run that is resumed."""
+    if not opened.step or not opened.directory.metrics.exists():
+        return []
+    return [line for line in read_lines(opened.directory.metrics) if line["step"] <= opened.step]
 
 
 def _pipeline_options(config: Config, *, baselines: bool) -> PipelineOptions:
