@@ -41,8 +41,13 @@ PARTS = {
     "chat": Part(("chat/*",), ("tests/chat",)),
     "local": Part(("engines/local/*",), ("tests/engines",)),
     "train": Part(
-        ("train.py", "runs/learning_watch.py"),
-        ("tests/test_train.py", "tests/test_train_loss.py", "tests/runs/test_learning_watch.py"),
+        ("train.py", "runs/learning_watch.py", "runs/health.py"),
+        (
+            "tests/test_train.py",
+            "tests/test_train_loss.py",
+            "tests/runs/test_learning_watch.py",
+            "tests/runs/test_health.py",
+        ),
     ),
 }
 
