@@ -48,7 +48,6 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "tokens/sampled": sum(one.sampled_tokens for group in groups for one in group.trajectories),
         "tokens/all": sum(len(segment) for group in groups for one in group.trajectories for segment in one.segments),
         "entropy": None,  # nothing was sampled
-        "engine/prefix_hit_rate": None,  # this engine does not report it
         "reward/correlation": None,  # there is one reward function
         "groups/duplicates": 0.0,
         "groups/zero_std": 0.5,  # in the second group only one is whole
