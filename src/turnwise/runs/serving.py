@@ -64,6 +64,7 @@ async def serve(
             use_deterministic_algorithms()
         engine = build.engine(config, renderer, model)
         try:
+            await engine.start()
             longest = context_length(model.config.to_dict()) if model is not None else None
             context = build.rollout_context(config, renderer, engine, environments, longest=longest)
             conversations = ConversationQueue(context, metrics, most_waiting=options.most_waiting)
