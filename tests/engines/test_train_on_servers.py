@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("engine", ["sglang"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "vllm in_process"])
 def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "turnwise", "train", "recipes/calculator.yaml", f"engine.name={engine}"]
+    name, _, mode = engine.partition(" ")
+    python = engine_env.python(name) if mode else sys.executable  # in the process: turnwise runs in vLLM's environment
+    command = [str(python), "-m", "turnwise", "train", "recipes/calculator.yaml", f"engine.name={name}"]
     options = {
-        "engine.python": engine_env.python(engine),
+        **({"engine.mode": mode} if mode else {"engine.python": engine_env.python(name)}),
         "engine.memory_gb": 0.1,
         "model.device": "cpu",
         "train.steps": 2,
@@ -28,7 +31,10 @@ def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
         "output": tmp_path / "run",
     }
     command += [f"{name}={value}" for name, value in options.items()]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
     assert result.returncode == 0, result.stderr[-3000:] + result.stdout[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
