@@ -21,7 +21,7 @@ from turnwise.rollout.pipeline import TakenGroups
 from turnwise.runs.critic_training import CriticMetrics
 from turnwise.runs.evaluate import evaluate
 from turnwise.runs.garbage import frozen_start_objects
-from turnwise.runs.health import Finding
+from turnwise.runs.health import RunProblem
 from turnwise.runs.kl_reward import KlRewardMetrics
 from turnwise.runs.timeline import step_timeline
 from turnwise.runs.training_run import TrainingRun, assemble
@@ -232,7 +232,7 @@ def _finish_step(
     _stop_if_asked(run, problems)
 
 
-def _stop_if_asked(run: TrainingRun, problems: Sequence[Finding]) -> None:
+def _stop_if_asked(run: TrainingRun, problems: Sequence[RunProblem]) -> None:
     """Stop the run if `health.stop` contains one of the problems. The checkpoint is written when the run ends.
 
     Raises HealthError.

@@ -15,7 +15,7 @@ from turnwise.config.schema import Config
 from turnwise.record.group_metrics import lowest_correlation
 from turnwise.types import Group
 
-__all__ = ["Finding", "HealthMonitors"]
+__all__ = ["HealthMonitors", "RunProblem"]
 
 _LEAST_CALLS = 0.1
 """Tool calls of a conversation in the first steps, below which their number cannot collapse."""
@@ -25,7 +25,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunProblem:
     """A problem of a run."""
 
     name: str
@@ -110,7 +110,7 @@ class HealthMonitors:
         for line in self.past:
             self._add(line)
 
-    def findings(self, line: Line, groups: Sequence[Group]) -> list[Finding]:
+    def findings(self, line: Line, groups: Sequence[Group]) -> list[RunProblem]:
         """What is wrong after a step, warned of before or not. `groups` are those of the step."""
         self._add(line)
         if len(self._latest) < self.config.health.window:
@@ -123,7 +123,7 @@ class HealthMonitors:
             self._first.append(line)
         self._latest.append(line)
 
-    def _compare(self, limit: _Limit, groups: Sequence[Group]) -> Finding | None:
+    def _compare(self, limit: _Limit, groups: Sequence[Group]) -> RunProblem | None:
         bound = getattr(self.config.health, limit.name)
         if bound is None or (limit.name == "zero_std" and self.config.train.group_size == 1):
             return None
@@ -137,7 +137,7 @@ class HealthMonitors:
                 advice = f"In this step, these are {lowest[1]} and {lowest[2]}. {advice}"
         return self._finding(limit.name, limit.metric, f"{limit.meaning} is {value:.3g}", bound, advice)
 
-    def _tool_use(self) -> Finding | None:
+    def _tool_use(self) -> RunProblem | None:
         bound = self.config.health.tool_use
         first, latest = self._first_and_latest(lambda line: line.get("tool_calls/mean"))
         if bound is None or first is None or latest is None or first < _LEAST_CALLS or latest >= bound * first:
@@ -151,7 +151,7 @@ class HealthMonitors:
             "a higher reward",
         )
 
-    def _length(self) -> Finding | None:
+    def _length(self) -> RunProblem | None:
         bound = self.config.health.length
         first, latest = self._first_and_latest(self._tokens)
         if bound is None or not first or latest is None or latest <= bound * first:
@@ -181,10 +181,10 @@ class HealthMonitors:
             return None, None
         return _mean(self._first, value), _mean(self._latest, value)
 
-    def _finding(self, name: str, metric: str, problem: str, bound: float, advice: str) -> Finding:
+    def _finding(self, name: str, metric: str, problem: str, bound: float, advice: str) -> RunProblem:
         run, first, last = self.config.output, self._latest[0]["step"], self._latest[-1]["step"]
         advice = advice.replace("{run}", run)
-        return Finding(
+        return RunProblem(
             name,
             f"{problem} (mean of steps {first} to {last}; the limit is health.{name}={bound:g}). {advice}. Look at "
             f"`turnwise show {run} --metric {metric}` and `turnwise show {run} --step {last}`, or `turnwise view {run}`",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.config.schema import Config
-from turnwise.runs.health import Finding, HealthMonitors
+from turnwise.runs.health import HealthMonitors, RunProblem
 from turnwise.types import Group, Stop, Trajectory
 
 __all__ = ["LearningWatch"]
@@ -39,14 +39,14 @@ class LearningWatch:
     def __post_init__(self) -> None:
         self._monitors = HealthMonitors(self.config, self.past)
 
-    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[Finding]:
+    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
         """Problems of the run after a step that were not reported before. `metrics` are the step's metrics."""
         found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups)]
         new = [finding for finding in found if finding.name not in self._reported]
         self._reported |= {finding.name for finding in new}
         return new
 
-    def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[Finding]:
+    def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
         """Problems that keep the run from learning."""
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if not finished:
@@ -56,7 +56,7 @@ class LearningWatch:
             "constant_reward": self._without_difference(metrics, groups, finished),
             "gradient": self._without_gradient(metrics, finished),
         }
-        return [Finding(name, text) for name, text in findings.items() if text is not None]
+        return [RunProblem(name, text) for name, text in findings.items() if text is not None]
 
     def _cut(self, trajectories: Sequence[Trajectory]) -> str | None:
         """All answers were truncated."""
