@@ -9,7 +9,7 @@ import torch
 
 from engines.conformance.reference import reference_logprobs
 from engines.conformance.subjects import Adapted
-from engines.conformance.test_conformance_life import until_running
+from engines.conformance.test_conformance_life import start_requests
 from engines.conformance.test_conformance_sampling import assert_exact, prompts
 from turnwise.errors import EngineError
 from turnwise.types import Completion
@@ -40,11 +40,10 @@ def test_an_adapter_is_loaded_between_turns(adapted: Adapted) -> None:
 
 def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     before, prompt = adapted.engine.version, prompts(1, seed=31)[0]
-    requests = [adapted.request(prompt, seed=index, max_tokens=500) for index in range(2)]
+    requests = [adapted.request(prompt, seed=index, max_tokens=1500) for index in range(2)]
 
     async def play() -> list[Completion]:
-        running = [asyncio.ensure_future(adapted.engine.generate(request)) for request in requests]
-        await until_running(adapted, 2)
+        running = await start_requests(adapted, requests)
         await asyncio.sleep(0.3)
         change_adapter(adapted, 3)
         await adapted.publish(before + 1)
@@ -53,7 +52,7 @@ def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     for request, completion in zip(requests, adapted.run(play()), strict=True):
         versions = list(completion.versions)
         switch = versions.index(before + 1)
-        assert versions == [before] * switch + [before + 1] * (500 - switch)
+        assert versions == [before] * switch + [before + 1] * (1500 - switch)
         if adapted.claims.recomputes:
             kind = completion.logprob_kind
             new = reference_logprobs(adapted.model, prompt, completion.token_ids, request.sampling, kind)

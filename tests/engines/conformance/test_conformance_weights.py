@@ -9,7 +9,7 @@ import torch
 
 from engines.conformance.reference import reference_logprobs
 from engines.conformance.subjects import Subject, change, state_of
-from engines.conformance.test_conformance_life import until_running
+from engines.conformance.test_conformance_life import start_requests
 from engines.conformance.test_conformance_sampling import assert_exact, prompts
 from turnwise.errors import EngineError
 from turnwise.types import Completion
@@ -52,11 +52,10 @@ def test_an_update_in_the_middle_of_a_turn(subject: Subject) -> None:
     old = {name: tensor.clone() for name, tensor in old.items()}
     prompt = prompts(1, seed=21)[0]
     # on a loaded machine, an update may take as long as hundreds of tokens
-    requests = [subject.request(prompt, seed=index, max_tokens=700) for index in range(3)]
+    requests = [subject.request(prompt, seed=index, max_tokens=1500) for index in range(3)]
 
     async def play() -> list[Completion]:
-        running = [asyncio.ensure_future(subject.engine.generate(request)) for request in requests]
-        await until_running(subject, 3)
+        running = await start_requests(subject, requests)
         await asyncio.sleep(0.3)
         change(subject.model, 99)
         await subject.publish(before + 1)
@@ -65,9 +64,9 @@ def test_an_update_in_the_middle_of_a_turn(subject: Subject) -> None:
     completions = subject.run(play())
     for request, completion in zip(requests, completions, strict=True):
         versions = list(completion.versions)
-        assert len(versions) == len(completion.token_ids) == len(completion.logprobs) == 700
+        assert len(versions) == len(completion.token_ids) == len(completion.logprobs) == 1500
         switch = versions.index(before + 1)
-        assert versions == [before] * switch + [before + 1] * (700 - switch)
+        assert versions == [before] * switch + [before + 1] * (1500 - switch)
         new = reference_logprobs(subject.model, prompt, completion.token_ids, request.sampling, completion.logprob_kind)
         differ = [abs(a - b) > 1e-3 for a, b in zip(completion.logprobs, new, strict=True)]
         if switch:
@@ -114,16 +113,15 @@ def test_servers_that_die_come_back_with_the_present_weights(subject: Subject) -
         return
     version = publish_changed(subject)
     prompt = prompts(1, seed=23)[0]
-    requests = [subject.request(prompt, seed=index, max_tokens=500, temperature=0.8) for index in range(3)]
+    requests = [subject.request(prompt, seed=index, max_tokens=1500, temperature=0.8) for index in range(3)]
 
     async def play() -> list[Completion]:
-        running = [asyncio.ensure_future(subject.engine.generate(request)) for request in requests]
-        await until_running(subject, 3)
+        running = await start_requests(subject, requests)
         await asyncio.sleep(0.3)
         subject.kill()
         return await asyncio.gather(*running)
 
     for request, completion in zip(requests, subject.run(play()), strict=True):
-        assert len(completion.token_ids) == 500
+        assert len(completion.token_ids) == 1500
         assert set(completion.versions) == {version}
         assert_exact(subject, request, completion)
