@@ -211,7 +211,7 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
             "engine.script=x.jsonl",
             "engine.script has no effect with engine.name=local: it is an option of another engine",
         ),
-        ("engine.name=vllm", "engine.name: there is no engine 'vllm'; there are: local, scripted"),
+        ("engine.name=tgi", "engine.name: there is no engine 'tgi'; there are: local, scripted"),
         ("engine.name=scripted", "engine.script is missing"),
         ("loss.name=ppo", "loss.name: there is no loss 'ppo'; there are: ppo_clip, gspo, cispo, sapo, reinforce"),
         ("loss.name=dr_grpo", "there is no loss 'dr_grpo'; write loss.name=ppo_clip loss.normalizer=constant"),
