@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 80,
+    "way: files": 86,
     "way: lines": 13400,
     "way: lines that run": 3920,
     "way without the embedded engine: files": 73,

@@ -39,9 +39,9 @@ class SglangApi:
     """The `ServerApi` of SGLang.
 
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
-    sequence that the model knows. `shapes` are those of the
-    model's weights, None if they are not known; then the first update defines them. `labels` says that the weights are updated
-    and labelled with versions, `adapter` that the updates are those of an adapter.
+    sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
+    defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
+    an adapter.
     """
 
     name = "SGLang"
@@ -56,7 +56,7 @@ class SglangApi:
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
     ) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._context = context
         self._labels = labels
         self._adapter = adapter
@@ -79,7 +79,7 @@ class SglangApi:
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
         return ServerInfo(
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             context=min(self._context, longest_prompt + 1),
             logprob_kind=await self._logprob_kind(server),
         )
