@@ -89,7 +89,10 @@ class Vllm(Server):
     arguments = ("--enforce-eager",)
 
     async def running(self) -> int:
-        text = await asyncio.to_thread(self._metrics)
+        try:
+            text = await asyncio.to_thread(self._metrics)
+        except OSError:  # the server has died; the engine starts it again
+            return 0
         states = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
         return sum(int(float(line.split()[-1])) for line in text.splitlines() if line.startswith(states))
 

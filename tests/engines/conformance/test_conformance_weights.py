@@ -52,7 +52,7 @@ def test_an_update_in_the_middle_of_a_turn(subject: Subject) -> None:
     old = {name: tensor.clone() for name, tensor in old.items()}
     prompt = prompts(1, seed=21)[0]
     # on a loaded machine, an update may take as long as hundreds of tokens
-    requests = [subject.request(prompt, seed=index, max_tokens=1500) for index in range(3)]
+    requests = [subject.request(prompt, seed=index, max_tokens=700) for index in range(3)]
 
     async def play() -> list[Completion]:
         running = await start_requests(subject, requests)
@@ -64,9 +64,9 @@ def test_an_update_in_the_middle_of_a_turn(subject: Subject) -> None:
     completions = subject.run(play())
     for request, completion in zip(requests, completions, strict=True):
         versions = list(completion.versions)
-        assert len(versions) == len(completion.token_ids) == len(completion.logprobs) == 1500
+        assert len(versions) == len(completion.token_ids) == len(completion.logprobs) == 700
         switch = versions.index(before + 1)
-        assert versions == [before] * switch + [before + 1] * (1500 - switch)
+        assert versions == [before] * switch + [before + 1] * (700 - switch)
         new = reference_logprobs(subject.model, prompt, completion.token_ids, request.sampling, completion.logprob_kind)
         differ = [abs(a - b) > 1e-3 for a, b in zip(completion.logprobs, new, strict=True)]
         if switch:
@@ -113,7 +113,7 @@ def test_servers_that_die_come_back_with_the_present_weights(subject: Subject) -
         return
     version = publish_changed(subject)
     prompt = prompts(1, seed=23)[0]
-    requests = [subject.request(prompt, seed=index, max_tokens=1500, temperature=0.8) for index in range(3)]
+    requests = [subject.request(prompt, seed=index, max_tokens=700, temperature=0.8) for index in range(3)]
 
     async def play() -> list[Completion]:
         running = await start_requests(subject, requests)
@@ -122,6 +122,6 @@ def test_servers_that_die_come_back_with_the_present_weights(subject: Subject) -
         return await asyncio.gather(*running)
 
     for request, completion in zip(requests, subject.run(play()), strict=True):
-        assert len(completion.token_ids) == 1500
+        assert len(completion.token_ids) == 700
         assert set(completion.versions) == {version}
         assert_exact(subject, request, completion)
