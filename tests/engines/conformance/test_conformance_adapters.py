@@ -40,11 +40,10 @@ def test_an_adapter_is_loaded_between_turns(adapted: Adapted) -> None:
 
 def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     before, prompt = adapted.engine.version, prompts(1, seed=31)[0]
-    requests = [adapted.request(prompt, seed=index, max_tokens=700) for index in range(2)]
+    requests = [adapted.request(prompt, seed=index, max_tokens=900) for index in range(2)]
 
     async def play() -> list[Completion]:
         running = await start_requests(adapted, requests)
-        await asyncio.sleep(0.3)
         change_adapter(adapted, 3)
         await adapted.publish(before + 1)
         return await asyncio.gather(*running)
@@ -52,7 +51,7 @@ def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     for request, completion in zip(requests, adapted.run(play()), strict=True):
         versions = list(completion.versions)
         switch = versions.index(before + 1)
-        assert versions == [before] * switch + [before + 1] * (700 - switch)
+        assert versions == [before] * switch + [before + 1] * (900 - switch)
         if adapted.claims.recomputes:
             kind = completion.logprob_kind
             new = reference_logprobs(adapted.model, prompt, completion.token_ids, request.sampling, kind)
