@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,14 +142,11 @@ class _Mlflow(_Tracker):
             self._client.log_param(self._id, name, value[:500], synchronous=True)
 
     def _send(self, step: int, metrics: dict[str, float], trajectories: Sequence[Trajectory], table: str) -> None:
-        import time
-
         now = int(time.time() * 1000)
         entries = [self._entities.Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=entries)
         if trajectories:
-            values = zip(*rows(step, trajectories), strict=True)
-            data = {"columns": list(COLUMNS), "data": [list(row) for row in zip(*values, strict=True)]}
+            data = {"columns": list(COLUMNS), "data": rows(step, trajectories)}
             self._client.log_text(self._id, json.dumps(data, default=str), f"{table}/step_{step:06d}.json")
 
     def close(self) -> None:

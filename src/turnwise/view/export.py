@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError, RunError
 from turnwise.view.page import LIBRARIES, STATIC
-from turnwise.view.runs import FILES, ViewedRun
+from turnwise.view.runs import FILES, ViewedRun, times
 
 __all__ = ["export"]
 
@@ -70,8 +70,6 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
 
 
 def _timelines(conversations: dict[int, Any]) -> dict[str, list[dict[str, Any]]]:
-    from turnwise.view.runs import times
-
     steps: dict[str, list[dict[str, Any]]] = {}
     for number, record in conversations.items():
         steps.setdefault(str(record.get("step")), []).append(times(record, number))

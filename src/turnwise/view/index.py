@@ -87,6 +87,11 @@ class ConversationIndex:
         values = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
         return {name: list(column) for name, column in zip(COLUMNS, values, strict=True)}
 
+    def numbers_of(self, step: int) -> list[int]:
+        """Numbers of the conversations of a training step."""
+        found = self._database.execute("SELECT number FROM conversations WHERE step = ? ORDER BY number", (step,))
+        return [number for (number,) in found]
+
     def search(self, query: str) -> list[int]:
         """Numbers of the conversations that contain all words of `query`, in messages, sampled texts or columns of the row.
 

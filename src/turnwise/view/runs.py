@@ -109,8 +109,7 @@ class ViewedRun:
 
     def timeline(self, step: int) -> list[dict[str, Any]]:
         """What happened when in a training step: for each conversation, the times of its turns, in Unix seconds."""
-        columns = self.indexes["train"].columns()
-        numbers = [number for number, value in enumerate(columns["step"]) if value == step]
+        numbers = self.indexes["train"].numbers_of(step)
         return [times(self.conversation_record("train", number), number) for number in numbers]
 
     def conversation_record(self, kind: str, number: int) -> dict[str, Any]:

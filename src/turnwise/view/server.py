@@ -221,10 +221,12 @@ def _guard(token: str) -> Any:
     from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.responses import PlainTextResponse, RedirectResponse
 
+    policy = _policy()
+
     class Guard(BaseHTTPMiddleware):
         async def dispatch(self, request: Request, call_next: Any) -> Response:
             answer = await self._answer(request, call_next)
-            answer.headers["Content-Security-Policy"] = _policy()
+            answer.headers["Content-Security-Policy"] = policy
             answer.headers["X-Content-Type-Options"] = "nosniff"
             answer.headers["Referrer-Policy"] = "no-referrer"
             return answer

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from turnwise.environments.agents.agent_environment import AgentConnection, AgentEnvironment, AgentResult
-from turnwise.environments.agents.proxy import ProxyLease
-from turnwise.environments.environment import Environment
+from turnwise.environments.agents.agent_environment import AgentConnection, AgentResult
+from turnwise.environments.agents.agent_source import AgentSource
 from turnwise.errors import ConfigError
 from turnwise.types import Row
 from turnwise.user_code.object_references import resolve
@@ -20,7 +18,7 @@ from turnwise.user_code.run_in_thread import run_in_thread
 __all__ = ["AgentFunction"]
 
 
-class AgentFunction:
+class AgentFunction(AgentSource):
     """Calls a function for each conversation. The function leads the conversation with requests to `base_url`.
 
     Example::
@@ -56,28 +54,9 @@ class AgentFunction:
             raise ConfigError(
                 f"{key}: {self.name} cannot be called with (row, base_url=..., api_key=..., **{arguments}): {error}"
             ) from None
-        if not seconds_to_finish >= 0:
-            raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
         self._function: Callable[..., Any] = functools.partial(target, **arguments)
         self._async = inspect.iscoroutinefunction(target)
-        self._seconds_to_finish = seconds_to_finish
-        self._lease = ProxyLease()
-
-    def __call__(self) -> AgentEnvironment:
-        """The environment of one conversation."""
-        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish)
-
-    def tools(self) -> Sequence[Any]:
-        """None: the function offers its tools in its requests."""
-        return ()
-
-    def make(self, in_front: Callable[[Sequence[Any], Environment], Environment]) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Stop the server, unless another environment source uses it."""
-        await asyncio.to_thread(self._lease.release)
+        super().__init__(seconds_to_finish=seconds_to_finish)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Call the function. Raises what it raises."""

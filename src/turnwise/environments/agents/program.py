@@ -9,12 +9,11 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from turnwise.environments.agents.agent_environment import AgentConnection, AgentEnvironment, AgentResult
-from turnwise.environments.agents.proxy import ProxyLease
-from turnwise.environments.environment import Environment
+from turnwise.environments.agents.agent_environment import AgentConnection, AgentResult
+from turnwise.environments.agents.agent_source import AgentSource
 from turnwise.errors import ConfigError
 from turnwise.types import Row
 
@@ -26,7 +25,7 @@ _LAST_WORDS = 0.5  # seconds to read remaining output if a process that left the
 _LONGEST_VARIABLE = 100_000  # bytes; Linux allows 128 KiB for one variable
 
 
-class Program:
+class Program(AgentSource):
     """Starts a command for each conversation. The command is the environment: it leads the conversation with its requests.
 
     The program receives the variables `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`,
@@ -57,28 +56,11 @@ class Program:
         seconds_to_finish: float = 10.0,
     ) -> None:
         self._command = _words(command)
-        _check_options(self._command, cwd, reward, output_chars, seconds_to_finish)
+        _check_options(self._command, cwd, reward, output_chars)
         self._cwd, self._env = cwd, {name: str(value) for name, value in (env or {}).items()}
         self._reward: ProgramReward = reward
         self._output_chars = output_chars
-        self._seconds_to_finish = seconds_to_finish
-        self._lease = ProxyLease()
-
-    def __call__(self) -> AgentEnvironment:
-        """The environment of one conversation."""
-        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish)
-
-    def tools(self) -> Sequence[Any]:
-        """None: the program offers its tools in its requests."""
-        return ()
-
-    def make(self, in_front: Callable[[Sequence[Any], Environment], Environment]) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Stop the server, unless another environment source uses it."""
-        await asyncio.to_thread(self._lease.release)
+        super().__init__(seconds_to_finish=seconds_to_finish)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run the program until it ends. Raises RuntimeError if it fails."""
@@ -140,15 +122,11 @@ def _words(command: str | Sequence[str]) -> list[str]:
     return words
 
 
-def _check_options(
-    command: Sequence[str], cwd: str | None, reward: str, output_chars: int, seconds_to_finish: float
-) -> None:
+def _check_options(command: Sequence[str], cwd: str | None, reward: str, output_chars: int) -> None:
     if reward not in get_args(ProgramReward):
         raise ConfigError(f"reward={reward!r} is not known; choose {', '.join(get_args(ProgramReward))}")
     if not isinstance(output_chars, int) or output_chars < 0:
         raise ConfigError(f"output_chars={output_chars!r} must be an integer of at least 0")
-    if not seconds_to_finish >= 0:
-        raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
     if cwd is not None and not os.path.isdir(cwd):
         raise ConfigError(f"cwd={cwd!r}: there is no such directory")
     place = os.path.join(cwd, command[0]) if cwd is not None and os.sep in command[0] else command[0]
