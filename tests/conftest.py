@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # tiny models gain nothing from a second thread, and lose much to a busy neighbour
@@ -21,3 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 # a busy machine is no reason to fail
 settings.register_profile("turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("turnwise")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights. Modules that need another one have a fixture of the same name."""
+    from support.tiny import save_model  # torch
+
+    return save_model(tmp_path_factory.mktemp("model"))

@@ -13,7 +13,7 @@ import yaml
 
 from support import byte_tokenizer
 from support.places import low_bytes
-from support.tiny import save_model, tiny_model
+from support.tiny import tiny_model
 from turnwise import Opening, Reply, environment, record
 from turnwise.api import Recipe, Step, StopTraining, rollout, sft, train
 from turnwise.errors import ConfigError, DataError
@@ -21,11 +21,6 @@ from turnwise.user_code.live_objects import is_live, live_object, reference_to
 
 ROWS = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
 SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def local_objects() -> tuple[Any, Any, Any]:

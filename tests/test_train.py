@@ -30,11 +30,6 @@ from turnwise.train import TrainingRun, assemble, train
 PLACES = Path(__file__).parent / "support" / "places.py"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     return save_recipe(

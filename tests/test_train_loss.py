@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
@@ -24,11 +24,6 @@ from turnwise.training.background import StopFlag
 from turnwise.types import Completion, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def assembled(

@@ -36,11 +36,6 @@ TESTS = Path(__file__).parent.parent
 PLACES = TESTS / "support" / "places.py"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     return save_recipe(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
@@ -44,11 +44,6 @@ OF_A_MODEL = [
     "credit",
     "log-probs",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

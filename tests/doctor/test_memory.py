@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import Qwen3Config
 
-from support.tiny import save_model, save_rows, tiny_model
+from support.tiny import save_rows, tiny_model
 from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.doctor.memory import Prediction, Workload, memory_check, predict
@@ -149,11 +149,6 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib
     assert predicted == pytest.approx(measured, rel=0.15)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise import build
 from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
@@ -236,11 +236,6 @@ def test_a_rule_among_one_turn_is_refused_and_a_function_is_not(tmp_path: Path) 
 
 
 # runs
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 BREAKS = """

@@ -15,7 +15,6 @@ import pytest
 
 from support.recipes import save_recipe
 from support.rollout_servers import Running, client_of, conversation, running
-from support.tiny import save_model
 from turnwise import build
 from turnwise.errors import ConfigError
 from turnwise.record.decode import decode_trajectory
@@ -23,11 +22,6 @@ from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Row, Sampling
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

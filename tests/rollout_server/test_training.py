@@ -18,7 +18,7 @@ from rich.console import Console
 from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.rollout_servers import TOKEN, Running, client_of, running
-from support.tiny import save_model, save_rows, tiny_model
+from support.tiny import save_rows, tiny_model
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.rollout import new_group
@@ -30,11 +30,6 @@ from turnwise.training.published_weights import published_weights
 from turnwise.types import Row, Sampling
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

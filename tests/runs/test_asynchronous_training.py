@@ -15,16 +15,11 @@ import pytest
 from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise.config.recipe import load
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

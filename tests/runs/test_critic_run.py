@@ -22,11 +22,6 @@ ESTIMATORS = ("gae", "turn_gae", "critic", "bilevel_gae")
 NAMES = {f"critic/{name}" for name in ("loss", "explained_variance", "clip_fraction", "grad_norm", "value_mean")}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     return save_recipe(

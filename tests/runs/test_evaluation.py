@@ -11,7 +11,7 @@ import pytest
 
 from support.recipes import save_recipe
 from support.servers import Answer, serving
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import RunError
@@ -36,11 +36,6 @@ async def told(row):
     yield Reply(reward=0.5 * (turn.message["content"] == row["answer"]), done=True)
 """
 """Rows are `0+1?` with the answer 1, `1+1?` with the answer 2, ..."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def recipe(folder: Path, model: Path, count: int = 3, **options: Any) -> Path:

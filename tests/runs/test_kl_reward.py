@@ -302,11 +302,6 @@ def test_with_k1_the_expected_gradient_is_that_of_the_reward_minus_the_divergenc
 # runs
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
     return save_recipe(

@@ -24,11 +24,6 @@ from turnwise.types import Group, Row, Stop, Trajectory, Turn
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def made(**options: Any) -> Config:
     return Config.model_validate({"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, **options})
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.recipes import save_recipe
 from support.servers import Answer, serving
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise.cli import main
 
 PLACE = """
@@ -42,11 +42,6 @@ def share(group):
 def length(completion):
     return len(completion) * REWARD
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def collected(folder: Path, model: Path, *overrides: str, environment: str = "told", **options: Any) -> Path:

@@ -36,11 +36,6 @@ from turnwise.training.checkpoint import Checkpoints
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def write_recipe(folder: Path, model: Path) -> Path:
     return save_recipe(
         folder,

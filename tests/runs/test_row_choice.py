@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from support.recipes import save_recipe
-from support.tiny import save_model, save_rows
+from support.tiny import save_rows
 from turnwise.config.recipe import load
 from turnwise.data.curriculum import Curriculum, initial_pass_rates, pass_rates_of
 from turnwise.data.order import Order, WeightedOrder, weighted_order
@@ -23,11 +23,6 @@ from turnwise.train import assemble, train
 from turnwise.types import Group, Row, Trajectory
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.recipes import save_recipe
-from support.tiny import save_model
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, DataError, RolloutError, RunError, TemplateError
@@ -44,11 +43,6 @@ def write(path: Path, conversations: Sequence[Any]) -> str:
     rows = [{"messages": one} if isinstance(one, list) else one for one in conversations]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from turnwise.errors import Failed, boundary
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Trajectory
 
-__all__ = ["Logger", "Loggers"]
+__all__ = ["Logger", "Loggers", "starting"]
 
 _log = logging.getLogger(__name__)
 _CLOSING_SECONDS = 60.0
@@ -34,6 +35,23 @@ class Logger(Protocol):
     def close(self) -> None:
         """Send what is left."""
         ...
+
+
+@contextlib.contextmanager
+def starting(name: str, *, extra: str) -> Iterator[None]:
+    """Start a tracker or a tracing system inside. `extra` is the extra that installs it.
+
+    Raises ConfigError, with `name` at its beginning, if its library is not installed, or if it does not start.
+    """
+    try:
+        with boundary("logger"):
+            yield
+    except Failed as failed:
+        if isinstance(failed.__cause__, ImportError):
+            raise ConfigError(
+                f"{name} needs a package that is not installed ({failed.__cause__}): pip install 'turnwise[{extra}]'"
+            ) from failed
+        raise ConfigError(f"{name} could not be started: {failed.failure.message}") from failed
 
 
 class Loggers:

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.loggers.logger import Logger
+from turnwise.loggers.logger import Logger, starting
 from turnwise.loggers.spans import Span, spans_of
 from turnwise.types import Trajectory
 
@@ -19,16 +18,8 @@ __all__ = ["start_tracer"]
 
 def start_tracer(backend: str, *, conversations: int, project: str, directory: Path) -> Logger:
     """Start a tracing system. Raises ConfigError if its library is not installed, or if it does not start."""
-    try:
-        with boundary("logger"):
-            return _Tracer(backend, conversations, *_BACKENDS[backend](project, directory))
-    except Failed as failed:
-        if isinstance(failed.__cause__, ImportError):
-            raise ConfigError(
-                f"trace.backend={backend} needs a package that is not installed ({failed.__cause__}): pip install "
-                f"'turnwise[{backend}]'"
-            ) from failed
-        raise ConfigError(f"trace.backend={backend} could not be started: {failed.failure.message}") from failed
+    with starting(f"trace.backend={backend}", extra=backend):
+        return _Tracer(backend, conversations, *_BACKENDS[backend](project, directory))
 
 
 _Export = Callable[[int, Span], None]

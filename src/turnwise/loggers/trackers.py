@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.loggers.logger import Logger
+from turnwise.loggers.logger import Logger, starting
 from turnwise.loggers.tables import COLUMNS, rows, text
 from turnwise.types import Trajectory
 
@@ -41,15 +40,8 @@ class Start:
 
 def start_tracker(name: str, start: Start) -> Logger:
     """Start a tracker. Raises ConfigError if its library is not installed, or if it does not start."""
-    try:
-        with boundary("logger"):
-            return _TRACKERS[name](start)
-    except Failed as failed:
-        if isinstance(failed.__cause__, ImportError):
-            raise ConfigError(
-                f"the logger {name} needs a package that is not installed ({failed.__cause__}): pip install 'turnwise[{name}]'"
-            ) from failed
-        raise ConfigError(f"the logger {name} could not be started: {failed.failure.message}") from failed
+    with starting(f"the logger {name}", extra=name):
+        return _TRACKERS[name](start)
 
 
 class _Tracker:

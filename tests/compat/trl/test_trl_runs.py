@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from support.tiny import save_model
-
 # as in TRL's examples with several servers (carla.py): one address for each instance, and no more of them
 SERVERS = '''
 class Game:
@@ -49,11 +47,6 @@ def by_game(environments, completion_ids, name, log_extra, **kwargs):
         env.busy = False
     return [float(sum(ids) % 7) for ids in completion_ids]
 '''
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def turnwise(command: str, options: dict[str, Any], model: Path, path: Path) -> list[dict[str, Any]]:

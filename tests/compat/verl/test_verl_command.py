@@ -11,7 +11,6 @@ import yaml
 
 from compat.verl.test_verl_arguments import a_row
 from compat.verl.verl_files import written
-from support.tiny import save_model
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
@@ -46,11 +45,6 @@ actor_rollout_ref:
       enable: True
       max_user_turns: 2
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def parquet(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from support.conversations import a_row
 from support.recipes import save_recipe
-from support.tiny import save_model
 from turnwise import build
 from turnwise import train as training
 from turnwise.config.recipe import load
@@ -55,11 +54,6 @@ def no_greedy_reward_for_even_rows(trajectory):
         raise ValueError("no reward for you")
     return 0.0
 '''
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
