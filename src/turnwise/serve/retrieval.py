@@ -12,7 +12,6 @@ from __future__ import annotations
 import hmac
 import json
 import logging
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json
+from turnwise.serve.listening import listen_on_loopback
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -139,16 +139,7 @@ class RetrievalServer:
         except ImportError:
             raise _missing("uvicorn") from None
         self.index = index
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1", port))
-            self._socket.listen(_BACKLOG)
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise ConfigError(
-                f"the retrieval service cannot listen on port {port}: {error}; give another --port"
-            ) from None
+        self._socket = listen_on_loopback(port, server="the retrieval service", backlog=_BACKLOG)
         options = uvicorn.Config(
             _application(index, token),
             backlog=_BACKLOG,

@@ -14,12 +14,12 @@ import hashlib
 import hmac
 import mimetypes
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import ConfigError, RunError
+from turnwise.serve.listening import listen_on_loopback
 from turnwise.view.page import STATIC, import_map, page
 from turnwise.view.runs import FILES, ViewedRun
 
@@ -46,14 +46,7 @@ class ViewServer:
         except ImportError:
             raise _missing("uvicorn") from None
         token = token or secrets.token_urlsafe(16)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(("127.0.0.1", port))
-            self._socket.listen(128)
-        except (OSError, OverflowError) as error:
-            self._socket.close()
-            raise ConfigError(f"the viewer cannot listen on port {port}: {error}; give another --port") from None
+        self._socket = listen_on_loopback(port, server="the viewer", backlog=128)
         self.port: int = self._socket.getsockname()[1]
         self.token = token
         self.address = f"http://127.0.0.1:{self.port}/?token={token}"
