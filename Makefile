@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow test-engines lint check format bench mutants clean
+.PHONY: help demo test test-slow test-engines lint check docs format bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,9 @@ lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the b
 
 check: lint test  ## everything that a change must pass
 
+docs: $(VENV)/ready-docs  ## build the documentation site in build/site; broken links are errors
+	$(BIN)/python scripts/docs_site.py
+
 format: $(VENV)/ready-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -69,4 +72,8 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/ready-dev: $(VENV)/ready
 	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/ready-docs: $(VENV)/ready
+	$(PIP) -c constraints.txt -e '.[view,docs]'
 	@touch $@

@@ -164,7 +164,7 @@ def test_the_pictures_of_the_readme_are_drawn_from_a_run(tmp_path: Path) -> None
 
 
 def test_every_link_of_the_pages_leads_to_a_file() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):

@@ -1,0 +1,100 @@
+"""The script that builds the documentation site: its links, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_site import ROOT, notebook_page, outside_fences, problems, site_pages, stage
+
+
+def a_repository(folder: Path, **pages: str) -> Path:
+    """A repository with these pages of docs/, a recipe and a picture."""
+    for name in ("docs/images", "recipes"):
+        (folder / name).mkdir(parents=True)
+    (folder / "docs" / "images" / "p.svg").write_text("<svg/>")
+    (folder / "recipes" / "quiz.yaml").write_text("train: {steps: 1}\n")
+    (folder / "recipes" / "quiz.md").write_text("# Quiz\n\n[All](../docs/all.md)\n")
+    for name, text in pages.items():
+        (folder / "docs" / f"{name}.md").write_text(text)
+    return folder
+
+
+def test_links_of_the_repository_become_links_of_the_site(tmp_path: Path) -> None:
+    text = "# All\n\n[r](../recipes/quiz.md#a), [s](../recipes/quiz.yaml), ![p](images/p.svg), [w](https://x.org/a), [h](#all)\n"
+    root = a_repository(tmp_path / "repository", all=text + "\n```\n[in code](../nowhere.md)\n```\n")
+    stage(root, tmp_path / "site")
+    page = (tmp_path / "site" / "all.md").read_text()
+    assert "[r](recipes/quiz.md#a), [s](source/recipes/quiz.yaml.md), ![p](images/p.svg)" in page
+    assert "[w](https://x.org/a), [h](#all)" in page
+    assert "[in code](../nowhere.md)" in page
+    assert "[All](../all.md)" in (tmp_path / "site" / "recipes" / "quiz.md").read_text()
+    assert "train: {steps: 1}" in (tmp_path / "site" / "source" / "recipes" / "quiz.yaml.md").read_text()
+
+
+def test_a_link_to_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    root = a_repository(tmp_path / "repository", all="[x](../recipes/other.yaml)")
+    with pytest.raises(SystemExit, match=r"docs/all\.md: the link \.\./recipes/other\.yaml leads to no file"):
+        stage(root, tmp_path / "site")
+
+
+def test_code_blocks_are_left_as_they_are() -> None:
+    assert outside_fences("a\n```\na\n```\na\n", lambda text: text.replace("a", "b")) == "b\n```\na\n```\nb\n"
+
+
+def test_problems_of_a_built_site_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1><a href="b.html#there">1</a><a href="b.html#gone">2</a><a href="c.html">3</a>'
+        '<a href="https://x.org">4</a><a href="#top">5</a><script src="https://cdn.org/x.js"></script>'
+        '<link rel="stylesheet" href="//fonts.org/f.css"><img src="gone.png"><pre class="mermaid">x</pre>'
+    )
+    (tmp_path / "b.html").write_text('<p id="there"></p>')
+    (tmp_path / "style.css").write_text("@import 'https://fonts.org/g.css'; a { background: url(data:image/png;x) }")
+    assert [problem.partition(": the site")[0] for problem in problems(tmp_path)] == [
+        "a.html loads https://cdn.org/x.js",
+        "a.html loads //fonts.org/f.css",
+        "a.html loads gone.png, which does not exist",
+        "a.html loads https://unpkg.com/mermaid (a mermaid block)",
+        "a.html: the link b.html#gone leads to no anchor of b.html",
+        "a.html: the link c.html leads to no file",
+        "style.css loads https://fonts.org/g.css",
+    ]
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path: Path) -> None:
+    picture = base64.b64encode(b"png").decode()
+    cells = [
+        {"cell_type": "markdown", "source": ["# T\n", "text"]},
+        {
+            "cell_type": "code",
+            "source": ["1 + 1"],
+            "outputs": [{"data": {"text/plain": ["2"]}}, {"data": {"image/png": picture, "text/plain": ["<Figure>"]}}],
+        },
+    ]
+    (tmp_path / "n.ipynb").write_text(json.dumps({"cells": cells}))
+    page, images = notebook_page(tmp_path / "n.ipynb")
+    assert page == "# T\ntext\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n\n![Output of the cell](n-0.png)\n"
+    assert images == {"n-0.png": b"png"}
+
+
+def test_the_pages_of_the_repository_can_be_staged(tmp_path: Path) -> None:
+    stage(ROOT, tmp_path / "site")
+    for place in site_pages(ROOT).values():
+        assert (tmp_path / "site" / place).is_file(), place
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_a_missing_anchor_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs turnwise[docs], as `make docs` installs it")
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnot_in_nav")[0]
+    (tmp_path / "mkdocs.yml").write_text(config)
+    root = a_repository(tmp_path / "repository", all="# All\n\n[x](index.md#gone)\n", index="# Home\n")
+    stage(root, tmp_path / "build" / "site-source")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "'index.md#gone', but the doc 'index.md' does not contain an anchor '#gone'" in done.stderr
