@@ -104,7 +104,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
-        run.learner._accumulate(batch, lambda: None, StopFlag())
+        run.learner.accumulate(batch.micro_batches, lambda: None, StopFlag())
         gradients = [parameter.grad for parameter in run.learner._optimizer.parameters]
         found = torch.cat([one.flatten() for one in gradients if one is not None])
         every = [one for group in groups for one in group.trajectories][part : part + batch.trajectories]

@@ -21,6 +21,7 @@ from turnwise.training.correction import correct, correction_weights, kept_token
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import CorrectionConfig, PpoClip, Rejection
+from turnwise.training.policy_update import prepare
 from turnwise.training.targets import Targets
 from turnwise.types import LogprobKind, Sampling
 
@@ -236,7 +237,7 @@ def test_a_sample_without_log_probabilities_is_counted_and_does_not_switch_the_c
         turn.completion = replace(turn.completion, logprob_kind=LogprobKind.RAW)
     batch = pack(trajectories)
     one = learner(CorrectionConfig(action="truncate", high=1.0001))
-    prepared, _ = one._prepared(batch, StopFlag())
+    prepared, _ = prepare(one, one._loss, batch, StopFlag())
     micros = [micro.targets for micro in prepared.micro_batches]
     weight = torch.cat([micro.correction_N for micro in micros if micro.correction_N is not None])
     known = torch.cat([micro.known_N for micro in micros])
@@ -267,8 +268,8 @@ def test_the_size_of_micro_batches_changes_no_corrected_gradient(micro_batch_tok
 
     def gradient(size: int, share: bool) -> torch.Tensor:
         one = learner(config)
-        prepared, _ = one._prepared(pack(group(), micro_batch_tokens=size, share_prompts=share), StopFlag())
-        one._accumulate(prepared, lambda: None, StopFlag())
+        prepared, _ = prepare(one, one._loss, pack(group(), micro_batch_tokens=size, share_prompts=share), StopFlag())
+        one.accumulate(prepared.micro_batches, lambda: None, StopFlag())
         return torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None])
 
     torch.testing.assert_close(gradient(micro_batch_tokens, True), gradient(10_000, False), atol=1e-6, rtol=1e-4)

@@ -152,8 +152,8 @@ def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -
     assert one_by_one._gradients._workers is None
     batch = pack(group(), micro_batch_tokens=1)
     assert len(batch.micro_batches) == 4
-    found = beside._accumulate(batch, lambda: None, StopFlag())
-    expected = one_by_one._accumulate(batch, lambda: None, StopFlag())
+    found = beside.accumulate(batch.micro_batches, lambda: None, StopFlag())
+    expected = one_by_one.accumulate(batch.micro_batches, lambda: None, StopFlag())
     assert (found.loss, found.kl) == pytest.approx((expected.loss, expected.kl))
     for own, theirs in zip(beside._optimizer.parameters, one_by_one._optimizer.parameters, strict=True):
         assert own.grad is not None

@@ -15,6 +15,7 @@ from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import Nll, PpoClip
+from turnwise.training.policy_update import prepare
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
 NONE, RAW, SAMPLED, TEMPERED = LogprobKind.NONE, LogprobKind.RAW, LogprobKind.SAMPLED, LogprobKind.TEMPERED
@@ -84,7 +85,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
     ]
     assert micro.targets.behaviour_logprob_N[micro.targets.known_N].tolist() == [-0.5, -0.5]
     one = policy(Sampling())
-    (completed,) = one._prepared(pack(of_kind(NONE, turns=1)), StopFlag())[0].micro_batches
+    (completed,) = prepare(one, one._loss, pack(of_kind(NONE, turns=1)), StopFlag())[0].micro_batches
     own_N = one._forward.logprobs(micro)[0].detach()
     assert torch.equal(
         completed.targets.behaviour_logprob_N,
@@ -98,7 +99,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
     one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(Nll()), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
-    assert one._prepared(batch, StopFlag())[0] is batch
+    assert prepare(one, one._loss, batch, StopFlag())[0] is batch
 
 
 def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> None:

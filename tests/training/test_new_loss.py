@@ -60,7 +60,7 @@ def test_a_loss_over_sequences_is_exact_however_it_is_packed(share_prompts: bool
         share_prompts="auto" if share_prompts else "never",
     )
     batch = pack(group(), share_prompts=share_prompts, micro_batch_tokens=micro_batch_tokens)
-    learner._accumulate(batch, lambda: None, StopFlag())
+    learner.accumulate(batch.micro_batches, lambda: None, StopFlag())
     gradients = [parameter.grad for parameter in learner._optimizer.parameters]
     found = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
     expected = reference_gradient()

@@ -17,9 +17,8 @@ from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
-from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.background import StopFlag
 from turnwise.training.batch import Batch
-from turnwise.training.correction import CorrectionSums, correct
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements, UpdateStats
@@ -28,11 +27,11 @@ from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
-from turnwise.training.policy_losses import nll
+from turnwise.training.policy_update import policy_loss, run_evaluation, run_logprobs, run_update
 from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.training.reference import Reference
 from turnwise.training.targets import Targets
-from turnwise.training.update_sums import UpdateSums, fresh_deviation, update_stats
+from turnwise.training.update_sums import UpdateSums
 from turnwise.training.value_batch import StateBatch
 from turnwise.types import Sampling
 
@@ -149,98 +148,50 @@ class LocalLearner:
         on_micro_batch: Callable[[], None] = lambda: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> UpdateStats:
-        """See `Learner.update`.
+        """See `Learner.update` and `run_update`."""
+        return await run_update(
+            self,
+            self._loss,
+            batches,
+            lr=lr,
+            epochs=epochs,
+            on_micro_batch=on_micro_batch,
+            on_first_step=on_first_step,
+        )
 
-        Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
-        in the event loop's own thread, and therefore never in the middle of an engine's step.
+    def target_logprobs(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """See `Passes.target_logprobs`."""
+        logprobs: list[torch.Tensor] = []
+        with torch.no_grad():
+            for micro in stop.until_set(micro_batches):
+                with self._threads.during("measure", micro.token_ids_BL.numel()):
+                    here = micro.to(self._model.device)
+                    logprobs.append(
+                        self._present_reference.logprobs(here) if reference else self._forward.logprobs(here)[0]
+                    )
+        return logprobs
 
-        If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
-        current micro-batch.
-        """
-        # before the first step: afterwards the weights are no longer those that sampled
-        prepared = await run_cancellable(lambda stop: [self._prepared(batch, stop) for batch in batches])
-        batches = [batch for batch, _ in prepared]
-        sums: list[UpdateSums] = []
-        norms: list[float] = []
-        for _ in range(epochs):
-            for batch in batches:
-                in_thread = run_to_completion if sums else run_cancellable
-                total = await in_thread(lambda stop, batch=batch: self._accumulate(batch, on_micro_batch, stop))
-                if not sums:
-                    on_first_step()
-                norms.append(self._optimizer.step(lr))
-                sums.append(total)
-        return update_stats(sums, norms, sum((correction for _, correction in prepared), CorrectionSums()))
-
-    def _prepared(self, batch: Batch, stop: StopFlag) -> tuple[Batch, CorrectionSums]:
-        """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
-
-        The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
-        """
-        correction = self._loss.correction
-        known = all(bool(micro.targets.known_N.all()) for micro in batch.micro_batches)
-        if not self._loss.needs_behaviour_logprobs or (known and correction is None):
-            return batch, CorrectionSums()
-        own = [self._with_own_logprobs(micro) for micro in stop.until_set(batch.micro_batches)]
-        if correction is None or not own:
-            return replace(batch, micro_batches=own), CorrectionSums()
-        corrected = correct([micro.targets for micro in own], correction)
-        kept = [
-            replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
-            for micro, targets, keep_N in zip(own, corrected.targets, corrected.kept, strict=True)
-            if bool(keep_N.any())
-        ]
-        return replace(batch, micro_batches=kept), corrected.sums
-
-    def _with_own_logprobs(self, micro: MicroBatch[Targets]) -> MicroBatch[Targets]:
-        targets, correction = micro.targets, self._loss.correction
-        if correction is None and bool(targets.known_N.all()):
-            return micro
-        with torch.no_grad(), self._threads.during("measure", micro.token_ids_BL.numel()):
-            logprob_N = self._forward.logprobs(micro.to(self._model.device))[0]
-        reported_N = targets.behaviour_logprob_N
-        own_N = logprob_N.to(reported_N.device, reported_N.dtype)
-        filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
-        if correction is not None:
-            filled = replace(filled, proximal_logprob_N=own_N, decoupled=correction.decoupled)
-        return replace(micro, targets=filled)
-
-    def _accumulate(self, batch: Batch, on_micro_batch: Callable[[], None], stop: StopFlag) -> UpdateSums:
-        """Add up the gradients of a batch in the parameters' `grad`, and its loss and metrics."""
-        sums = self._gradients.of_batch(batch.micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
+    ) -> UpdateSums:
+        """See `Passes.accumulate`."""
+        sums = self._gradients.of_batch(micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
         return sum(sums, UpdateSums())
 
+    def step(self, lr: float) -> float:
+        """See `Passes.step`."""
+        return self._optimizer.step(lr)
+
     def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
-        """The loss of a micro-batch, and a function that computes its metrics."""
-        targets = micro.targets
-        logprob_N, entropy_N = self._forward.logprobs(micro, entropy=self._loss.needs_entropy)
         reference_logprob_N = None
         if self._reference is not None and self._loss.needs_reference:
             reference_logprob_N = self._reference.logprobs(micro)
-        terms = self._loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
-        loss = (terms.loss_N * targets.weight_N).sum()
-        return loss, lambda: UpdateSums(
-            loss=float(loss),
-            kl=float((terms.kl_N * targets.weight_N).sum()),
-            tokens=len(terms.loss_N),
-            clipped=float(terms.clipped),
-            max_deviation=float(terms.max_deviation),
-            fresh_deviation=fresh_deviation(logprob_N, targets),
-        )
+        return policy_loss(self._forward, self._loss, micro, reference_logprob_N)
 
     async def evaluate_loss(self, batch: Batch) -> float:
-        """See `Learner.evaluate_loss`. Computed in a thread."""
-        return await run_cancellable(lambda stop: self._evaluate_loss(batch, stop))
-
-    def _evaluate_loss(self, batch: Batch, stop: StopFlag) -> float:
-        total = 0.0
-        with torch.no_grad():
-            for micro in stop.until_set(batch.micro_batches):
-                with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    here = micro.to(self._model.device)
-                    loss_N = nll(self._forward.logprobs(here)[0], here.targets).loss_N
-                    total += float((loss_N * here.targets.weight_N).sum())
-        return total
+        return await run_evaluation(self, batch)
 
     @property
     def trains_adapter(self) -> bool:
@@ -253,18 +204,7 @@ class LocalLearner:
         return token_logprobs(self._model, token_ids)
 
     async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
-        """See `Learner.logprobs`. Computed in a thread."""
-        return await run_cancellable(lambda stop: self._logprobs(batch, reference, stop))
-
-    def _logprobs(self, batch: StateBatch, reference: bool, stop: StopFlag) -> list[float]:
-        logprob_S = torch.zeros(batch.states, dtype=torch.float64)
-        with torch.no_grad():
-            for micro in stop.until_set(batch.micro_batches):
-                with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    here = micro.to(self._model.device)
-                    logprob_N = self._present_reference.logprobs(here) if reference else self._forward.logprobs(here)[0]
-                    logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
-        return logprob_S.tolist()
+        return await run_logprobs(self, batch, reference=reference)
 
     def mix_reference(self, share: float) -> None:
         self._present_reference.mix(self._model, share)

@@ -1,0 +1,167 @@
+"""An update of the policy: the order of passes and optimizer steps, wherever the passes are computed.
+
+`Passes` is what an update needs of a learner. A learner in one process computes all micro-batches itself; a sharded learner
+shares them out among its ranks. Knows nothing of models, devices or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.batch import Batch
+from turnwise.training.correction import CorrectionSums, correct
+from turnwise.training.forward import Forward
+from turnwise.training.learner import UpdateStats
+from turnwise.training.loss import Loss
+from turnwise.training.packing import MicroBatch
+from turnwise.training.policy_losses import nll
+from turnwise.training.targets import Targets
+from turnwise.training.update_sums import UpdateSums, fresh_deviation, update_stats
+from turnwise.training.value_batch import StateBatch
+
+__all__ = ["Passes", "policy_loss", "prepare", "run_evaluation", "run_logprobs", "run_update"]
+
+
+class Passes(Protocol):
+    """Passes through the model, and its optimizer. All methods block."""
+
+    def target_logprobs(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """The log-probabilities [N] of the targets of each micro-batch, under the present weights or under the reference model.
+
+        Without gradients. The list is shorter if `stop` is set. Raises ValueError if there is no reference model.
+        """
+        ...
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
+    ) -> UpdateSums:
+        """Replace the gradients by those of a batch. Returns its loss and metrics."""
+        ...
+
+    def step(self, lr: float) -> float:
+        """Take an optimizer step. Returns the norm of the gradient before clipping."""
+        ...
+
+
+async def run_update(
+    passes: Passes,
+    loss: Loss,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    epochs: int,
+    on_micro_batch: Callable[[], None],
+    on_first_step: Callable[[], None],
+) -> UpdateStats:
+    """See `Learner.update`.
+
+    Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
+    in the event loop's own thread, and therefore never in the middle of an engine's step.
+
+    If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
+    current micro-batch.
+    """
+    # before the first step: afterwards the weights are no longer those that sampled
+    prepared = await run_cancellable(lambda stop: [prepare(passes, loss, batch, stop) for batch in batches])
+    batches = [batch for batch, _ in prepared]
+    sums: list[UpdateSums] = []
+    norms: list[float] = []
+    for _ in range(epochs):
+        for batch in batches:
+            in_thread = run_to_completion if sums else run_cancellable
+            total = await in_thread(
+                lambda stop, batch=batch: passes.accumulate(batch.micro_batches, on_micro_batch, stop)
+            )
+            if not sums:
+                on_first_step()
+            norms.append(passes.step(lr))
+            sums.append(total)
+    return update_stats(sums, norms, sum((correction for _, correction in prepared), CorrectionSums()))
+
+
+async def run_evaluation(passes: Passes, batch: Batch) -> float:
+    """See `Learner.evaluate_loss`. Computed in a thread."""
+
+    def evaluate(stop: StopFlag) -> float:
+        logprobs = passes.target_logprobs(batch.micro_batches, stop)
+        return sum(
+            float((nll(logprob_N.cpu(), micro.targets).loss_N * micro.targets.weight_N).sum())
+            for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
+        )
+
+    return await run_cancellable(evaluate)
+
+
+async def run_logprobs(passes: Passes, batch: StateBatch, *, reference: bool) -> list[float]:
+    """See `Learner.logprobs`. Computed in a thread."""
+
+    def measure(stop: StopFlag) -> list[float]:
+        logprob_S = torch.zeros(batch.states, dtype=torch.float64)
+        logprobs = passes.target_logprobs(batch.micro_batches, stop, reference=reference)
+        for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False):
+            logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
+        return logprob_S.tolist()
+
+    return await run_cancellable(measure)
+
+
+def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> tuple[Batch, CorrectionSums]:
+    """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
+
+    The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
+    """
+    correction = loss.correction
+    needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
+    if not loss.needs_behaviour_logprobs or not needed:
+        return batch, CorrectionSums()
+    own_N = {
+        id(micro): logprob_N for micro, logprob_N in zip(needed, passes.target_logprobs(needed, stop), strict=False)
+    }
+    micro_batches = [
+        _with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro
+        for micro in batch.micro_batches
+    ]
+    if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
+        return replace(batch, micro_batches=micro_batches), CorrectionSums()
+    corrected = correct([micro.targets for micro in micro_batches], correction)
+    kept = [
+        replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
+        for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=True)
+        if bool(keep_N.any())
+    ]
+    return replace(batch, micro_batches=kept), corrected.sums
+
+
+def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss: Loss) -> MicroBatch[Targets]:
+    targets = micro.targets
+    reported_N = targets.behaviour_logprob_N
+    own_N = logprob_N.to(reported_N.device, reported_N.dtype)
+    filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
+    if loss.correction is not None:
+        filled = replace(filled, proximal_logprob_N=own_N, decoupled=loss.correction.decoupled)
+    return replace(micro, targets=filled)
+
+
+def policy_loss(
+    forward: Forward, loss: Loss, micro: MicroBatch[Targets], reference_logprob_N: torch.Tensor | None
+) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+    """The loss of a micro-batch, and a function that computes its metrics."""
+    targets = micro.targets
+    logprob_N, entropy_N = forward.logprobs(micro, entropy=loss.needs_entropy)
+    terms = loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
+    total = (terms.loss_N * targets.weight_N).sum()
+    return total, lambda: UpdateSums(
+        loss=float(total),
+        kl=float((terms.kl_N * targets.weight_N).sum()),
+        tokens=len(terms.loss_N),
+        clipped=float(terms.clipped),
+        max_deviation=float(terms.max_deviation),
+        fresh_deviation=fresh_deviation(logprob_N, targets),
+    )
