@@ -61,7 +61,14 @@ def test_the_other_routes(server: Running) -> None:
     status, kind = server.ask("POST", "/get_engine_type/")
     assert (status, kind["engine_type"], kind["enable_multi_turn"]) == (200, "AsyncLLMEngine", True)
     assert server.ask("POST", "/reset_prefix_cache/")[0] == 200
-    for name in ("init_communicator", "update_named_param", "update_flattened_params", "close_communicator"):
+    for name in ("reset_encoder_cache", "reset_mm_cache", "close_communicator"):
+        assert server.ask("POST", f"/{name}/")[0] == 200
+    for name in (
+        "init_communicator",
+        "update_named_param",
+        "update_flattened_params",
+        "process_weights_after_loading",
+    ):
         status, answer = server.ask("POST", f"/{name}/", {})
         assert status == 501
         assert "ms-swift's trainer sends weights by NCCL" in answer["error"]

@@ -1,11 +1,11 @@
 """The routes that ms-swift's trainer calls at a `swift rollout` server.
 
-`/infer/` runs conversations. The trainer's weights travel by NCCL, which this server does not receive: those routes answer with
-status 501 and the way that works here.
+`/infer/` runs conversations. The routes about weights announce what the trainer then sends by NCCL (`swift_weights`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +17,7 @@ from turnwise.compat.swift.rewards import infos_of
 from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Handler, read_body
 from turnwise.rollout_server.refusals import RequestRefused
+from turnwise.rollout_server.swift_weights import BucketBody, CommunicatorBody, SwiftWeights, TensorBody
 from turnwise.rollout_server.wire import ConversationBody, RowBody
 from turnwise.types import Message, Sampling, Segment, Trajectory, Turn
 
@@ -28,10 +29,10 @@ __all__ = ["SwiftRoute", "swift_routes"]
 
 SwiftRoute = tuple[str, str, Callable[[EngineLoop], Handler]]
 
-_BY_NCCL = (
-    "init_communicator", "update_named_param", "update_flattened_params", "update_adapter_flattened_param",
-    "update_adapter_param", "process_weights_after_loading", "close_communicator",
-)  # fmt: skip
+_ADAPTERS = ("update_adapter_flattened_param", "update_adapter_param")
+_WEIGHTS = ("init_communicator", "update_named_param", "update_flattened_params", "process_weights_after_loading")
+_EMPTIED = {"message": "each weight update empties the caches"}
+_CACHES = ("reset_encoder_cache", "reset_mm_cache")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1.0),
     "num_beams": (1,),
@@ -64,8 +65,11 @@ class InferBody(BaseModel):
     """An adapter; refused."""
 
 
-def swift_routes(conversations: ConversationQueue, *, multi_turn: bool, gym: bool) -> list[SwiftRoute]:
-    """The routes. `multi_turn` and `gym` say what kind of environment the recipe has."""
+def swift_routes(
+    conversations: ConversationQueue, weights: SwiftWeights | None, *, multi_turn: bool, gym: bool
+) -> list[SwiftRoute]:
+    """The routes. `weights` None: this process cannot receive weights. `multi_turn` and `gym` say what kind of environment the
+    recipe has."""
     engine_type = {
         "engine_type": "AsyncLLMEngine",
         "enable_multi_turn": multi_turn,
@@ -77,9 +81,29 @@ def swift_routes(conversations: ConversationQueue, *, multi_turn: bool, gym: boo
         ("POST", "/get_engine_type/", lambda loop: _constant(engine_type)),
         ("GET", "/get_world_size/", lambda loop: _constant({"world_size": 1})),
         ("POST", "/infer/", lambda loop: _infer(conversations, loop)),
-        # weight updates empty the cache, so a client has nothing to reset
-        ("POST", "/reset_prefix_cache/", lambda loop: _constant({"message": "each weight update empties the cache"})),
-        *(("POST", f"/{name}/", lambda loop: _no_nccl) for name in _BY_NCCL),
+        *(_no_weight_routes() if weights is None else _weight_routes(weights)),
+        *(("POST", f"/{name}/", lambda loop: _constant(_EMPTIED)) for name in _CACHES),
+        *(("POST", f"/{name}/", lambda loop: _no_adapter) for name in _ADAPTERS),
+    ]
+
+
+def _weight_routes(weights: SwiftWeights) -> list[SwiftRoute]:
+    return [
+        ("POST", "/init_communicator/", lambda loop: _connect(weights, loop)),
+        ("POST", "/update_named_param/", lambda loop: _announce(weights, loop, TensorBody)),
+        ("POST", "/update_flattened_params/", lambda loop: _announce(weights, loop, BucketBody)),
+        ("POST", "/process_weights_after_loading/", lambda loop: _load(weights, loop)),
+        # older versions of ms-swift end an update with this request
+        ("POST", "/reset_prefix_cache/", lambda loop: _load(weights, loop)),
+        ("POST", "/close_communicator/", lambda loop: _disconnect(weights, loop)),
+    ]
+
+
+def _no_weight_routes() -> list[SwiftRoute]:
+    return [
+        *(("POST", f"/{name}/", lambda loop: _no_weights) for name in _WEIGHTS),
+        ("POST", "/reset_prefix_cache/", lambda loop: _constant(_EMPTIED)),
+        ("POST", "/close_communicator/", lambda loop: _constant({"message": "no trainer is connected"})),
     ]
 
 
@@ -92,13 +116,73 @@ def _constant(answer: Mapping[str, Any]) -> Handler:
     return handler
 
 
-async def _no_nccl(request: Request) -> Response:
+async def _no_weights(request: Request) -> Response:
     raise RequestRefused(
         501,
-        f"{request.url.path} is not available: ms-swift's trainer sends weights by NCCL, and this server receives safetensors "
-        f"files (POST /weights). Train with `turnwise train RECIPE rollout_server.url=...`. "
-        f"`turnwise convert --from swift` makes the recipe",
+        f"{request.url.path} is not available: ms-swift's trainer sends weights by NCCL through vLLM's communicator. To receive "
+        f"them, the process of `turnwise serve` needs a GPU that the trainer does not use, and the package vllm in its "
+        f"environment. Without them, train with `turnwise train RECIPE rollout_server.url=...` "
+        f"(`turnwise convert --from swift` makes the recipe)",
     )
+
+
+async def _no_adapter(request: Request) -> Response:
+    raise RequestRefused(
+        501,
+        f"{request.url.path} is not available: ms-swift's trainer merges its adapter and sends all weights to this server, which "
+        f"says so in /get_engine_type/ (enable_lora is false)",
+    )
+
+
+def _connect(weights: SwiftWeights, loop: EngineLoop) -> Handler:
+    async def handler(request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        body = await read_body(request, CommunicatorBody)
+        here = request.scope.get("server") or (
+            "127.0.0.1",
+            0,
+        )  # the group listens where the trainer has reached the server
+        await loop.call(weights.connect(here[0], body, _trainer(request)))
+        return JSONResponse({"message": "waiting for the trainer"})
+
+    return handler
+
+
+def _announce(weights: SwiftWeights, loop: EngineLoop, kind: type[BucketBody | TensorBody]) -> Handler:
+    async def handler(request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        await loop.call(weights.announce(await read_body(request, kind)))
+        return JSONResponse({"message": "waiting for the broadcast"})
+
+    return handler
+
+
+def _load(weights: SwiftWeights, loop: EngineLoop) -> Handler:
+    async def handler(request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        # not cancelled with the request: a trainer that disconnects must not leave half of the weights
+        loaded = await asyncio.shield(asyncio.ensure_future(loop.call(weights.load())))
+        return JSONResponse({**_EMPTIED, **(loaded or {})})
+
+    return handler
+
+
+def _disconnect(weights: SwiftWeights, loop: EngineLoop) -> Handler:
+    async def handler(request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        await loop.call(weights.disconnect())
+        return JSONResponse({"message": "closed"})
+
+    return handler
+
+
+def _trainer(request: Request) -> str:
+    """The name of the trainer in the lease."""
+    return f"ms-swift's trainer at {request.client.host if request.client is not None else 'an unknown address'}"
 
 
 def _infer(conversations: ConversationQueue, loop: EngineLoop) -> Handler:

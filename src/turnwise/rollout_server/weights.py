@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,33 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         metrics.version.set(engine.version)
 
+    @property
+    def version(self) -> int:
+        """The version of the engine's weights."""
+        return self._engine.version
+
     async def update(self, version: int, path: Path, checksum: str | None = None) -> dict[str, Any]:
         """Load the weights in a safetensors file, and sample with them as `version` from now on.
 
         After a failed update the engine samples with the old weights, under the old version. Raises RequestRefused.
         """
+        return await self._counted(version, lambda: asyncio.to_thread(_read_tensors, path, checksum))
+
+    async def load(self, version: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with tensors in memory."""
+
+        async def given() -> Mapping[str, Any]:
+            _refuse_not_finite(tensors)
+            return tensors
+
+        return await self._counted(version, given)
+
+    async def _counted(self, version: int, read: Callable[[], Awaitable[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Read and load tensors, after the updates before, and count the result."""
         started = time.perf_counter()
         try:
             async with self._lock:
-                tensors = await asyncio.to_thread(_read_tensors, path, checksum)
+                tensors = await read()
                 await self._engine.load_weights(version, tensors)
         except (RequestRefused, EngineError) as error:
             self._metrics.updates.labels(result="failed").inc()
@@ -135,9 +153,13 @@ def _read_tensors(path: Path, checksum: str | None) -> dict[str, Any]:
             422,
             f"the weights cannot be read: {error}. They must be one complete safetensors file, which the server can open",
         ) from error
+    _refuse_not_finite(tensors)
+    return tensors
+
+
+def _refuse_not_finite(tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise RequestRefused(
                 422, f"the weight {name} contains NaN or infinity: the server goes on with its old weights"
             )
-    return tensors

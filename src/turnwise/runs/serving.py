@@ -15,6 +15,7 @@ from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.config.serve_checks import refuse_without_effect_when_serving
 from turnwise.doctor.preflight import preflight
+from turnwise.engines.vllm.trainer_group import join_by_nccl
 from turnwise.models.model_config import context_length
 from turnwise.rollout_server.application import ServedRun
 from turnwise.rollout_server.conversations import ConversationQueue
@@ -22,6 +23,7 @@ from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.recipe import served_options
 from turnwise.rollout_server.server import TOKEN, Address, open_socket, serving, token_for
 from turnwise.rollout_server.swift_routes import swift_routes
+from turnwise.rollout_server.swift_weights import SwiftWeights
 from turnwise.rollout_server.weights import Leases, WeightUpdates
 from turnwise.training import fingerprint
 
@@ -68,18 +70,24 @@ async def serve(
             longest = context_length(model.config.to_dict()) if model is not None else None
             context = build.rollout_context(config, renderer, engine, environments, longest=longest)
             conversations = ConversationQueue(context, metrics, most_waiting=options.most_waiting)
+            updates, leases, longest_weights = (
+                WeightUpdates(engine, metrics),
+                Leases(),
+                _longest_weights(config.model.path),
+            )
             run = ServedRun(
                 conversations=conversations,
-                weights=WeightUpdates(engine, metrics),
-                leases=Leases(),
+                weights=updates,
+                leases=leases,
                 metrics=metrics,
                 instance=secrets.token_hex(8),
                 model_path=config.model.path,
                 tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
                 options=served_options(config),
-                longest_weights=_longest_weights(config.model.path),
+                longest_weights=longest_weights,
                 further_routes=swift_routes(
                     conversations,
+                    _swift_weights(updates, leases, longest_weights),
                     multi_turn=config.limits.turns > 1,
                     gym=bool(config.environment.arguments.get("use_gym_env")),
                 ),
@@ -92,6 +100,12 @@ async def serve(
                 await asyncio.Event().wait()
         finally:
             await engine.close()
+
+
+def _swift_weights(updates: WeightUpdates, leases: Leases, longest: int) -> SwiftWeights | None:
+    """The weights of ms-swift's trainers; None if this process cannot receive them."""
+    join = join_by_nccl()
+    return None if join is None else SwiftWeights(updates, leases, join=join, longest=longest)
 
 
 def _longest_weights(path: str) -> int:
