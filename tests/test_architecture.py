@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "engines.engine",
         "engines.remote",
+        "engines.vllm.trainer_group",
         "rollout",
         "record",
         "compat.swift",

@@ -59,6 +59,11 @@ def client_of(theirs: Swift, server: Running, **options: Any) -> Any:
     return theirs.client(base_urls=[f"http://any:{TOKEN}@{server.host}:{server.port}"], connection_timeout=5, **options)
 
 
+def model_of(server: Running) -> Any:
+    """The model of the recipe with its first weights."""
+    return build.engine_model(server.config)
+
+
 def samples_of(theirs: Swift, number: int) -> list[Any]:
     rows = [{"messages": [{"role": "user", "content": f"{n}+1?"}], "solution": str(n)} for n in range(number)]
     samples = [theirs.data.GRPOSample.from_row(row) for row in rows]
@@ -108,7 +113,7 @@ def test_the_logprobs_are_those_of_the_tokens(theirs: Swift, server: Running) ->
     (output,) = client.infer(
         [request], request_config=theirs.protocol.RequestConfig(max_tokens=8, temperature=0.7, seed=1)
     )
-    model = build.engine_model(server.config)
+    model = model_of(server)
     prompt, answer = output.response.prompt_token_ids, output.response_token_ids[0]
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
@@ -141,7 +146,7 @@ def test_their_trainer_sends_weights(theirs: Swift, receiving: Running, way: str
     client = client_of(theirs, receiving, group_ports=port())
     version = receiving.ask("GET", "/health")[1]["version"]
     client.init_communicator(device="cpu")
-    model = build.engine_model(receiving.config)
+    model = model_of(receiving)
     torch.manual_seed(len(way))
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -181,7 +186,7 @@ def test_half_of_the_weights_is_refused(theirs: Swift, receiving: Running) -> No
     client = client_of(theirs, receiving, group_ports=port())
     version = receiving.ask("GET", "/health")[1]["version"]
     client.init_communicator(device="cpu")
-    name, parameter = next(iter(build.engine_model(receiving.config).named_parameters()))
+    name, parameter = next(iter(model_of(receiving).named_parameters()))
     client.update_named_param(name, parameter.data)
     with pytest.raises(RuntimeError, match=f"of the weights are missing.*goes on with version {version}"):
         client.process_weights_after_loading()

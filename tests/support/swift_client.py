@@ -51,7 +51,7 @@ class StoreGroup:
 
     @classmethod
     def create(cls, host: str, port: int, rank: int, world_size: int) -> StoreGroup:
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         wait = timedelta(seconds=20)
         return cls(TCPStore(host, port, world_size, rank == 0, timeout=wait, wait_for_workers=False), rank)
