@@ -106,6 +106,9 @@ class Segment:
     """Version of the weights that sampled the token, or -1."""
     media: list[Media] = field(default_factory=list)
     """The images and videos among the tokens, in order."""
+    trainer_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Log-probability of each token under the trainer's weights, in the first forward pass that trained on it: 0 for tokens that
+    the model did not sample, NaN for sampled tokens that were in no forward pass. Empty until the segment is trained on."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

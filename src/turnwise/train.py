@@ -28,6 +28,7 @@ from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
+from turnwise.training.trainer_logprobs import set_trainer_logprobs
 from turnwise.types import Group
 
 __all__ = ["TrainingRun", "assemble", "train"]
@@ -153,6 +154,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
     update = critic = None
     if training is None or training.trains_policy(run.step):
         update = await _update(run, batches)
+        set_trainer_logprobs([t for group in groups for t in group.trajectories], batches, update.logprobs)
         reference = run.config.reference
         if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
             run.learner.mix_reference(reference.sync_weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from array import array
 from collections.abc import AsyncGenerator
 from dataclasses import fields
 from pathlib import Path
@@ -118,6 +119,18 @@ def test_what_was_read_is_written_with_the_same_bytes(name: str, tmp_path: Path)
     write_trajectories(path, [CONVERSATIONS[name]()], step=3)
     (one,) = read(tmp_path)
     write_trajectories(again, [one])
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_the_log_probabilities_of_the_trainer_are_read_back(tmp_path: Path) -> None:
+    one = hold(Says("It is 5.", " It is 6."), cuts)
+    values = [math.nan if turn == 0 else 0.0 if turn < 0 else -1.2345678 for turn in one.segments[0].turn]
+    one.segments[0].trainer_logprobs = array("f", values)
+    path, again = tmp_path / "trajectories.jsonl", tmp_path / "again.jsonl"
+    write_trajectories(path, [one], step=3)
+    (found,) = read(tmp_path)
+    assert list(found.segments[0].trainer_logprobs) == pytest.approx(values, abs=1e-7, nan_ok=True)
+    write_trajectories(again, [found])
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -394,8 +407,9 @@ def a_record() -> dict[str, Any]:
             "x",
             "template_mismatch_kind must be one of context, completion, template_error; got 'x'",
         ),
-        ("schema", 0, "has schema 0, and this version of turnwise reads the schemas 1 to 2: update turnwise"),
-        ("schema", 3, "has schema 3, and this version of turnwise reads the schemas 1 to 2: update turnwise"),
+        ("schema", 0, "has schema 0, and this version of turnwise reads the schemas 1 to 3: update turnwise"),
+        ("schema", 4, "has schema 4, and this version of turnwise reads the schemas 1 to 3: update turnwise"),
+        ("segments.0.trainer_logprobs", [0.0], "segments.0 must have columns of equal length"),
         ("schema", "2", "schema must be an integer; got '2'"),
     ],
 )

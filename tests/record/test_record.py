@@ -46,7 +46,7 @@ def test_the_record_of_a_conversation_with_a_tool(tmp_path: Path) -> None:
         "schema", "step", "id", "group", "row", "stop", "error", "reward", "rewards", "tools", "messages", "turns",
         "segments", "logprob_kind", "template_mismatch", "started", "seconds",
     ]  # fmt: skip
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     assert (record["step"], record["id"], record["group"]) == (4, "r1/0", "r1")
     assert [tool["function"]["name"] for tool in record["tools"]] == ["add"]
     assert record["row"] == {"id": "r1", "answer": 3, "level": "easy"}

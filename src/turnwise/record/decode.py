@@ -312,7 +312,11 @@ def _segment(fields: _Fields, turns: int, media: Path | None) -> Segment:
         version=_column("i", fields, "version"),
         media=[_media(item, media) for item in fields.each("media", [])],
     )
-    lengths = {len(column) for column in (segment.token_ids, segment.logprobs, segment.turn, segment.version)}
+    columns = [segment.token_ids, segment.logprobs, segment.turn, segment.version]
+    if "trainer_logprobs" in fields.values:
+        segment.trainer_logprobs = _column("f", fields, "trainer_logprobs")
+        columns.append(segment.trainer_logprobs)
+    lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         fields.refuse("", "must have columns of equal length", sorted(lengths))
     if segment.turn and not -1 <= min(segment.turn) <= max(segment.turn) < turns:

@@ -18,7 +18,7 @@ from turnwise.types import Segment, ToolCall, ToolOutcome, ToolSchema, Trajector
 
 __all__ = ["SCHEMA", "encode_line", "trajectory_line", "trajectory_record"]
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format. Lines without the key `schema` have version 1."""
 
 _MAX_DEPTH = 62
@@ -134,14 +134,22 @@ def _call(call: ToolCall, outcome: ToolOutcome | None, store: MediaStore) -> dic
 
 
 def _segment(segment: Segment, store: MediaStore, *, exact: bool) -> dict[str, Any]:
+    trained = segment.trainer_logprobs
     return {
         "token_ids": list(segment.token_ids),
-        # 9 significant digits identify a 32-bit number
-        "logprobs": [float(f"{logprob:.9g}") if exact else round(logprob, 7) for logprob in segment.logprobs],
+        "logprobs": _rounded(segment.logprobs, exact=exact),
+        **({"trainer_logprobs": _rounded(trained, exact=exact)} if trained else {}),
         "turn": list(segment.turn),
         "version": list(segment.version),
         **({"media": [store.label(media) for media in segment.media]} if segment.media else {}),
     }
+
+
+def _rounded(logprobs: Sequence[float], *, exact: bool) -> list[float | None]:
+    """Log-probabilities; NaN is None. 9 significant digits identify a 32-bit number."""
+    if exact:
+        return [None if math.isnan(logprob) else float(f"{logprob:.9g}") for logprob in logprobs]
+    return [None if logprob != logprob else round(logprob, 7) for logprob in logprobs]
 
 
 def _estimate(estimates: Sequence[Any], index: int) -> float | list[float] | None:

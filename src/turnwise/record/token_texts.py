@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from turnwise.errors import Failed, RunError, boundary
 from turnwise.json_yaml import parse_yaml, read_text
 
-__all__ = ["token_texts"]
+__all__ = ["recorded_options", "token_texts"]
 
 
 def token_texts(run: Path) -> Callable[[int], str] | None:
@@ -33,10 +34,18 @@ def _tokenizer_files(run: Path) -> Iterator[Path]:
     """Where a run's tokenizer may be: in its newest checkpoint, or in the model that it started from."""
     yield run / "checkpoint" / "tokenizer.json"
     yield from sorted(run.glob("checkpoints/step-*/tokenizer.json"), reverse=True)
-    config = run / "config.yaml"
-    tree = (
-        parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError) if config.is_file() else None
-    )
-    model = tree.get("model") if isinstance(tree, dict) else None
+    model = recorded_options(run).get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         yield Path(model["path"]).expanduser() / "tokenizer.json"
+
+
+def recorded_options(run: Path) -> Mapping[str, Any]:
+    """The options of a run as plain values, from its `config.yaml`; empty where there is none.
+
+    Raises RunError if the file cannot be read.
+    """
+    config = run / "config.yaml"
+    if not config.is_file():
+        return {}
+    tree = parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError)
+    return tree if isinstance(tree, dict) else {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +43,9 @@ class Batch:
     """Tokens of the sequences in the forward pass, each sequence up to its last target."""
     computed_tokens: int
     """The same, where a prefix that sequences of a micro-batch share is counted once. Padding is not counted."""
+    sources: Mapping[int, Sequence[tuple[str, int]]]
+    """For each sequence (`Targets.sequence_N`), the segments with its tokens: the id of the trajectory and the index of the
+    segment. Equal sequences of a group are one sequence with several segments."""
 
 
 def share_saved(batches: Sequence[Batch]) -> float:
@@ -110,6 +113,7 @@ def pack(
         sequence_tokens=sum(len(branch.token_ids) for branch in merged),
         computed_tokens=sum(len(branch.token_ids) for branch in separate)
         + sum(micro.token_ids_BL.numel() for micro in micro_batches if micro.tree is not None),
+        sources={branch.number: branch.sources for branch in merged},
     )
 
 
@@ -140,8 +144,13 @@ def _merge_equal(branches: Sequence[tuple[str, Branch]]) -> list[Branch]:
     for group, branch in branches:
         key = (group, branch.identity())
         equal = merged.get(key)
-        merged[key] = branch if equal is None else replace(equal, share=equal.share + branch.share)
+        merged[key] = branch if equal is None else _joined(equal, branch)
     return list(merged.values())
+
+
+def _joined(branch: Branch, equal: Branch) -> Branch:
+    """The branch at the weight of both."""
+    return replace(branch, share=branch.share + equal.share, sources=(*branch.sources, *equal.sources))
 
 
 def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:

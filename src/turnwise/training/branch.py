@@ -40,6 +40,8 @@ class Branch:
     """`Targets.sequence_N` of its tokens."""
     share: float
     """Share of a token of weight 1 in the batch's average."""
+    sources: tuple[tuple[str, int], ...]
+    """The segments that it stands for: the id of the trajectory, and the index of the segment."""
     media: Sequence[Media]
 
     @property
@@ -64,7 +66,8 @@ def branches_of(
     """
     turn_weights = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     known_turns = np.array([logprob_kind(trajectory, turn) in kinds for turn in trajectory.turns], dtype=bool)
-    for segment, share, advantages in zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True):
+    columns = zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True)
+    for index, (segment, share, advantages) in enumerate(columns):
         turn = np.array(segment.turn, dtype=np.int64)
         weights = np.where(turn >= 0, turn_weights[turn], 0.0)
         targets = np.flatnonzero(weights)
@@ -84,6 +87,7 @@ def branches_of(
             weights=weights,
             number=next(sequence_numbers),
             share=share,
+            sources=((trajectory.id, index),),
             media=[media for media in segment.media if media.start < end],
         )
 

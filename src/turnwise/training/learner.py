@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from turnwise.types import LogprobKind
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ class UpdateStats:
     """Optimizer steps."""
     correction: Mapping[str, float] = field(default_factory=dict)
     """The metrics of rollout correction, by their names; empty without correction."""
+    logprobs: Sequence[Mapping[int, np.ndarray]] = ()
+    """For each batch, the log-probabilities of the targets of each sequence (`Targets.sequence_N`, float32, in the order of the
+    tokens), in the first forward pass of the batch. Empty if the learner does not report them."""
 
 
 def _nothing() -> None:

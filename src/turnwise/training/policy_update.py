@@ -7,7 +7,7 @@ shares them out among its ranks. Knows nothing of models, devices or ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +21,10 @@ from turnwise.training.loss import Loss
 from turnwise.training.packing import MicroBatch
 from turnwise.training.policy_losses import nll
 from turnwise.training.targets import Targets
-from turnwise.training.update_sums import UpdateSums, fresh_deviation, update_stats
+from turnwise.training.update_sums import TargetLogprobs, UpdateSums, fresh_deviation, update_stats
 from turnwise.training.value_batch import StateBatch
 
-__all__ = ["Passes", "policy_loss", "prepare", "run_evaluation", "run_logprobs", "run_update"]
+__all__ = ["Passes", "PreparedBatch", "policy_loss", "prepare", "run_evaluation", "run_logprobs", "run_update"]
 
 
 class Passes(Protocol):
@@ -70,7 +70,7 @@ async def run_update(
     """
     # before the first step: afterwards the weights are no longer those that sampled
     prepared = await run_cancellable(lambda stop: [prepare(passes, loss, batch, stop) for batch in batches])
-    batches = [batch for batch, _ in prepared]
+    batches = [of_batch.batch for of_batch in prepared]
     sums: list[UpdateSums] = []
     norms: list[float] = []
     for _ in range(epochs):
@@ -83,7 +83,8 @@ async def run_update(
                 on_first_step()
             norms.append(passes.step(lr))
             sums.append(total)
-    return update_stats(sums, norms, sum((correction for _, correction in prepared), CorrectionSums()))
+    logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
+    return update_stats(sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs)
 
 
 async def run_evaluation(passes: Passes, batch: Batch) -> float:
@@ -112,7 +113,18 @@ async def run_logprobs(passes: Passes, batch: StateBatch, *, reference: bool) ->
     return await run_cancellable(measure)
 
 
-def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> tuple[Batch, CorrectionSums]:
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch before the first optimizer step."""
+
+    batch: Batch
+    correction: CorrectionSums = field(default_factory=CorrectionSums)
+    """The metrics of rollout correction."""
+    logprobs: tuple[TargetLogprobs, ...] = ()
+    """The learner's own log-probabilities of all targets, where correction needs them."""
+
+
+def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> PreparedBatch:
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
@@ -120,7 +132,7 @@ def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> tuple[B
     correction = loss.correction
     needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
     if not loss.needs_behaviour_logprobs or not needed:
-        return batch, CorrectionSums()
+        return PreparedBatch(batch)
     own_N = {
         id(micro): logprob_N for micro, logprob_N in zip(needed, passes.target_logprobs(needed, stop), strict=False)
     }
@@ -129,14 +141,15 @@ def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> tuple[B
         for micro in batch.micro_batches
     ]
     if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
-        return replace(batch, micro_batches=micro_batches), CorrectionSums()
+        return PreparedBatch(replace(batch, micro_batches=micro_batches))
     corrected = correct([micro.targets for micro in micro_batches], correction)
     kept = [
         replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
         for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=True)
         if bool(keep_N.any())
     ]
-    return replace(batch, micro_batches=kept), corrected.sums
+    logprobs = tuple(TargetLogprobs.of(micro.targets, own_N[id(micro)]) for micro in needed)
+    return PreparedBatch(replace(batch, micro_batches=kept), corrected.sums, logprobs)
 
 
 def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss: Loss) -> MicroBatch[Targets]:
@@ -164,4 +177,5 @@ def policy_loss(
         clipped=float(terms.clipped),
         max_deviation=float(terms.max_deviation),
         fresh_deviation=fresh_deviation(logprob_N, targets),
+        logprobs=(TargetLogprobs.of(targets, logprob_N),),
     )

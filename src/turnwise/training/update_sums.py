@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from turnwise.training.correction import CorrectionSums
@@ -12,7 +14,7 @@ from turnwise.training.learner import UpdateStats
 from turnwise.training.policy_losses import groups_of
 from turnwise.training.targets import Targets
 
-__all__ = ["UpdateSums", "fresh_deviation", "update_stats"]
+__all__ = ["TargetLogprobs", "UpdateSums", "fresh_deviation", "update_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class UpdateSums:
     clipped: float = 0.0
     max_deviation: float = 0.0
     fresh_deviation: float = 0.0
+    logprobs: tuple[TargetLogprobs, ...] = ()
+    """The log-probabilities of each micro-batch."""
 
     def __add__(self, other: UpdateSums) -> UpdateSums:
         return UpdateSums(
@@ -34,7 +38,31 @@ class UpdateSums:
             clipped=self.clipped + other.clipped,
             max_deviation=max(self.max_deviation, other.max_deviation),
             fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
+            logprobs=self.logprobs + other.logprobs,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogprobs:
+    """The log-probabilities of the targets of a micro-batch, on the CPU."""
+
+    sequence_N: np.ndarray
+    """`Targets.sequence_N`."""
+    logprob_N: np.ndarray
+
+    @classmethod
+    def of(cls, targets: Targets, logprob_N: torch.Tensor) -> TargetLogprobs:
+        """Copies the log-probabilities from their device."""
+        return cls(targets.sequence_N.cpu().numpy(), logprob_N.detach().float().cpu().numpy())
+
+    def by_sequence(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The number of each sequence, and the log-probabilities of its targets, which follow one another."""
+        ends = [*(np.flatnonzero(np.diff(self.sequence_N)) + 1).tolist(), len(self.sequence_N)]
+        start = 0
+        for end in ends:
+            if end > start:
+                yield int(self.sequence_N[start]), self.logprob_N[start:end]
+            start = end
 
 
 def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
@@ -55,8 +83,13 @@ def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
     return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
 
 
-def update_stats(sums: Sequence[UpdateSums], norms: Sequence[float], correction: CorrectionSums) -> UpdateStats:
-    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each."""
+def update_stats(
+    sums: Sequence[UpdateSums],
+    norms: Sequence[float],
+    correction: CorrectionSums,
+    logprobs: Sequence[Sequence[TargetLogprobs]],
+) -> UpdateStats:
+    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each, and one in `logprobs` for each batch."""
     if not sums:
         return UpdateStats()
     tokens = sum(step.tokens for step in sums)
@@ -70,4 +103,5 @@ def update_stats(sums: Sequence[UpdateSums], norms: Sequence[float], correction:
         tokens=tokens,
         steps=len(sums),
         correction=correction.metrics(),
+        logprobs=[dict(itertools.chain.from_iterable(part.by_sequence() for part in batch)) for batch in logprobs],
     )

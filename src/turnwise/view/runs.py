@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from turnwise.errors import RunError
 from turnwise.record.metric_names import metric_of
 from turnwise.record.reader import read_lines
-from turnwise.record.token_texts import token_texts
+from turnwise.record.token_texts import recorded_options, token_texts
+from turnwise.sampling import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
 
 __all__ = ["FILES", "ViewedRun", "find_runs", "times"]
@@ -89,6 +90,7 @@ class ViewedRun:
     def conversation(self, kind: str, number: int) -> dict[str, Any]:
         """A conversation as it was recorded, with the text of each token (`token_texts`, one list for each segment).
 
+        `exact_logprobs` is whether the engine's log-probabilities are those of the sampled distribution, as the trainer's are.
         Raises RunError if there is none of this number, or its line is damaged.
         """
         index = self.indexes[kind]
@@ -100,7 +102,8 @@ class ViewedRun:
         if not isinstance(segments, list):
             raise RunError(f"{index.path}:{number + 1} is damaged: it is not a conversation")
         texts = [self._texts(segment.get("token_ids") or []) for segment in segments]
-        return {**record, "number": number, "token_texts": texts}
+        exact = record.get("logprob_kind") in self._exact_kinds
+        return {**record, "number": number, "token_texts": texts, "exact_logprobs": exact}
 
     def image(self, name: str) -> Path | None:
         """The file of a recorded image by its sha256; None if there is none."""
@@ -130,6 +133,15 @@ class ViewedRun:
             return token_texts(self.path)
         except RunError:  # the ids are shown without texts
             return None
+
+    @cached_property
+    def _exact_kinds(self) -> Collection[str]:
+        """The kinds of log-probability that the recipe's sampling makes equal to those of the sampled distribution."""
+        options = recorded_options(self.path).get("sampling")
+        if not isinstance(options, dict):
+            return {LogprobKind.SAMPLED}
+        known = {name: options[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in options}
+        return Sampling(**known).exact_kinds
 
     def _texts(self, token_ids: Sequence[int]) -> list[str | None]:
         if self._decode is None:

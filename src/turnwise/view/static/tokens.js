@@ -16,7 +16,7 @@ export function tokensOf(conversation) {
       const about = conversation.turns[turn] ?? {};
       const index = used[turn]++;
       const of = (value) => (Array.isArray(value) ? value[index] : value) ?? null;
-      const trainer = segment.trainer_logprobs?.[position] ?? null;
+      const trainer = conversation.exact_logprobs ? segment.trainer_logprobs?.[position] ?? null : null;
       return { ...token, logprob: segment.logprobs[position], weight: about.weight ?? 1, advantage: of(about.advantage), value: of(about.value), trainer, ratio: trainer === null ? null : trainer - segment.logprobs[position] };
     });
   });
