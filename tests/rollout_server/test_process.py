@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,8 @@ def test_the_arguments_of_swift_rollout_make_a_recipe() -> None:
     assert report.refused() == []
     config = checked(report.recipe, source="the arguments")
     assert config.environment.arguments == {"name": "thinking_tips_scheduler", "max_turns": 3}
+    engine: Any = config.engine
+    assert (engine.name, engine.arguments) == ("vllm", ["--gpu-memory-utilization", "0.8"])
     assert (config.limits.turns, config.limits.context, config.model.lora.rank) == (3, 512, None)
 
 

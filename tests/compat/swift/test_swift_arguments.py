@@ -123,8 +123,10 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         "seed": 42,
         "checkpoint": {"every": 10},
         "output": "out",
+        "engine": {"name": "vllm"},
+        "rollout_server": {"url": "http://127.0.0.1:8000"},
     }
-    assert left(found) == {"use_vllm": False, "vllm_mode": False, "CUDA_VISIBLE_DEVICES": False}
+    assert left(found) == {"CUDA_VISIBLE_DEVICES": False}
 
 
 def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
@@ -138,7 +140,6 @@ def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
     assert not set(found.converted) & {one.key for one in found.unsupported}
     assert all(one.reason for one in found.unsupported)
     assert left(found) == {
-        "vllm_mode": False,
         "deepspeed": False,
         "report_to": False,
         "lora_rank": False,  # no effect with tuner_type full

@@ -84,13 +84,21 @@ def _text(value: Any) -> str:
 
 def _texts_of_texts(value: Any) -> dict[str, str]:
     if isinstance(value, str):
+        value = _mapping(value)
+    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
+        raise ValueError('is not a mapping of texts; write \'{"their name": "our name"}\'')
+    return {_text(key): _text(item) for key, item in value.items()}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
         try:
             value = parse_json(value, where="the text", error=ConfigError)
         except ConfigError as error:
             raise ValueError(f"is not a mapping in JSON: {error}") from None
-    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
-        raise ValueError('is not a mapping of texts; write \'{"their name": "our name"}\'')
-    return {_text(key): _text(item) for key, item in value.items()}
+    if not isinstance(value, dict):
+        raise ValueError('is not a mapping; write \'{"name": "value"}\'')
+    return {_text(key): item for key, item in value.items()}
 
 
 def _guess(value: Any) -> Any:
@@ -118,14 +126,16 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
         (
             "lora_rank", "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
             "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-            "global_batch_size", "cosine_max_len", "repetition_n_grams", "soft_max_length",
+            "global_batch_size", "cosine_max_len", "repetition_n_grams", "soft_max_length", "vllm_tensor_parallel_size",
+            "vllm_pipeline_parallel_size", "vllm_data_parallel_size", "vllm_max_num_seqs", "vllm_server_port",
+            "vllm_max_lora_rank",
         ),
         _count,
     ),
     **dict.fromkeys(
         (
             "lora_alpha", "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
-            "soft_cache_length", "ref_model_sync_steps",
+            "soft_cache_length", "ref_model_sync_steps", "sleep_level",
         ),
         _integer,
     ),
@@ -135,7 +145,8 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "lora_dropout", "adam_beta1", "adam_beta2", "epsilon", "epsilon_high", "reward_weights", "split_dataset_ratio",
             "cosine_min_len_value_wrong", "cosine_max_len_value_wrong", "cosine_min_len_value_correct",
             "cosine_max_len_value_correct", "repetition_max_penalty", "delta", "ref_model_mixup_alpha", "tau_pos", "tau_neg",
-            "off_policy_sequence_mask_delta", "rollout_importance_sampling_threshold",
+            "off_policy_sequence_mask_delta", "rollout_importance_sampling_threshold", "vllm_gpu_memory_utilization",
+            "vllm_mm_processor_cache_gb", "vllm_server_timeout",
         ),
         _number,
     ),
@@ -144,7 +155,9 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
-            "kl_in_reward", "sync_ref_model",
+            "kl_in_reward", "sync_ref_model", "use_vllm", "vllm_enforce_eager", "vllm_disable_custom_all_reduce",
+            "vllm_disable_cascade_attn", "vllm_enable_expert_parallel", "vllm_enable_prefix_caching", "vllm_use_async_engine",
+            "vllm_enable_lora", "vllm_server_pass_dataset",
         ),
         _flag,
     ),
@@ -153,10 +166,12 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "tuner_type", "target_modules", "importance_sampling_level", "loss_type", "ref_model",
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
+            "vllm_quantization", "vllm_server_base_url", "vllm_server_host",
         ),
         _text,
     ),
     "columns": _texts_of_texts,
+    **dict.fromkeys(("vllm_limit_mm_per_prompt", "vllm_speculative_config", "vllm_engine_kwargs"), _mapping),
 }  # fmt: skip
 """The type of each argument; for a list, the type of its items."""
 

@@ -16,6 +16,7 @@ from turnwise.compat.swift.command_line import read_arguments
 from turnwise.compat.swift.convert_adapter import convert_adapter
 from turnwise.compat.swift.convert_conversation import convert_conversation
 from turnwise.compat.swift.convert_data import convert_data, note_hub_names
+from turnwise.compat.swift.convert_engine import ENGINE_ARGUMENTS, convert_engine
 from turnwise.compat.swift.convert_loss import convert_divergence, convert_loss
 from turnwise.compat.swift.convert_optimization import (
     convert_batches,
@@ -42,7 +43,7 @@ COMPUTED = (
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
     "gradient_checkpointing",
-    *REWARD_ARGUMENTS,
+    *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
 
@@ -60,6 +61,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_data(builder)
     note_hub_names(builder)
     convert_conversation(builder)
+    convert_engine(builder)
     minibatches = convert_batches(builder)
     convert_loss(builder, minibatches)
     convert_sample_filters(builder)

@@ -72,6 +72,9 @@ LISTS = frozenset(
         "stop_words",
         "report_to",
         "target_modules",
+        "vllm_server_base_url",
+        "vllm_server_host",
+        "vllm_server_port",
     }
 )
 """Arguments that take several values."""
@@ -150,14 +153,15 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 MACHINERY: tuple[tuple[str, str], ...] = (
     # the first pattern that matches is used; the result of training does not depend on these arguments
-    (r"vllm_server_pass_dataset", "infer_request.data_dict always has all columns of a row"),
     (r"rollout_importance_sampling_.*|log_rollout_offpolicy_metrics", "the engine uses the trainer's weights, so "
      "there is no mismatch to correct; the metric ratio/max_deviation shows how much they differ"),
-    (r"vllm_mode|vllm_server_.*", "with a server, start `turnwise serve` and set rollout_server.url; else the engine is in the "
-     "trainer's process"),
+    (r"vllm_server_group_port", "weights are sent as files, not by NCCL: rollout_server.weights_directory"),
+    (r"vllm_reasoning_parser", "reasoning is parsed by the model's own chat template"),
     (r"host|port", "options --host and --port of `turnwise serve`"),
-    (r"use_vllm|vllm_.*|sleep_level|offload_.*|move_model_batches|use_ray|infer_backend|lmdeploy_.*|sglang_.*|"
-     r"api_key|max_logprobs", "the embedded engine is used: options under engine"),
+    (r"offload_.*|move_model_batches", "the trainer's memory is not offloaded; engine.sleep frees the engine's memory while the "
+     "model is trained"),
+    (r"vllm_.*", "give the argument to vLLM in engine.arguments"),
+    (r"use_ray|infer_backend|lmdeploy_.*|sglang_.*|api_key|max_logprobs", "about other engines: options under engine"),
     (r"deepspeed|fsdp.*|ddp_.*|zero.*|tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|"
