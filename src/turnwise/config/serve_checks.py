@@ -19,6 +19,6 @@ def refuse_without_effect_when_serving(config: Config) -> None:
         )
     if config.rollout_server.url is not None:
         raise ConfigError(
-            f"rollout_server.url={config.rollout_server.url} is for the trainer: a server samples with its own engine. Remove the "
-            f"option: turnwise serve RECIPE rollout_server.url=null"
+            f"rollout_server.url={config.rollout_server.url} is for the trainer: a server samples with its own engine. Remove "
+            f"the option: turnwise serve RECIPE rollout_server.url=null"
         )
