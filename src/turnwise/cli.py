@@ -12,7 +12,21 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.logging import RichHandler
 
-from turnwise.commands import convert, doctor, eval, merge, replay, retrieval, rollout, serve, sft, show, train, view
+from turnwise.commands import (
+    convert,
+    doctor,
+    eval,
+    merge,
+    plan,
+    replay,
+    retrieval,
+    rollout,
+    serve,
+    sft,
+    show,
+    train,
+    view,
+)
 from turnwise.commands.command import Context
 from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
 from turnwise.config.known_names import called_here
@@ -22,7 +36,7 @@ from turnwise.version import __version__
 
 __all__ = ["main", "program"]
 
-_COMMANDS = (train, convert, sft, eval, rollout, replay, serve, show, view, doctor, merge, retrieval)
+_COMMANDS = (train, convert, sft, eval, rollout, replay, serve, show, view, doctor, plan, merge, retrieval)
 
 _EPILOG = """\
 examples:
@@ -45,6 +59,7 @@ examples:
   turnwise replay runs/demo --all                                run environment and rewards again; print what differs
   turnwise doctor demo/model                                     check whether a model can be trained
   turnwise doctor demo/model --recipe recipes/calculator.yaml    also check a recipe
+  turnwise plan recipes/calculator.yaml --simulate runs/demo     predict the speed on more devices (docs/plan.md)
 """
 
 

@@ -1,0 +1,127 @@
+"""`turnwise plan`: what a recipe needs, and a prediction of its speed on other numbers of devices."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from turnwise.commands.command import Context, Subparsers, add_recipe
+from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from turnwise.config.schema import Config
+
+__all__ = ["register"]
+
+
+def register(commands: Subparsers) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "plan",
+        help="show what a recipe needs, and predict its speed on more devices",
+        description="Print the batch arithmetic, the placement and the predicted memory of a recipe. With --simulate, predict "
+        "steps per hour, staleness and idle times of synchronous, one-step-off and asynchronous training from the measured "
+        "times of a run (docs/plan.md). The exit status is 1 if the memory is too small.",
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="GIB",
+        help="the memory of a device; default: that of the GPU, or of this machine",
+    )
+    parser.add_argument("--simulate", type=Path, metavar="RUN", help="the directory of a measured run of this recipe")
+    simulation = parser.add_argument_group("options of --simulate")
+    simulation.add_argument(
+        "--devices", default="8,64,512,1024", metavar="N,N", help="numbers of devices; default: %(default)s"
+    )
+    simulation.add_argument(
+        "--measured-devices", type=int, default=1, metavar="N", help="devices of the measured run; default: 1"
+    )
+    simulation.add_argument(
+        "--replica-devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices of an engine replica (tensor parallel); default: 1",
+    )
+    simulation.add_argument(
+        "--trainer-share",
+        type=float,
+        metavar="SHARE",
+        help="the share of the devices that train; default: the share with the most steps per hour",
+    )
+    simulation.add_argument(
+        "--efficiency",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="the speed of n training devices, divided by n times the speed of a device; default: 0.9",
+    )
+    simulation.add_argument(
+        "--update-seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="seconds for which the engines stop to load new weights; default: 0",
+    )
+    simulation.add_argument(
+        "--staleness", type=int, default=4, metavar="N", help="train.max_staleness of the asynchronous mode; default: 4"
+    )
+    simulation.add_argument(
+        "--scale-batch",
+        action="store_true",
+        help="multiply train.batch_size and max_concurrent by the number of devices",
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(options: argparse.Namespace, context: Context) -> int:
+    from turnwise import build
+    from turnwise.config.recipe import load
+    from turnwise.config.train_checks import refuse_without_effect
+    from turnwise.doctor.memory import memory_check
+    from turnwise.models.loading import device_name
+    from turnwise.planning.placement import batch_lines, placement_lines
+    from turnwise.planning.tables import print_plan
+
+    config, _ = load(options.recipe, options.overrides)
+    refuse_without_effect(config)
+    memory = memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
+    sections = {
+        "a training step": batch_lines(config, rows=len(build.rows(config))),
+        "placement": placement_lines(config, device=device_name(config.model.device)),
+    }
+    print_plan(context.console, sections, memory)
+    if options.simulate is not None:
+        _simulate(config, options, context)
+    return int(memory.status == "fail")
+
+
+def _simulate(config: Config, options: argparse.Namespace, context: Context) -> None:
+    from turnwise.planning.scaling import ScalingOptions, predict_scaling
+    from turnwise.planning.tables import print_scaling
+    from turnwise.planning.workload import measure
+
+    try:
+        devices = [int(number) for number in options.devices.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--devices {options.devices}: give whole numbers separated by commas, such as 8,64"
+        ) from None
+    scaling = ScalingOptions(
+        batch_size=config.train.batch_size,
+        group_size=config.train.group_size,
+        max_concurrent=config.max_concurrent,
+        staleness=options.staleness,
+        devices=devices,
+        measured_devices=options.measured_devices,
+        replica_devices=options.replica_devices,
+        trainer_share=options.trainer_share,
+        efficiency=options.efficiency,
+        update_seconds=options.update_seconds,
+        scale_batch=options.scale_batch,
+    )
+    workload = measure(options.simulate)
+    print_scaling(context.console, workload, predict_scaling(workload, scaling), source=str(options.simulate))

@@ -1,0 +1,72 @@
+"""What a recipe needs: the numbers of a step, where its parts run, and the memory of each device.
+
+Reads the recipe, the rows, and the configuration of the model; loads no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from turnwise.config.schema import Config, LocalEngineSection
+
+__all__ = ["PlanLine", "batch_lines", "placement_lines"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLine:
+    """A line of the plan: a name and its value."""
+
+    name: str
+    value: str
+
+
+def batch_lines(config: Config, *, rows: int) -> list[PlanLine]:
+    """The numbers of a training step. `rows` is the number of rows of the data set."""
+    train, limits = config.train, config.limits
+    conversations = train.batch_size * train.group_size
+    lines = [
+        PlanLine("conversations of a step", f"{train.batch_size} rows x {train.group_size} = {conversations}"),
+        PlanLine(
+            "optimizer steps of a step",
+            f"{train.minibatches} minibatches x {train.ppo_epochs} epochs = {train.minibatches * train.ppo_epochs}, each on "
+            f"{-(-conversations // train.minibatches)} conversations",
+        ),
+    ]
+    bounds = [bound for bound in (limits.context, limits.tokens) if bound is not None]
+    if bounds:
+        lines.append(PlanLine("tokens of a step", f"at most {conversations * min(bounds):,}"))
+    started = min(conversations * (train.max_staleness + 1), conversations * train.steps)
+    lines.append(
+        PlanLine(
+            "running conversations",
+            f"at most {min(started, config.max_concurrent)}: {started} may be started (train.max_staleness="
+            f"{train.max_staleness}), max_concurrent={config.max_concurrent}",
+        )
+    )
+    epochs = train.steps * train.batch_size / max(1, rows)
+    lines.append(PlanLine("rows", f"{rows:,}; {train.steps} steps use each row {epochs:.3g} times"))
+    return lines
+
+
+def placement_lines(config: Config, *, device: str) -> list[PlanLine]:
+    """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`."""
+    lines = [PlanLine("trainer", f"1 process on {device}")]
+    engine = config.engine
+    if isinstance(engine, LocalEngineSection):
+        lines.append(PlanLine("engine", f"in the trainer's process, on {device}, with the trainer's weights"))
+    else:
+        lines.append(PlanLine("engine", _engine_text(config)))
+    where = "in the trainer's process"
+    if config.rollout_server.url is not None:
+        where = f"on the rollout server {config.rollout_server.url}"
+    lines.append(PlanLine("environments and tools", where))
+    return lines
+
+
+def _engine_text(config: Config) -> str:
+    options = config.engine.model_dump()
+    urls = options.get("url")
+    if urls:
+        urls = [urls] if isinstance(urls, str) else urls
+        return f"{options['name']}: {len(urls)} servers ({', '.join(urls)})"
+    return f"{options['name']}: started by the run"
