@@ -247,7 +247,7 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {"train", "sft", "runs", "build", "doctor", "commands", "cli", "api"}
+    above = {"train", "sft", "runs", "planning", "build", "doctor", "commands", "cli", "api"}
     joins = {*above, "__main__"}
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"

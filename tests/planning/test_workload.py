@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.recipes import save_recipe
 
+from support.recipes import save_recipe
 from turnwise.cli import main
 from turnwise.errors import RunError
 from turnwise.planning.simulation import Setup, simulate

@@ -132,7 +132,7 @@ class _Simulation:
         self.version = 0
         self.training = False
         self.work = 0.0
-        """What is left of the update in progress, in seconds of a trainer that has its devices for itself; 0 without an update."""
+        """The rest of the update in progress, in seconds of a trainer that has its devices for itself; 0 without an update."""
         self.worked = 0.0
         """The time to which `work` belongs."""
         self.updates = 0
