@@ -81,8 +81,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise import build
     from turnwise.config.recipe import load
     from turnwise.config.train_checks import refuse_without_effect
-    from turnwise.doctor.memory import memory_check
-    from turnwise.models.loading import device_name
+    from turnwise.doctor.memory import memory_check, on_gpu
     from turnwise.planning.placement import batch_lines, placement_lines
     from turnwise.planning.tables import print_plan
 
@@ -91,7 +90,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     memory = memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
     sections = {
         "a training step": batch_lines(config, rows=len(build.rows(config))),
-        "placement": placement_lines(config, device=device_name(config.model.device)),
+        "placement": placement_lines(config, device="cuda" if on_gpu(config) else "cpu"),
     }
     print_plan(context.console, sections, memory)
     if options.simulate is not None:

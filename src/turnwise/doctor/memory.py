@@ -35,7 +35,7 @@ from turnwise.training.token_logprobs import TokenLogprobs
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
-__all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "predict"]
+__all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "on_gpu", "predict"]
 
 _PROGRAM = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
@@ -248,18 +248,19 @@ def _workload(config: Config, model_config: Any, section: str) -> Workload:
     return Workload(conversations=conversations, tokens=min(bound for bound in bounds if bound is not None))
 
 
-def _on_gpu(config: Config) -> bool:
+def on_gpu(config: Config) -> bool:
+    """Whether the recipe uses a GPU on this machine."""
     device = config.model.device
     return not config.deterministic and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
 
 
 def _default_tokens(config: Config) -> int:
-    return _GPU_TOKENS if _on_gpu(config) else _CPU_TOKENS
+    return _GPU_TOKENS if on_gpu(config) else _CPU_TOKENS
 
 
 def _machine_gib(config: Config) -> float:
     """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here."""
-    if _on_gpu(config):
+    if on_gpu(config):
         return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 

@@ -20,7 +20,7 @@ from turnwise.models.attention import ignored_by_sdpa, set_text_attention
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
 from turnwise.models.recompute import recompute_layers
 
-__all__ = ["ModelOptions", "adapt", "device_name", "load_model"]
+__all__ = ["ModelOptions", "adapt", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +44,6 @@ class ModelOptions:
     """A directory with saved weights of the adapter `lora`. None: the adapter starts with random values."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes the activations inside a layer again."""
-
-
-def device_name(device: str) -> str:
-    """The torch device for `model.device`: `auto` is `cuda` if a GPU is available, else `cpu`."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def load_model(options: ModelOptions) -> Any:
@@ -91,7 +86,7 @@ def _load_base(options: ModelOptions) -> Any:
 
     transformers_logging.disable_progress_bar()
     path, device = str(options.path), options.device
-    name = device_name(device)
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
             model, found = _family(path).from_pretrained(
