@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from turnwise.models.fast_linear import fewest_rows, onednn_linear
 from turnwise.models.lora import LinearAdapter, linear_adapter
 
 __all__ = ["FusedLayer", "FusedLinear", "FusedParameters", "unsupported_reason"]
@@ -52,16 +53,19 @@ class FusedLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     adapter: LinearAdapter | None
+    onednn_rows: int
+    """The number of rows from which on oneDNN is faster."""
 
     @classmethod
     def of(cls, module: Any) -> FusedLinear:
         """The parameters of `nn.Linear`, or of peft's layer around it."""
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
-        return cls(base.weight, base.bias, adapter)
+        return cls(base.weight, base.bias, adapter, fewest_rows(base.weight))
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
-        result_MF = F.linear(values_MD, self.weight, self.bias)
+        product = F.linear if len(values_MD) < self.onednn_rows else onednn_linear
+        result_MF = product(values_MD, self.weight, self.bias)
         adapter = self.adapter
         if adapter is None:
             return result_MF

@@ -1,0 +1,125 @@
+"""Matrix products of linear layers in float32 with the library that is fastest on this CPU.
+
+torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is about
+twice as fast. oneDNN compiles a kernel for each shape (about a millisecond), so numbers of rows are rounded up to a multiple.
+Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+__all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "with_fast_linears"]
+
+NEVER = 1 << 62
+"""More rows than any tensor has."""
+_FEWEST_PRODUCTS = 1_500_000
+"""Multiplications below which a call of oneDNN costs more than it saves."""
+_SMALLEST_SIDE = 64
+"""A weight with a smaller side (a LoRA adapter, the head of a critic) is left to torch."""
+_FEW_ROWS, _SMALL_STEP, _LARGE_STEP = 256, 16, 64
+"""Up to so many rows, their number is rounded up to a multiple of the small step; beyond, of the large step. A number below the
+small step stays."""
+
+
+@functools.cache
+def uses_onednn() -> bool:
+    """Whether oneDNN is faster than torch's own choice on this machine: on processors of AMD with AVX-512."""
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        _onednn(torch.zeros(_SMALL_STEP, _SMALLEST_SIDE), torch.zeros(_SMALLEST_SIDE, _SMALLEST_SIDE), None)
+    except (OSError, RuntimeError, AttributeError, TypeError):  # the operator is not part of torch's public interface
+        return False
+    return "AuthenticAMD" in cpu
+
+
+def with_fast_linears(model: Any) -> Any:
+    """Let the linear layers of a model compute with `linear`, in place. Weights and their names stay the same."""
+    if model.device.type == "cpu" and uses_onednn():
+        for module in model.modules():
+            if type(module) is torch.nn.Linear:
+                # an attribute of the layer: its type stays, and a copy of the model gets layers of its own
+                module.forward = functools.partial(_forward, module)
+    return model
+
+
+def _forward(module: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+    return linear(values, module.weight, module.bias)
+
+
+def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `F.linear`, up to rounding: values [..., I], weight [O, I], bias [O]; the result is [..., O]."""
+    if (
+        values.numel() < fewest_rows(weight) * weight.shape[1]
+        or values.dtype != torch.float32
+        or torch.is_autocast_enabled("cpu")
+    ):
+        return F.linear(values, weight, bias)
+    if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
+        return _Linear.apply(values, weight, bias)
+    return onednn_linear(values, weight, bias)
+
+
+def fewest_rows(weight: torch.Tensor) -> int:
+    """The number of rows of float32 values from which on `onednn_linear` is faster for this weight; `NEVER` if it never is."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not uses_onednn():
+        return NEVER
+    outputs, inputs = weight.shape
+    return -(-_FEWEST_PRODUCTS // (outputs * inputs)) if min(outputs, inputs) >= _SMALLEST_SIDE else NEVER
+
+
+class _Linear(torch.autograd.Function):
+    """The product with its gradients, each of which is a product of the same kind."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(values, weight)
+        return onednn_linear(values, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        outputs, inputs = weight.shape
+        gradient_MO, values_MI = gradients[0].reshape(-1, outputs), values.reshape(-1, inputs)
+        of_values = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_values = onednn_linear(gradient_MO, weight.t(), None).view(values.shape)
+        if ctx.needs_input_grad[1]:
+            # the rows are added up here; those beyond a multiple of the step are a small product of their own
+            even = len(values_MI) - len(values_MI) % _step(len(values_MI))
+            of_weight = _onednn(gradient_MO[:even].t(), values_MI[:even].t(), None)
+            if even < len(values_MI):
+                of_weight.addmm_(gradient_MO[even:].t(), values_MI[even:])
+        if ctx.needs_input_grad[2]:
+            of_bias = gradient_MO.sum(dim=0)
+        return of_values, of_weight, of_bias
+
+
+def onednn_linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `F.linear`, up to rounding, without gradients: with oneDNN, for a rounded number of rows."""
+    outputs, inputs = weight.shape
+    rows = values.numel() // inputs
+    missing = -rows % _step(rows)
+    if not missing:
+        return _onednn(values, weight, bias)
+    padded_MI = F.pad(values.reshape(rows, inputs), (0, 0, 0, missing))
+    return _onednn(padded_MI, weight, bias)[:rows].view(*values.shape[:-1], outputs)
+
+
+def _step(rows: int) -> int:
+    if rows <= _SMALL_STEP:
+        return 1
+    return _SMALL_STEP if rows <= _FEW_ROWS else _LARGE_STEP
+
+
+def _onednn(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
