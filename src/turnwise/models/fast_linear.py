@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 __all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "with_fast_linears"]
 
@@ -44,10 +43,10 @@ def uses_onednn() -> bool:
 def with_fast_linears(model: Any) -> Any:
     """Let the linear layers of a model compute with `linear`, in place. Weights and their names stay the same."""
     if model.device.type == "cpu" and uses_onednn():
-        for module in model.modules():
-            if type(module) is torch.nn.Linear:
-                # an attribute of the layer: its type stays, and a copy of the model gets layers of its own
-                module.forward = functools.partial(_forward, module)
+        linears: list[Any] = [module for module in model.modules() if type(module) is torch.nn.Linear]
+        for module in linears:
+            # an attribute of the layer: its type stays, and a copy of the model gets layers of its own
+            module.forward = functools.partial(_forward, module)
     return model
 
 
@@ -85,7 +84,6 @@ class _Linear(torch.autograd.Function):
         return onednn_linear(values, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         outputs, inputs = weight.shape
