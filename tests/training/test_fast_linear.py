@@ -35,16 +35,19 @@ def test_products_and_gradients_are_those_of_a_float64_layer(
     values = torch.randn(shape, requires_grad=True)
     exact_values = values.detach().double().requires_grad_()
     result = linear(values, layer.weight, layer.bias)
-    assert result.grad_fn is not None and "Addmm" not in type(result.grad_fn).__name__
+    assert result.grad_fn is not None
+    assert "Addmm" not in type(result.grad_fn).__name__
     gradient = torch.randn_like(result)
     result.backward(gradient)
     expected = exact(exact_values)
     expected.backward(gradient.double())
     torch.testing.assert_close(result, expected.float(), atol=1e-5, rtol=1e-5)
-    assert values.grad is not None and exact_values.grad is not None
+    assert values.grad is not None
+    assert exact_values.grad is not None
     torch.testing.assert_close(values.grad, exact_values.grad.float(), atol=1e-5, rtol=1e-5)
     for parameter, exact_parameter in zip(layer.parameters(), exact.parameters(), strict=True):
-        assert parameter.grad is not None and exact_parameter.grad is not None
+        assert parameter.grad is not None
+        assert exact_parameter.grad is not None
         torch.testing.assert_close(parameter.grad, exact_parameter.grad.float(), atol=2e-4, rtol=1e-5)
 
 
