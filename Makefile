@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow test-engines lint check docs format bench mutants clean
+.PHONY: help demo test test-slow test-engines lint check docs format wheel bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/ready  ## install, train the tiny model, print the results
-	$(BIN)/turnwise train recipes/calculator.yaml output=runs/demo replace=true
+	$(BIN)/turnwise demo replace=true
 
 test: $(VENV)/ready-dev  ## install, run the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not engines'
@@ -44,6 +44,9 @@ docs: $(VENV)/ready-docs  ## build the documentation site in build/site; broken 
 format: $(VENV)/ready-dev  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+wheel: $(VENV)/ready-dev  ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m build --no-isolation
 
 bench: $(VENV)/ready-dev  ## run the benchmarks
 	$(BIN)/python benchmarks/tokens.py

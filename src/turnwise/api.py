@@ -2,15 +2,15 @@
 
 Example::
 
+    import turnwise
     from turnwise import Opening, Reply, environment
-    from turnwise.api import train
 
     @environment
     async def echo(row):
         turn = yield Opening(messages=row.messages)
         yield Reply(reward=float(row["answer"] in turn.text), done=True)
 
-    result = train(model="demo/model", rows=[{"prompt": "2+2?", "answer": "4"}], environment=echo, train={"steps": 5})
+    result = turnwise.train(model="demo/model", rows=[{"prompt": "2+2?", "answer": "4"}], environment=echo, train={"steps": 5})
     print(result.metrics[-1]["reward/mean"], result.trajectories[-1].messages)
 
 The functions work where an event loop is running, as in a notebook. The options are those of a recipe (`Options`, and
@@ -25,12 +25,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Unpack
 
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.recipe import Options, Recipe
-from turnwise.record.frames import metrics_frame, trajectories_frame
+from turnwise.evaluation.results import Comparison, EvaluationResult, ModelResult, read_results
+from turnwise.recipe import Options, Recipe, rows_option, saved_model
+from turnwise.record.frames import evaluation_frame, metrics_frame, trajectories_frame
 from turnwise.record.reader import RecordedTrajectories, read_lines
 from turnwise.types import Group, Trajectory
 
@@ -38,11 +39,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.record.run_directory import RunDirectory
+    from turnwise.runs.evaluated_models import ModelOptions
     from turnwise.runs.run_state import RunState
 
-__all__ = ["Callback", "Options", "Recipe", "RunResult", "Step", "StopTraining", "rollout", "sft", "train"]
+__all__ = [
+    "Callback",
+    "EvaluationRun",
+    "Options",
+    "Recipe",
+    "RunResult",
+    "Step",
+    "StopTraining",
+    "evaluate",
+    "rollout",
+    "sft",
+    "train",
+]
 
 T = TypeVar("T")
+
+Evaluated: TypeAlias = "str | Path | RunResult | tuple[Any, Any] | Mapping[str, Any]"
+"""A model of `evaluate`."""
 
 
 class StopTraining(Exception):
@@ -129,6 +146,44 @@ class RunResult:
         return trajectories_frame(self.directory)
 
 
+@dataclass(frozen=True)
+class EvaluationRun:
+    """What an evaluation has left in its directory. `EvaluationRun(Path("runs/demo-eval"))` reads an earlier evaluation."""
+
+    directory: Path
+
+    @cached_property
+    def result(self) -> EvaluationResult:
+        """All numbers, as in eval.json. Raises RunError if the evaluation is not finished."""
+        return read_results(self.directory / "eval.json")
+
+    @property
+    def models(self) -> Mapping[str, ModelResult]:
+        """The result of each model by its name, in the order of the evaluation."""
+        return {model.name: model for model in self.result.models}
+
+    @property
+    def comparisons(self) -> Sequence[Comparison]:
+        """The paired tests."""
+        return self.result.comparisons
+
+    def trajectories(self, model: str | None = None) -> RecordedTrajectories:
+        """The conversations of a model, each read when it is asked for. The name may be left out if there is only one model.
+
+        Raises ConfigError.
+        """
+        names = list(self.models)
+        if model is None and len(names) == 1:
+            (model,) = names
+        if model not in names:
+            raise ConfigError(f"trajectories({model!r}): give the name of one of the models: {', '.join(names)}")
+        return RecordedTrajectories(self.directory / model)
+
+    def to_pandas(self) -> Any:
+        """The conversations of all models as a pandas data frame, with the column `model` (`record.to_pandas`)."""
+        return evaluation_frame(self.directory, list(self.models))
+
+
 def train(
     recipe: Recipe | None = None, *, callbacks: Callbacks = (), progress: bool = True, **options: Unpack[Options]
 ) -> RunResult:
@@ -170,6 +225,59 @@ def rollout(recipe: Recipe | None = None, *, progress: bool = True, **options: U
     config = _config(recipe, options)
     _wait_for(collect(config, Path(config.output), _console(progress)))
     return RunResult(Path(config.output))
+
+
+def evaluate(
+    recipe: Recipe | None = None,
+    *,
+    models: Sequence[Evaluated] | Mapping[str, Evaluated] = (),
+    single_turn: bool = False,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **options: Unpack[Options],
+) -> EvaluationRun:
+    """Evaluate models on held-out rows (`eval_rows`), as `turnwise eval`. Returns the numbers and the conversations.
+
+    Without `models`, the recipe's model is evaluated. Each model is a text as after `--model` (a model directory, a hub name,
+    the directory of a run, `model@https://host/v1`, a YAML file with options), a `RunResult`, a pair of a transformers model and
+    its tokenizer, or a mapping with options of the recipe that hold for this model only. A mapping gives the models names.
+    All models answer the same rows with the same seeds; each further model is compared with the first.
+
+    With `single_turn`, each model is also evaluated with one turn in each conversation. `out` is the directory to write to; by
+    default the recipe's `output` with `-eval` behind it. An evaluation in this directory is resumed with `resume="auto"`.
+
+    Raises TurnwiseError. If all conversations of a model fail, its means are None.
+    """
+    from turnwise.runs.evaluated_models import evaluated_models
+    from turnwise.runs.evaluation import evaluate_models
+    from turnwise.terminal.evaluation_table import print_results
+
+    if recipe is None and "eval_rows" in options and "rows" not in options:
+        rows = rows_option(options.pop("eval_rows"), "eval")
+        options["data"] = {"train": rows, "eval": rows, **options.get("data", {})}  # training rows have no effect here
+    config = _config(recipe, options)
+    directory = Path(f"{config.output.rstrip('/')}-eval") if out is None else Path(out)
+    named = models.items() if isinstance(models, Mapping) else [(None, model) for model in models]
+    values = [_evaluated(name, model, directory, number) for number, (name, model) in enumerate(named, 1)]
+    chosen = evaluated_models(config, values, single_turn=single_turn)
+    console = _console(progress)
+    print_results(console, _wait_for(evaluate_models(config, chosen, directory, console)))
+    return EvaluationRun(directory)
+
+
+def _evaluated(name: str | None, model: Evaluated, directory: Path, number: int) -> str | ModelOptions:
+    """A model of `evaluate` as a value of `--model`, or as options of the recipe."""
+    from turnwise.runs.evaluated_models import ModelOptions
+
+    if isinstance(model, Mapping):
+        return ModelOptions(name=name or f"model-{number}", options=model)
+    if isinstance(model, tuple):
+        name = name or f"model-{number}"
+        of_object, tokenizer = model
+        folder = saved_model(of_object, tokenizer, directory.with_name(f"{directory.name}-models") / name)
+        return ModelOptions(name=name, options={"model": {"path": str(folder)}})
+    text = str(model.directory if isinstance(model, RunResult) else model)
+    return text if name is None else f"{name}={text}"
 
 
 def _config(recipe: Recipe | None, options: Options) -> Config:

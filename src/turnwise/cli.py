@@ -1,46 +1,51 @@
-"""The command line: parses the words, and runs the command that they name. Each command is a module in `commands/`."""
+"""The command line: parses the words, and runs the command that they name. Each command is a module in `commands/`.
+
+This module imports little, so that `turnwise --help` and shell completion are quick: the modules of other commands, rich and
+asyncio are not loaded for them.
+"""
 
 from __future__ import annotations
 
 import argparse
-import logging
+import importlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.logging import RichHandler
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from turnwise.commands import (
-    convert,
-    doctor,
-    eval,
-    merge,
-    plan,
-    replay,
-    retrieval,
-    rollout,
-    serve,
-    sft,
-    show,
-    train,
-    view,
-)
-from turnwise.commands.command import Context
-from turnwise.commands.stopping import Stops, lasting_output, open_closed_streams
-from turnwise.config.known_names import called_here
-from turnwise.errors import TurnwiseError
-from turnwise.terminal.console import Terminal
-from turnwise.version import __version__
+    from turnwise.commands.command import Context
+    from turnwise.commands.stopping import Stops
 
-__all__ = ["main", "program"]
+__all__ = ["main", "make_parser", "program"]
 
-_COMMANDS = (train, convert, sft, eval, rollout, replay, serve, show, view, doctor, plan, merge, retrieval)
+_COMMANDS = {
+    "demo": "train the tiny model that comes with turnwise",
+    "init": "write a starter project: a recipe, an environment, rows",
+    "train": "train a model by reinforcement learning",
+    "sft": "fine-tune a model on given conversations",
+    "eval": "evaluate models on held-out rows",
+    "rollout": "run and score conversations without training",
+    "replay": "run environment and rewards again on recorded conversations",
+    "serve": "run conversations for trainers and other clients (a rollout server)",
+    "show": "print a run, or single conversations, as text",
+    "view": "show runs in the browser: curves, conversations, tokens",
+    "doctor": "check a model, and a recipe with it, before training",
+    "plan": "show what a recipe needs, and predict its speed on more devices",
+    "convert": "make a recipe from a configuration of verl or ms-swift",
+    "merge": "write the model of a run with a LoRA adapter as a complete model directory",
+    "retrieval": "run a search server over a corpus, for the search tool",
+    "completion": "print the shell code that completes commands and options",
+}
+"""The commands. Each name is also the name of a module in `commands/`."""
 
 _EPILOG = """\
 examples:
-  turnwise train recipes/calculator.yaml                         train the tiny model that comes with the repository
+  turnwise demo                                                  train the tiny model that comes with turnwise
+  turnwise init quiz                                             write a starter project into the directory quiz
+  turnwise train recipes/calculator.yaml                         train by a recipe
   turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    change options (docs/recipes.md lists all options)
   turnwise train recipes/calculator.yaml resume=auto             resume a run that was stopped
   turnwise sft recipes/sft.yaml                                  fine-tune on given conversations (docs/sft.md)
@@ -65,7 +70,11 @@ examples:
 
 def program() -> int:
     """`main` in a process of its own: its signal handlers stay until the process has ended. Returns the exit status."""
+    from turnwise.commands.stopping import Stops, open_closed_streams
+
     open_closed_streams()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     return main(stops=Stops(until_exit=True))
 
 
@@ -76,19 +85,15 @@ def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) 
     """
     # before torch is loaded: threads that wait by spinning slow down everything else on the machine
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    options = _parse(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    # behind the parser: these imports take longer than everything that `--help` needs
+    from turnwise.commands.command import Context
+    from turnwise.commands.stopping import Stops, lasting_output
+    from turnwise.terminal.console import Terminal
+
     console, errors = Terminal(), Terminal(stderr=True)
-    level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
-    if level not in levels:
-        errors.print(
-            f"turnwise: TURNWISE_LOG={level} is not a log level; the levels are: {', '.join(levels)}", style="red"
-        )
+    if not _set_up_logging(console, errors):
         return 1
-    logging.basicConfig(
-        level=level,
-        format="%(message)s",
-        handlers=[RichHandler(console=console, show_time=False, show_path=False)],
-    )
     with stops or Stops() as stops:
         context = Context(console, stops)
         if options.long:
@@ -97,8 +102,48 @@ def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) 
         return _run(options, context, errors)
 
 
+def _set_up_logging(console: Console, errors: Console) -> bool:
+    """Print log messages of the level in TURNWISE_LOG. Returns False if there is no such level."""
+    import logging
+
+    from rich.highlighter import NullHighlighter
+    from rich.logging import RichHandler
+
+    from turnwise.terminal.story import CHOICE
+
+    level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
+    if level not in levels:
+        errors.print(
+            f"turnwise: TURNWISE_LOG={level} is not a log level; the levels are: {', '.join(levels)}", style="red"
+        )
+        return False
+    if CHOICE in os.environ and level != "DEBUG":
+        errors.print(f"turnwise: {CHOICE} has an effect with TURNWISE_LOG=debug only: set both", style="red")
+        return False
+    logging.basicConfig(
+        level=max(levels[level], logging.INFO),  # debug messages of libraries would hide those of turnwise
+        format="%(message)s",
+        handlers=[RichHandler(console=console, show_time=False, show_path=False, highlighter=NullHighlighter())],
+    )
+    if levels[level] < logging.INFO:
+        logging.getLogger("turnwise").setLevel(level)
+    return True
+
+
+def _complete() -> None:
+    """Answer a shell that completes a line (`turnwise completion`), and exit."""
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(make_parser(next((word for word in words[1:] if word in _COMMANDS), "")))
+
+
 def _run(options: argparse.Namespace, context: Context, errors: Console) -> int:
     """Run the command, and print what stops it."""
+    import signal
+
+    from turnwise.errors import TurnwiseError
+
     stops = context.stops
     try:
         return options.command(options, context)
@@ -112,19 +157,38 @@ def _run(options: argparse.Namespace, context: Context, errors: Console) -> int:
         return stops.status
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+class _Version(argparse.Action):
+    """Prints the version, which takes some time to find, only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from turnwise.version import __version__
+
+        print(f"turnwise {__version__}")
+        parser.exit()
+
+
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line. With `command`, only this command gets its arguments; otherwise all commands."""
     parser = argparse.ArgumentParser(
         prog="turnwise",
         description="Train language models by reinforcement learning over multi-turn conversations.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"turnwise {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     # `long`: the command goes on when the terminal is gone
     parser.set_defaults(long=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.register(commands)
+    for name, summary in _COMMANDS.items():
+        of_command = commands.add_parser(name, help=summary)
+        if command in (None, name):
+            importlib.import_module(f"turnwise.commands.{name}").register(of_command)
+    return parser
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    parser = make_parser(command)
     options, rest = parser.parse_known_args(arguments)
     # argparse accepts the overrides in one piece only: those behind an option are in `rest`
     overrides: list[str] | None = vars(options).get("overrides")
@@ -139,6 +203,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _recipe_hint(argument: str) -> str:
     """How an option that was written with dashes, as in other systems, is written in a recipe."""
+    from turnwise.config.known_names import called_here
+
     name, _, _ = argument.lstrip("-").partition("=")
     return f"{called_here(name)}; options of a recipe are written without dashes: key=value, such as train.lr=1e-5"
 

@@ -12,7 +12,7 @@ from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.user_code.live_objects import is_live, reference_to
 
-__all__ = ["Options", "Recipe"]
+__all__ = ["Options", "Recipe", "rows_option", "saved_model"]
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """Rows: a file, a directory or a hub id as in `data.train`; or a list of dicts, a generator of dicts, a `datasets.Dataset`."""
@@ -126,7 +126,7 @@ def _tree(options: dict[str, Any]) -> dict[str, Any]:
             data[name] = options.pop(option)
     for name in ("train", "eval"):
         if name in data:
-            data[name] = _rows(data[name], name)
+            data[name] = rows_option(data[name], name)
     model, tokenizer = options.pop("model", None), options.pop("tokenizer", None)
     tree = {**({"data": data} if data else {}), **options, **more}
     if model is not None:
@@ -143,7 +143,11 @@ def _tree(options: dict[str, Any]) -> dict[str, Any]:
     return {name: _plain(value, name) for name, value in tree.items()}
 
 
-def _rows(rows: Any, name: str) -> Any:
+def rows_option(rows: Any, name: str) -> str | list[str]:
+    """The value of `data.train` or `data.eval` (`name`: `train`, `eval`) for rows of any kind. A generator is read completely.
+
+    Raises ConfigError if `rows` are something else.
+    """
     if isinstance(rows, str | Path):
         return str(rows)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, str | Path) for row in rows):
@@ -162,15 +166,19 @@ def _model(model: Any, tokenizer: Any, output: Path) -> Any:
         if tokenizer is not None:
             raise ConfigError("tokenizer belongs to a model object, and model is a path: remove tokenizer")
         return {"path": str(model)} if isinstance(model, str | Path) else dict(model)
+    return {"path": str(saved_model(model, tokenizer, output.with_name(f"{output.name}-start-model")))}
+
+
+def saved_model(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save a transformers model and its tokenizer in `folder`. Raises ConfigError if the objects are something else."""
     if not hasattr(model, "save_pretrained") or not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(
             f"model is a {type(model).__name__} and tokenizer a {type(tokenizer).__name__}; give a path, or a transformers model "
             f"together with its tokenizer"
         )
-    folder = output.with_name(f"{output.name}-start-model")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return {"path": str(folder)}
+    return folder
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -81,6 +81,7 @@ async def _take(run: TrainingRun) -> TakenGroups:
     run.pipeline.on_finished = run.activity.part(run.step + 1, "conversations", options.batch_size * options.group_size)
     taken = await run.pipeline.take()
     if not taken.trained:
+        run.log_conversation([trajectory for group in taken.groups for trajectory in group.trajectories])
         raise RolloutError(_nothing_to_train_on(run, taken.groups))
     return taken
 
@@ -250,15 +251,17 @@ def _stop_if_asked(run: TrainingRun, problems: Sequence[RunProblem]) -> None:
 
 async def _evaluate(run: TrainingRun, report: TrainReport) -> None:
     """Run conversations on the held-out rows, and write down their metrics."""
-    run.activity.part(run.step, "evaluation")
+    samples = run.config.eval.samples_per_row
+    finished = run.activity.part(run.step, "evaluation, conversations", len(run.held_out) * samples)
     summary, groups = await evaluate(
         run.held_out,
         replace(run.context, sampling=build.evaluation_sampling(run.config)),
         run.scorer,
-        samples=run.config.eval.samples_per_row,
+        samples=samples,
         seed=run.config.seed,
         step=run.step,
         pass_reward=run.config.eval.pass_reward,
+        on_finished=finished,
     )
     run.write_evaluation(summary, (trajectory for group in groups for trajectory in group.trajectories))
     report.evaluated(summary, groups)

@@ -380,7 +380,7 @@ def test_the_command_is_quick_to_say_what_it_can() -> None:
     )
     assert done.stdout.startswith("usage: turnwise")
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "rich" in imported
+    assert "argparse" in imported
     assert imported.isdisjoint({"torch", "transformers", "datasets", "matplotlib"})
 
 

@@ -1,7 +1,8 @@
 """What every command has: its arguments, and what it runs with.
 
-A command is a module with `register(commands)`, which adds its arguments and sets `command` to a function of the parsed options
-and the `Context` that returns the exit status. Heavy imports are made in that function.
+A command is a module with `register(parser)`, which adds its arguments and sets `command` to a function of the parsed options
+and the `Context` that returns the exit status. Heavy imports are made in that function. `cli.py` imports the module of the
+command that is run, and no other.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-from turnwise.commands.stopping import Stops
+    from turnwise.commands.stopping import Stops
 
-__all__ = ["Command", "Context", "Subparsers", "add_recipe", "print_lines"]
-
-Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+__all__ = ["Command", "Context", "add_overrides", "add_recipe", "print_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,20 @@ def add_recipe(
 ) -> None:
     """Add the arguments `recipe` and `key=value ...`. `nargs="?"` makes the recipe optional."""
     parser.add_argument("recipe", nargs=nargs, help=f"a YAML file, such as {example}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES.format(lr=lr))
+    add_overrides(parser, help=_OVERRIDES.format(lr=lr))
+
+
+def add_overrides(parser: argparse.ArgumentParser, *, help: str) -> None:
+    """Add the argument `key=value ...`. The shell completes the names of options."""
+    overrides = parser.add_argument("overrides", nargs="*", metavar="key=value", help=help)
+    overrides.completer = _option_names  # pyright: ignore[reportAttributeAccessIssue]  # argcomplete reads this attribute
+
+
+def _option_names(prefix: str, action: object, parser: object, parsed_args: object) -> list[str]:
+    """The options of recipes that begin with `prefix`, such as `train.lr=`. argcomplete gives all arguments by keyword."""
+    from turnwise.config.resume_rules import RULES
+
+    return [f"{option}=" for option in RULES if option.startswith(prefix) and "[" not in option]
 
 
 def print_lines(console: Console, lines: Sequence[str], *, style: str | None = None) -> None:

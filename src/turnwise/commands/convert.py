@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from turnwise.commands.command import Context, Subparsers, print_lines
+from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,13 +25,11 @@ _MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
 """How a key that is left out is marked, by whether the training is another one without it."""
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "convert",
-        help="make a recipe from a configuration of verl or ms-swift",
-        description="Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
-        "and give the reason for every key that is left out. Write `--` before arguments that begin with a dash.",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
+        "and give the reason for every key that is left out. Write `--` before arguments that begin with a dash."
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="argument", help="key=value as for verl, or the arguments of ms-swift"

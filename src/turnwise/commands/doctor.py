@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 
-from turnwise.commands.command import Context, Subparsers
+from turnwise.commands.command import Context, add_overrides
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check a model, and a recipe with it, before training",
-        description="Check a model's chat template, tokenizer and weights, and a recipe with them (docs/doctor.md). The exit "
-        "status is 1 if a check fails.",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Check a model's chat template, tokenizer and weights, and a recipe with them (docs/doctor.md). The exit "
+        "status is 1 if a check fails."
     )
     parser.add_argument(
         "model", metavar="MODEL", help="a model directory or a hub name; used instead of the recipe's model"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe to change")
+    add_overrides(parser, help="options of the recipe to change")
     parser.add_argument("--recipe", metavar="FILE", help="a recipe to check with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(

@@ -6,20 +6,18 @@ import argparse
 import shlex
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, print_lines
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "eval",
-        help="evaluate models on held-out rows",
-        description="Run conversations on the held-out rows of a recipe (data.eval), with the loop, the environment and the "
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run conversations on the held-out rows of a recipe (data.eval), with the loop, the environment and the "
         "rewards of training, and print mean rewards with confidence intervals, pass@k, pass^k and paired comparisons. "
         "eval.samples_per_row sets the number of conversations on each row, and eval.sampling how tokens are sampled "
-        "(docs/evaluation.md).",
+        "(docs/evaluation.md)."
     )
     add_recipe(parser)
     parser.add_argument(

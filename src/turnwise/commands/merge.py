@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers, print_lines
+from turnwise.commands.command import Context, print_lines
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "merge",
-        help="write the model of a run with a LoRA adapter as a complete model directory",
-        description="Add a LoRA adapter to the weights of its base model, and write the result as a model directory, which "
-        "other programs can load (docs/memory.md).",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Add a LoRA adapter to the weights of its base model, and write the result as a model directory, which "
+        "other programs can load (docs/memory.md)."
     )
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the directory of a run, of a checkpoint or of an adapter"

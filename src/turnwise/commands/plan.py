@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.commands.command import Context, Subparsers, add_recipe
+from turnwise.commands.command import Context, add_recipe
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "plan",
-        help="show what a recipe needs, and predict its speed on more devices",
-        description="Print the batch arithmetic, the placement and the predicted memory of a recipe. With --simulate, predict "
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Print the batch arithmetic, the placement and the predicted memory of a recipe. With --simulate, predict "
         "steps per hour, staleness and idle times of synchronous, one-step-off and asynchronous training from the measured "
-        "times of a run (docs/plan.md). The exit status is 1 if the memory is too small.",
+        "times of a run (docs/plan.md). The exit status is 1 if the memory is too small."
     )
     add_recipe(parser)
     parser.add_argument(

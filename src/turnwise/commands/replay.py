@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers, print_lines
+from turnwise.commands.command import Context, add_overrides, print_lines
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
@@ -13,20 +13,16 @@ __all__ = ["register"]
 _MOST_LINES = 20
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "replay",
-        help="run environment and rewards again on recorded conversations",
-        description="Run the environment and the reward functions of recorded conversations again, with the recorded turns of "
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run the environment and the reward functions of recorded conversations again, with the recorded turns of "
         "the model, and print what differs: messages, tool results, rewards, stop reason, tokens. The exit status is 1 if "
-        "something differs (docs/evaluation.md).",
+        "something differs (docs/evaluation.md)."
     )
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
+    add_overrides(
+        parser,
         help="options of the run's recipe to change, such as limits.turns=2",
     )
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")

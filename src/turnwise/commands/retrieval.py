@@ -6,18 +6,16 @@ import argparse
 import os
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers
+from turnwise.commands.command import Context
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "retrieval",
-        help="run a search server over a corpus, for the search tool",
-        description="Run a search server (BM25) over a corpus, reachable from this machine only (docs/search.md). If the "
-        "environment variable TURNWISE_RETRIEVAL_TOKEN is set, requests must carry this token.",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run a search server (BM25) over a corpus, reachable from this machine only (docs/search.md). If the "
+        "environment variable TURNWISE_RETRIEVAL_TOKEN is set, requests must carry this token."
     )
     parser.add_argument(
         "corpus", type=Path, help='a jsonl file with {"id", "title", "text"} or {"id", "contents"} on each line'

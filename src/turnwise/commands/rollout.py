@@ -6,18 +6,16 @@ import argparse
 import time
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, print_lines
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "rollout",
-        help="run and score conversations without training",
-        description="Run and score conversations on a recipe's rows and write them to DIR/trajectories.jsonl; no weights "
-        "change. rollout.max_rows and rollout.samples_per_row set the number of conversations.",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run and score conversations on a recipe's rows and write them to DIR/trajectories.jsonl; no weights "
+        "change. rollout.max_rows and rollout.samples_per_row set the number of conversations."
     )
     add_recipe(parser)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to write to")

@@ -7,7 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from turnwise.commands.command import Context, Subparsers, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, print_lines
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,14 +18,12 @@ __all__ = ["register"]
 _HOST, _PORT = "127.0.0.1", 8000
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "serve",
-        help="run conversations for trainers and other clients (a rollout server)",
-        description="Run a server that holds an engine and runs conversations with the environment, the tools and the limits of "
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run a server that holds an engine and runs conversations with the environment, the tools and the limits of "
         "a recipe (docs/server.md). Clients need the token in the environment variable TURNWISE_SERVER_TOKEN; if it is not set, "
-        "a token is made and printed. With --from swift, write the arguments of `swift rollout` after `--`.",
+        "a token is made and printed. With --from swift, write the arguments of `swift rollout` after `--`."
     )
     add_recipe(parser, nargs="?")
     parser.add_argument(

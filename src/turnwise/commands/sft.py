@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from turnwise.commands.command import Context, Subparsers, add_recipe
+from turnwise.commands.command import Context, add_recipe
 from turnwise.commands.run_command import resume_command, run_to_end
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "sft",
-        help="fine-tune a model on given conversations",
-        description="Supervised fine-tuning on the conversations of data.train, with the same tokens and loss masks as in "
-        "`train` (docs/sft.md). docs/recipes.md lists the options of the section `sft`.",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Supervised fine-tuning on the conversations of data.train, with the same tokens and loss masks as in "
+        "`train` (docs/sft.md). docs/recipes.md lists the options of the section `sft`."
     )
     add_recipe(parser, example="recipes/sft.yaml", lr="sft.lr")
     parser.set_defaults(command=_run, long=True)

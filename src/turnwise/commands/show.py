@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from turnwise.commands.command import Context, Subparsers
+from turnwise.commands.command import Context
 from turnwise.errors import ConfigError, RunError
 from turnwise.evaluation.results import read_results
 from turnwise.record.metric_names import metric_hint, metric_of
@@ -49,9 +49,9 @@ _SFT_COLUMNS = {
 }
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser("show", help="print a run, or single conversations, as text")
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = "Print the summary of a run, single conversations, or one metric, as text (docs/record.md)."
     parser.add_argument(
         "run", type=Path, help="the directory of a run, such as runs/demo; without options, its summary is printed"
     )

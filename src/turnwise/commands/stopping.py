@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -12,7 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Stops", "lasting_output", "open_closed_streams"]
 
@@ -88,6 +90,8 @@ class Stops:
 
         Raises KeyboardInterrupt if a signal has ended it.
         """
+        import asyncio  # here, because `turnwise --help` does not need it
+
         self._running = True
         try:
             return asyncio.run(self._supervised(main))
@@ -100,6 +104,8 @@ class Stops:
             self._loop = self._task = None
 
     async def _supervised(self, main: Coroutine[Any, Any, T]) -> T:
+        import asyncio
+
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         if self.received is not None:  # the signal came before the task was created
             main.close()

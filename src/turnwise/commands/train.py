@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from turnwise.commands.command import Context, Subparsers, add_recipe
+from turnwise.commands.command import Context, add_recipe
 from turnwise.commands.run_command import resume_command, run_to_end
 from turnwise.errors import ConfigError
 
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model by reinforcement learning",
-        description="Train a model by reinforcement learning, with the options of a recipe or of a configuration for verl "
-        "(docs/verl.md).",
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Train a model by reinforcement learning, with the options of a recipe or of a configuration for verl "
+        "(docs/verl.md)."
     )
     add_recipe(parser, nargs="?")
     parser.add_argument("--config-path", metavar="DIR", help="instead of a recipe: a directory of verl's YAML files")

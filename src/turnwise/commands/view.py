@@ -7,19 +7,15 @@ import contextlib
 import webbrowser
 from pathlib import Path
 
-from turnwise.commands.command import Context, Subparsers, print_lines
+from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
 
 
-def register(commands: Subparsers) -> None:
-    """Add the command and its arguments."""
-    parser = commands.add_parser(
-        "view",
-        help="show runs in the browser: curves, conversations, tokens",
-        description="Serve a web page on this machine that shows runs, also while they go on (docs/view.md).",
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = "Serve a web page on this machine that shows runs, also while they go on (docs/view.md)."
     parser.add_argument(
         "runs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN",
         help="directories of runs, or a directory that contains runs; default: runs",

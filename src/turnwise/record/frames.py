@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from turnwise.errors import ConfigError
 from turnwise.record.reader import read, read_lines
 from turnwise.types import Trajectory
 
-__all__ = ["metrics_frame", "trajectories_frame"]
+__all__ = ["evaluation_frame", "metrics_frame", "trajectories_frame"]
 
 
 def metrics_frame(run: str | Path) -> Any:
@@ -30,6 +31,16 @@ def trajectories_frame(run: str | Path) -> Any:
     Raises ConfigError if pandas is not installed, RunError if the file is missing or damaged.
     """
     return _pandas().DataFrame([_values(trajectory) for trajectory in read(run)])
+
+
+def evaluation_frame(directory: str | Path, models: Sequence[str]) -> Any:
+    """The conversations of several models of an evaluation: one row for each, with the name of the model in the column `model`.
+
+    Raises ConfigError if pandas is not installed, RunError if a file is missing or damaged.
+    """
+    return _pandas().DataFrame(
+        [{"model": model, **_values(trajectory)} for model in models for trajectory in read(Path(directory) / model)]
+    )
 
 
 def _values(trajectory: Trajectory) -> dict[str, Any]:
@@ -59,5 +70,5 @@ def _pandas() -> Any:
     try:
         import pandas
     except ImportError:
-        raise ConfigError("data frames need the `pandas` package: pip install pandas") from None
+        raise ConfigError("data frames need the `pandas` package: pip install 'turnwise[pandas]'") from None
     return pandas

@@ -118,8 +118,8 @@ class Pipeline:
     options: PipelineOptions
     version: int
     """The version of the published weights: the number of finished training steps."""
-    on_finished: Callable[[], None] = lambda: None
-    """Called when a conversation has ended and its rewards were computed."""
+    on_finished: Callable[[int], None] = lambda tokens: None
+    """Called with the number of sampled tokens when a conversation has ended and its rewards were computed."""
     active: list[ActiveGroup] = field(default_factory=list, init=False)
     """The groups that were started and not taken, in the order in which they were started."""
     kept: int = field(default=0, init=False)
@@ -283,13 +283,13 @@ class Pipeline:
         await rollout_groups(alone, greedy, on_finished=score, slots=self._slots)
 
     def _scoring(
-        self, scorings: dict[str, GroupScoring], on_finished: Callable[[], None] = lambda: None
+        self, scorings: dict[str, GroupScoring], on_finished: Callable[[int], None] = lambda tokens: None
     ) -> Callable[[Trajectory], Awaitable[None]]:
         """What is awaited with each trajectory that has ended. `scorings` are by the id of the group."""
 
         async def finished(trajectory: Trajectory) -> None:
             await scorings[trajectory.group].finished(trajectory)
-            on_finished()
+            on_finished(trajectory.sampled_tokens)
 
         return finished
 

@@ -20,6 +20,7 @@ from turnwise.record.writer import write_config, write_trajectories, writing
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.sampling_only import conversation_context, prepare
 from turnwise.terminal.progress import progress
+from turnwise.terminal.story import log_conversation
 from turnwise.types import Group, Trajectory
 
 __all__ = ["assign_scripts", "collect"]
@@ -46,12 +47,14 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
         with progress(console, len(trajectories)) as advance:
 
             async def done(trajectory: Trajectory) -> None:
-                advance()
+                advance(trajectory.sampled_tokens)
                 for scored in await score(trajectory):
                     weigh_turns(scored)  # nothing is trained; the record shows what training would use
                     writer.add(scored)
 
             await rollout_groups(groups, context, on_finished=done)
+    renderer = conversations.renderer
+    log_conversation(trajectories, decode=None if renderer is None else renderer.decode)
     if (warning := template_mismatches(trajectories)) is not None:
         _print(console, [warning], style="yellow")
     _print(console, failures(groups)[:5], style="red")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.record.metrics import conversation_metrics, mean
@@ -23,10 +23,13 @@ async def evaluate(
     seed: int = 0,
     step: int = 0,
     pass_reward: float = 1.0,
+    on_finished: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Run `samples` conversations on each row and score them. Returns the metrics and the groups.
 
     A conversation with a reward of at least `pass_reward` counts in the metric `pass_rate`.
+
+    `on_finished` is called with the number of sampled tokens of each finished conversation.
 
     The random streams depend on `seed` only, so equal weights give equal conversations at every step.
     """
@@ -36,6 +39,7 @@ async def evaluate(
 
     async def done(trajectory: Trajectory) -> None:
         await score(trajectory)
+        on_finished(trajectory.sampled_tokens)
 
     await rollout_groups(groups, table, on_finished=done)
     seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}

@@ -14,11 +14,19 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.training.checkpoint import Checkpoints
 
-__all__ = ["EvaluatedModel", "evaluated_models"]
+__all__ = ["EvaluatedModel", "ModelOptions", "evaluated_models"]
 
 _ENDPOINT = re.compile(r"(?P<model>.+?)@(?P<url>https?://.+)")
 _LABEL = re.compile(r"(?P<label>[A-Za-z0-9][\w.-]*)=(?P<value>.+)")
 _SINGLE_TURN = "single-turn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """A model of an evaluation as options of the recipe that hold for this model only."""
+
+    name: str
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,18 +47,23 @@ class EvaluatedModel:
         return self.config.model.path
 
 
-def evaluated_models(config: Config, values: Sequence[str], *, single_turn: bool) -> list[EvaluatedModel]:
+def evaluated_models(
+    config: Config, values: Sequence[str | ModelOptions], *, single_turn: bool
+) -> list[EvaluatedModel]:
     """The models of `values` (`--model`); without values, the model of the recipe.
 
     A value is a model directory, a hub name, the directory of a run of turnwise (its newest checkpoint), an endpoint
-    (`MODEL@URL`), or a YAML file with options of the recipe for this model. `NAME=` before it gives the model a name. With
-    `single_turn`, each model is also evaluated with one turn in each conversation.
+    (`MODEL@URL`), a YAML file with options of the recipe for this model, or these options. `NAME=` before a text gives the model
+    a name. With `single_turn`, each model is also evaluated with one turn in each conversation.
 
     Raises ConfigError or RunError.
     """
     models: list[EvaluatedModel] = []
     for value in values or [""]:
-        label, of_model = _resolved(config, value)
+        if isinstance(value, ModelOptions):
+            label, of_model = value.name, _changed(config, value.options, value.name)
+        else:
+            label, of_model = _resolved(config, value)
         name = _unique(label, [model.name for model in models])
         models.append(EvaluatedModel(name=name, config=of_model))
         if single_turn:

@@ -21,6 +21,7 @@ from turnwise.runs.evaluated_models import EvaluatedModel
 from turnwise.runs.evaluation_directory import EvaluationDirectory, ModelDirectory
 from turnwise.runs.sampling_only import SamplingRun, conversation_context, prepare
 from turnwise.terminal.progress import progress
+from turnwise.terminal.story import log_conversation
 from turnwise.training import fingerprint
 from turnwise.types import Group, Row, Trajectory
 
@@ -94,11 +95,14 @@ async def _run_model(
             with progress(console, total, done=len(kept), label=model.name) as advance:
 
                 async def done(trajectory: Trajectory) -> None:
-                    advance()
+                    advance(trajectory.sampled_tokens)
                     place.add(await score(trajectory))
 
                 await rollout_groups(pending, context, on_finished=done)
     recorded = _groups(place.read(), rows)
+    renderer = conversations.renderer
+    by_id = {trajectory.id: trajectory for group in recorded for trajectory in group.trajectories}
+    log_conversation([by_id[id] for id in order if id in by_id], decode=None if renderer is None else renderer.decode)
     metrics = {
         "step": 0,
         "conversations": total,

@@ -20,6 +20,7 @@ from turnwise.record.run_directory import RunDirectory
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.assembly import RunInputs
 from turnwise.terminal.activity import Activity
+from turnwise.terminal.story import log_conversation
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.critic import Critic
@@ -151,6 +152,10 @@ class RunState:
     def advance_data(self) -> None:
         """Count the rows that the finished step has used."""
 
+    def log_conversation(self, trajectories: Sequence[Trajectory]) -> None:
+        """Log the story of one of the step's conversations, for `TURNWISE_LOG=debug`."""
+        log_conversation(trajectories, decode=self.inputs.renderer.decode, step=self.step + 1)
+
     def begin_update(self) -> None:
         """Called before the first optimizer step of a step: until the step is finished, no checkpoint can be written."""
         self.updating = True
@@ -174,6 +179,7 @@ class RunState:
         holds the step.
         """
         self._warn_template_mismatch(trajectories)
+        self.log_conversation(trajectories)
         self.updating = True
         line = {
             "step": self.step + 1,

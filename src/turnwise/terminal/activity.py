@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rich.console import Console
 
-__all__ = ["Activity", "Heartbeat"]
+__all__ = ["Activity", "Advance", "Heartbeat"]
+
+
+class Advance(Protocol):
+    """Counts a finished item of a part of a step."""
+
+    def __call__(self, tokens: int = 0, /) -> None:
+        """`tokens` is the number of tokens that were sampled for the item."""
+        ...
 
 
 @dataclass(slots=True)
@@ -21,8 +29,11 @@ class Activity:
     done: int = 0
     total: int = 0
     """0 for a part without a count."""
+    tokens: int = 0
+    """The tokens that were sampled for the finished items of the part."""
     began: float = field(default_factory=time.monotonic)
     """When the step began, by `time.monotonic`."""
+    part_began: float = field(default_factory=time.monotonic, init=False)
     _parts: int = field(default=0, init=False)
 
     def step(self, step: int) -> None:
@@ -30,30 +41,40 @@ class Activity:
         self.began = time.monotonic()
         self.part(step, "conversations")
 
-    def part(self, step: int, name: str, total: int = 0) -> Callable[[], None]:
+    def part(self, step: int, name: str, total: int = 0) -> Advance:
         """Record that a part of a step begins, with `total` items.
 
         Returns a function to call after each item. It has no effect after another part began: with `train.max_staleness`, the
         conversations of later steps continue during training.
         """
-        self.label, self.done, self.total = f"step {step}: {name}", 0, total
+        self.label, self.done, self.total, self.tokens = f"step {step}: {name}", 0, total, 0
+        self.part_began = time.monotonic()
         self._parts += 1
         own = self._parts
 
-        def advance() -> None:
+        def advance(tokens: int = 0, /) -> None:
             if self._parts == own:
-                self.done += 1
+                self.advance(tokens)
 
         return advance
 
-    def advance(self) -> None:
-        """Count a finished item, in a run with a single part."""
+    def advance(self, tokens: int = 0, /) -> None:
+        """Count a finished item, for which `tokens` tokens were sampled."""
         self.done += 1
+        self.tokens += tokens
+
+    def speed(self) -> str:
+        """The sampled tokens per second of the part, such as `1,234 tokens/s`; empty without sampled tokens."""
+        seconds = time.monotonic() - self.part_began
+        return f"{self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds > 0 else ""
 
     def text(self) -> str:
-        """The activity as text, such as `step 4: conversations 37 of 128, 61 s`."""
+        """The activity as text, such as `step 4: conversations 37 of 128, 1,234 tokens/s, 61 s`."""
+        if not self.label:
+            return ""
         count = f" {self.done} of {self.total}" if self.total else ""
-        return f"{self.label}{count}, {time.monotonic() - self.began:.0f} s" if self.label else ""
+        speed = f", {speed}" if (speed := self.speed()) else ""
+        return f"{self.label}{count}{speed}, {time.monotonic() - self.began:.0f} s"
 
 
 class Heartbeat:

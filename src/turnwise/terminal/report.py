@@ -13,12 +13,14 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal.activity import Activity
 
-__all__ = ["Report", "places"]
+__all__ = ["Report", "activity_line", "places"]
 
 _RECENT = 8
 """Steps that the live display shows, and over which the time of a step is averaged."""
@@ -93,7 +95,19 @@ class Report:
         raise NotImplementedError
 
     def _picture(self) -> RenderableType:
-        return Group(self.figures(), self._progress, Text(self.activity.text()))
+        return Group(self.figures(), self._progress, activity_line(self.activity))
+
+
+def activity_line(activity: Activity) -> RenderableType:
+    """The part of the step that is running: its text, and a bar if the number of its items is known."""
+    text = Text(activity.text(), no_wrap=True, overflow="ellipsis")
+    if not activity.total:
+        return text
+    line = Table.grid(padding=(0, 1), expand=True)
+    line.add_column()
+    line.add_column(ratio=1)
+    line.add_row(text, ProgressBar(total=activity.total, completed=activity.done))
+    return line
 
 
 def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> Text:
