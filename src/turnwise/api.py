@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.record.run_directory import RunDirectory
-    from turnwise.runs.evaluated_models import ModelOptions
+    from turnwise.runs.evaluated_models import NamedOptions
     from turnwise.runs.run_state import RunState
 
 __all__ = [
@@ -265,17 +265,17 @@ def evaluate(
     return EvaluationRun(directory)
 
 
-def _evaluated(name: str | None, model: Evaluated, directory: Path, number: int) -> str | ModelOptions:
+def _evaluated(name: str | None, model: Evaluated, directory: Path, number: int) -> str | NamedOptions:
     """A model of `evaluate` as a value of `--model`, or as options of the recipe."""
-    from turnwise.runs.evaluated_models import ModelOptions
+    from turnwise.runs.evaluated_models import NamedOptions
 
     if isinstance(model, Mapping):
-        return ModelOptions(name=name or f"model-{number}", options=model)
+        return NamedOptions(name=name or f"model-{number}", options=model)
     if isinstance(model, tuple):
         name = name or f"model-{number}"
         of_object, tokenizer = model
         folder = saved_model(of_object, tokenizer, directory.with_name(f"{directory.name}-models") / name)
-        return ModelOptions(name=name, options={"model": {"path": str(folder)}})
+        return NamedOptions(name=name, options={"model": {"path": str(folder)}})
     text = str(model.directory if isinstance(model, RunResult) else model)
     return text if name is None else f"{name}={text}"
 

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from turnwise.cli import main
 from turnwise.config.schema import Config
+from turnwise.evaluation.results import Comparison, Cost, EvaluationResult, ModelResult, ResultPart
+from turnwise.evaluation.statistics import estimate, paired_test
 from turnwise.terminal.activity import Activity
 from turnwise.terminal.console import Terminal
+from turnwise.terminal.evaluation_table import print_results
 from turnwise.terminal.progress import progress
 from turnwise.terminal.report import activity_line
 from turnwise.terminal.train_report import TrainReport
@@ -122,3 +125,53 @@ def test_without_a_terminal_there_is_plain_text(capsys: pytest.CaptureFixture[st
     assert "step 12  reward 0.812  turns 3.500" in written.getvalue()
     assert main(["show", "nowhere"]) == 1
     assert "\x1b" not in capsys.readouterr().err
+
+
+def an_evaluation() -> EvaluationResult:
+    some = estimate([0.2, 0.5, 0.9, 1.0])
+    part = ResultPart(conversations=12, reward=some, pass_rate=some)
+    cost = Cost(
+        prompt_tokens=1, sampled_tokens=1, tokens_per_conversation=471.0, seconds_per_conversation=2.67,
+        engine_seconds_per_conversation=1.0,
+    )  # fmt: skip
+    models = [
+        ModelResult(
+            name=name, model=name, engine="local", single_turn=False, conversations=1024, failed=3, reward=some, pass_rate=some,
+            pass_at={1: some, 2: some, 4: some}, pass_all={1: some, 2: some, 4: some}, turns={1: part, 2: part},
+            sources={"heldout.jsonl": part, "other": part}, turns_mean=2.96, cost=cost,
+        )
+        for name in ("base", "calculator-single-turn")
+    ]  # fmt: skip
+    test = paired_test([0.2, 0.5, 0.9, 1.0], [0.1, 0.5, 0.7, 0.2])
+    comparison = Comparison(first="base", second="calculator-single-turn", test=test)
+    return EvaluationResult(
+        data="heldout.jsonl", rows=4, samples_per_row=4, seed=0, pass_reward=1, models=models, comparisons=[comparison]
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_tables_of_an_evaluation_are_complete_at_all_widths(width: int) -> None:
+    """A table that is too wide is divided; no number and no name is cut."""
+    console = terminal(width)
+    with console.capture() as captured:
+        print_results(console, an_evaluation())
+    text = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    rows = [line for line in text.splitlines() if line.startswith(("┃", "│"))]
+    assert max(map(len, rows)) <= width
+    assert "…" not in text
+    for header in (
+        "reward",
+        "pass rate",
+        "pass@2",
+        "pass^4",
+        "turns",
+        "tokens",
+        "seconds",
+        "failed",
+        "p (t-test)",
+        "source",
+    ):
+        assert any(header in row for row in rows if row.startswith("┃")), header
+    assert any("calculator-single-turn" in row and "0.650 [0.062, 1.238]" in row for row in rows)
+    assert any("calculator-single-turn" in row and "+0.275 [-0.297, 0.847]" in row for row in rows)
+    assert any("3 of 1024" in row for row in rows)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import socket
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from support.recipes import save_recipe
 from support.tiny import save_model
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError
-from turnwise.loggers.logger import Loggers
+from turnwise.loggers.logger import Loggers, RestartingLogger, start_or_wait, starting
 from turnwise.loggers.spans import spans_of
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
@@ -278,3 +279,95 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         start_tracker("tensorboard", start(tmp_path, arguments={"nonsense": 1}))
     with pytest.raises(ConfigError, match=r"loggers\.0\.name"):
         load(save_recipe(tmp_path, tmp_path, loggers=["comet"]))
+
+
+def closed_port() -> str:
+    """The address of a local port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_service_that_is_down_at_the_start_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with caplog.at_level(logging.WARNING, "turnwise"):
+        tracker = start_tracker("mlflow", start(tmp_path, arguments={"tracking_uri": closed_port()}))
+        assert isinstance(tracker, RestartingLogger)
+        tracker.pause = 0.0
+        send(tracker)
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("turnwise")]
+    assert len(messages) == 1
+    assert messages[0].startswith("the logger mlflow: its service cannot be reached: ")
+    assert "The run goes on" in messages[0]
+
+
+def test_a_service_that_comes_back_gets_the_metrics_of_earlier_steps(caplog: pytest.LogCaptureFixture) -> None:
+    received: list[tuple[str, int, dict[str, float], int]] = []
+
+    class Tracker:
+        name, conversations = "tracker", 1
+
+        def step(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+            received.append(("step", step, dict(metrics), len(trajectories)))
+
+        def evaluation(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+            received.append(("evaluation", step, dict(metrics), len(trajectories)))
+
+        def close(self) -> None:
+            received.append(("close", 0, {}, 0))
+
+    down = True
+
+    def begin() -> Any:
+        with starting("the logger tracker", extra="mlflow"):
+            if down:
+                try:
+                    raise ConnectionRefusedError("nobody listens")
+                except ConnectionRefusedError as error:
+                    raise ValueError("a library's own error") from error
+            return Tracker()
+
+    tracker = start_or_wait("tracker", 1, begin)
+    assert isinstance(tracker, RestartingLogger)
+    tracker.step(1, {"reward/mean": 0.1}, [])
+    assert received == []
+    tracker.pause = 0.0
+    tracker.evaluation(1, {"reward/mean": 0.2}, [])
+    down = False
+    tracker.step(2, {"reward/mean": 0.3}, [a_trajectory()])
+    tracker.close()
+    assert received == [
+        ("step", 1, {"reward/mean": 0.1}, 0), ("evaluation", 1, {"reward/mean": 0.2}, 0),
+        ("step", 2, {"reward/mean": 0.3}, 1), ("close", 0, {}, 0),
+    ]  # fmt: skip
+    assert len(caplog.records) == 1
+
+
+def test_messages_that_differ_in_an_address_only_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        name, conversations = "broken", 1
+
+        def step(self, step: int, metrics: Mapping[str, float], trajectories: Sequence[Trajectory]) -> None:
+            raise ConnectionError(f"<HTTPConnection object at {id(metrics):#x}>: refused after {step} s")
+
+        evaluation = step
+
+        def close(self) -> None:
+            pass
+
+    send(Broken())
+    assert len(caplog.records) == 1
+
+
+def test_a_collector_that_is_down_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", closed_port())
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    send(start_tracer("otlp", conversations=1, project="p", directory=tmp_path))
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(errors) == 1, errors

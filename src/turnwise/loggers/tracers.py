@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from turnwise.loggers.logger import Logger, starting
+from turnwise.loggers.logger import Logger, start_or_wait, starting
 from turnwise.loggers.spans import Span, spans_of
 from turnwise.types import Trajectory
 
@@ -17,9 +17,17 @@ __all__ = ["start_tracer"]
 
 
 def start_tracer(backend: str, *, conversations: int, project: str, directory: Path) -> Logger:
-    """Start a tracing system. Raises ConfigError if its library is not installed, or if it does not start."""
-    with starting(f"trace.backend={backend}", extra=backend):
-        return _Tracer(backend, conversations, *_BACKENDS[backend](project, directory))
+    """Start a tracing system. If its service cannot be reached, it is started later in the run.
+
+    Raises ConfigError if its library is not installed, or if it does not start for another reason.
+    """
+    name = f"trace.backend={backend}"
+
+    def started() -> Logger:
+        with starting(name, extra=backend):
+            return _Tracer(backend, conversations, *_BACKENDS[backend](project, directory))
+
+    return start_or_wait(name, conversations, started)
 
 
 _Export = Callable[[int, Span], None]

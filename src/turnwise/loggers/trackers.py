@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.loggers.logger import Logger, starting
+from turnwise.loggers.logger import Logger, start_or_wait, starting
 from turnwise.loggers.tables import COLUMNS, rows, text
 from turnwise.types import Trajectory
 
@@ -39,9 +40,16 @@ class Start:
 
 
 def start_tracker(name: str, start: Start) -> Logger:
-    """Start a tracker. Raises ConfigError if its library is not installed, or if it does not start."""
-    with starting(f"the logger {name}", extra=name):
-        return _TRACKERS[name](start)
+    """Start a tracker. If its service cannot be reached, the tracker is started later in the run.
+
+    Raises ConfigError if its library is not installed, or if it does not start for another reason.
+    """
+
+    def started() -> Logger:
+        with starting(f"the logger {name}", extra=name):
+            return _TRACKERS[name](start)
+
+    return start_or_wait(name, start.conversations, started)
 
 
 class _Tracker:
@@ -123,6 +131,8 @@ class _Mlflow(_Tracker):
 
     def __init__(self, start: Start) -> None:
         super().__init__(start)
+        # mlflow's own default is 7 requests in four minutes, for which the start of the run would wait
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient(**start.arguments)  # the functions of mlflow belong to a thread

@@ -14,7 +14,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.training.checkpoint import Checkpoints
 
-__all__ = ["EvaluatedModel", "ModelOptions", "evaluated_models"]
+__all__ = ["EvaluatedModel", "NamedOptions", "evaluated_models"]
 
 _ENDPOINT = re.compile(r"(?P<model>.+?)@(?P<url>https?://.+)")
 _LABEL = re.compile(r"(?P<label>[A-Za-z0-9][\w.-]*)=(?P<value>.+)")
@@ -22,7 +22,7 @@ _SINGLE_TURN = "single-turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+class NamedOptions:
     """A model of an evaluation as options of the recipe that hold for this model only."""
 
     name: str
@@ -48,7 +48,7 @@ class EvaluatedModel:
 
 
 def evaluated_models(
-    config: Config, values: Sequence[str | ModelOptions], *, single_turn: bool
+    config: Config, values: Sequence[str | NamedOptions], *, single_turn: bool
 ) -> list[EvaluatedModel]:
     """The models of `values` (`--model`); without values, the model of the recipe.
 
@@ -60,7 +60,7 @@ def evaluated_models(
     """
     models: list[EvaluatedModel] = []
     for value in values or [""]:
-        if isinstance(value, ModelOptions):
+        if isinstance(value, NamedOptions):
             label, of_model = value.name, _changed(config, value.options, value.name)
         else:
             label, of_model = _resolved(config, value)

@@ -24,14 +24,16 @@ def print_results(console: Console, result: EvaluationResult) -> None:
     _table(console, _models(result))
     if result.comparisons:
         _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
-        _table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)])
+        _table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
     if any(model.sources for model in result.models):
         _line(console, "\nby data source:")
         parts = [(model, source, part) for model in result.models for source, part in model.sources.items()]
-        _table(console, [["model", "source", *_PART], *([m.name, name, *_part(part)] for m, name, part in parts)])
+        _table(
+            console, [["model", "source", *_PART], *([m.name, name, *_part(part)] for m, name, part in parts)], keys=2
+        )
     _line(console, "\nby number of turns:")
     by_turns = [(model, number, part) for model in result.models for number, part in model.turns.items()]
-    _table(console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)])
+    _table(console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)], keys=2)
 
 
 _PART = ["conversations", "reward", "pass rate"]
@@ -95,23 +97,47 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first row is the header: aligned text that is never cut or wrapped, except on a terminal."""
-    if console.is_terminal:
-        table = Table()
-        for place, header in enumerate(rows[0]):
-            table.add_column(Text(header), justify="left" if place == 0 else "right", no_wrap=place > 0)
-        for row in rows[1:]:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
-        return
+def _table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
+    """A table whose first row is the header, and whose first `keys` columns say what a row is about.
+
+    On a terminal that is too narrow, the other columns are divided into several tables. Elsewhere, aligned text that is never cut
+    or wrapped.
+    """
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    if console.is_terminal:
+        for part in _fitting(widths, console.width, keys):
+            table = Table()
+            for place in part:
+                key = place < keys
+                table.add_column(
+                    Text(rows[0][place]), justify="left" if key else "right", no_wrap=not key, overflow="fold"
+                )
+            for row in rows[1:]:
+                table.add_row(*(Text(row[place]) for place in part))
+            console.print(table)
+        return
     for row in rows:
         cells = [
             cell.ljust(width) if place == 0 else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         _line(console, "  ".join(cells).rstrip())
+
+
+def _fitting(widths: Sequence[int], space: int, keys: int) -> list[list[int]]:
+    """The columns of each table: the key columns, and as many others as fit into `space` characters, at least one."""
+    border = 3  # a column has a line at its left and a blank at both sides
+    key_width = 1 + sum(width + border for width in widths[:keys])
+    parts: list[list[int]] = []
+    left = 0
+    for place in range(keys, len(widths)):
+        width = widths[place] + border
+        if not parts or width > left:
+            parts.append(list(range(keys)))
+            left = space - key_width
+        parts[-1].append(place)
+        left -= width
+    return parts
 
 
 def _line(console: Console, text: str) -> None:
