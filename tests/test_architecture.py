@@ -114,6 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rollout_server",
         "terminal",
         "training",
+        "user_code.live_objects",
     },
 }
 """Parts that are missing here put the others together: train, sft, doctor, commands, cli."""

@@ -33,9 +33,9 @@ def save(folder: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
     return str(path)
 
 
-def trained(model: Path, folder: Path, **changes: Any) -> turnwise.RunResult:
+def trained(start: Path, folder: Path, **changes: Any) -> turnwise.RunResult:
     options: dict[str, Any] = {
-        **OPTIONS, "model": model, "rows": save(folder), "output": folder / "run",
+        **OPTIONS, "model": start, "rows": save(folder), "output": folder / "run",
         "train": {"steps": 1, "batch_size": 3, "group_size": 4, "lr": 0.02}, **changes,
     }  # fmt: skip
     return turnwise.train(**options)

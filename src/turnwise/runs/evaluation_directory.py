@@ -26,6 +26,7 @@ from turnwise.record.run_directory import move_away
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import replace_file, write_config, write_trajectories, writing
 from turnwise.types import Trajectory
+from turnwise.user_code.live_objects import is_live
 
 __all__ = ["EvaluationDirectory", "ModelDirectory"]
 
@@ -166,6 +167,11 @@ def _options(config: Config) -> dict[str, Any]:
     tree = config.model_dump(mode="json", exclude=set(_UNUSED))
     for name in _UNUSED_OF_EVAL:
         tree["eval"].pop(name, None)
+    tree["data"].pop("train", None)
+    if is_live(str(tree["data"]["eval"])):
+        tree["data"]["eval"] = (
+            None  # rows of a Python program have another name in each call; their contents are compared
+        )
     return tree
 
 
