@@ -8,7 +8,7 @@ and the reasons why conversations end in `turnwise.endings`; import all of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,6 +280,9 @@ class Opening:
     """The tools that the model may call."""
     sampling: SamplingChange | None = None
     """A change of the sampling from the first turn on; None uses the recipe's."""
+    watch_sampling: Callable[[], Awaitable[None]] | None = None
+    """For environments that can lose interest in a turn, such as an agent whose client disconnects. Called whenever the model
+    begins a turn, and cancelled when the turn is complete. If it raises, the turn is cancelled and the conversation fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import threading
 import time
@@ -99,6 +100,56 @@ def test_a_run_with_a_server_is_the_run_in_one_process(recipe: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("directory", [False, True])
+def test_only_the_adapter_is_sent_and_the_run_is_that_in_one_process(
+    recipe: Path, tmp_path: Path, directory: bool
+) -> None:
+    pytest.importorskip("peft")
+    options = ["deterministic=true", "correction.action=null", "model.lora.rank=2", "train.steps=2"]
+    alone = trained(recipe, tmp_path / "alone", *options)
+    with running(recipe, "deterministic=true", "model.lora.rank=2") as server:
+        options.append(f"rollout_server.url={server.url}")
+        if directory:
+            options.append(f"rollout_server.weights_directory={tmp_path / 'weights'}")
+        together = trained(recipe, tmp_path / "together", *options)
+        assert server.ask("GET", "/info")[1]["version"] == 2
+        metrics = server.request("GET", "/metrics")[1].decode()
+    assert 'turnwise_weight_updates_total{result="loaded"} 3.0' in metrics
+    assert [without_times(line) for line in together[0]] == [without_times(line) for line in alone[0]]
+    assert together[1] == alone[1]
+    assert together[2] == alone[2]
+
+
+def test_an_adapter_needs_the_same_options_and_the_same_model(recipe: Path, tmp_path: Path, server: Running) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=2 here, None at the server"):
+        assemble(load(recipe, [f"rollout_server.url={server.url}", "model.lora.rank=2", f"output={tmp_path / 'a'}"])[0])
+    config = load(recipe, ["model.lora.rank=2"])[0]
+    other = tmp_path / "model"
+    shutil.copytree(config.model.path, other)
+    (file,) = other.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with running(recipe, "model.lora.rank=2", f"model.path={other}") as adapted:
+        with pytest.raises(ConfigError, match=r"has other weights than model\.path here, and only the adapter"):
+            assemble(
+                load(recipe, [f"rollout_server.url={adapted.url}", "model.lora.rank=2", f"output={tmp_path / 'b'}"])[0]
+            )
+        client = client_of(adapted, base=adapted.ask("GET", "/info")[1]["base"])
+
+        async def send_all_weights() -> None:
+            await client.start()
+            try:
+                await client.load_weights(1, weights_of(1))
+            finally:
+                await client.close()
+
+        with pytest.raises(EngineError, match=r"send the adapter, or remove model\.lora"):
+            asyncio.run(send_all_weights())
+        assert adapted.ask("GET", "/health")[1]["version"] == 0
+
+
+@pytest.mark.parametrize("directory", [False, True])
 def test_training_with_a_server_learns(recipe: Path, tmp_path: Path, server: Running, directory: bool) -> None:
     options = [f"rollout_server.url={server.url}", "train.steps=2"]
     folder = tmp_path / "weights"
@@ -144,10 +195,6 @@ def test_a_wrong_token_is_refused(
     ("options", "problem"),
     [
         (["rollout_server.timeout=5"], "rollout_server.timeout has no effect without rollout_server.url"),
-        (
-            ["rollout_server.url=http://x", "model.lora.rank=4"],
-            "model.lora.rank cannot be combined with rollout_server.url",
-        ),
         (
             ["rollout_server.url=http://x", f"reward.trajectory=['{PLACES}:reads_environment']"],
             "reads_environment reads the environment's object, which is on the rollout server",

@@ -25,10 +25,17 @@ Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 
 
 def engine(
-    config: Config, renderer: Renderer, model: Any | None = None, *, scripts: Scripts | None = None, version: int = 0
+    config: Config,
+    renderer: Renderer,
+    model: Any | None = None,
+    *,
+    scripts: Scripts | None = None,
+    version: int = 0,
+    updated: bool = False,
 ) -> Engine:
     """The engine of a recipe: the embedded engine on a loaded `model`, the scripted engine, or an engine on servers, whose
-    weights are updated if there is a `model`. With rollout_server.url, the client of that server, which samples there.
+    weights are updated if there is a `model`, or with `updated`. With rollout_server.url, the client of that server, which
+    samples there.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
     `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
@@ -43,7 +50,7 @@ def engine(
     if isinstance(options, OpenAIEngineSection):
         raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
     if isinstance(options, ServerEngineSection):
-        return server_engine(config, options, renderer, trained=model is not None, version=version)
+        return server_engine(config, options, renderer, trained=updated or model is not None, version=version)
     if model is None:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
     from turnwise.engines.local import LocalEngine  # torch
@@ -59,18 +66,20 @@ def engine(
     )
 
 
-def engine_model(config: Config) -> Any | None:
+def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
     """The model that the recipe's engine samples from, loaded from model.path; None for an engine without weights.
 
-    For runs without training. In training, the learner has already loaded the model.
+    With `adapter`, the model has the adapter of model.lora, so that trained adapters can be loaded into it. For runs without
+    training. In training, the learner has already loaded the model.
     """
     without = isinstance(config.engine, ScriptedEngineSection | ServerEngineSection)
     if without or config.rollout_server.url is not None:
         return None
     from turnwise.models.loading import load_model  # torch
 
+    options = model_options(config)
     # a new adapter changes nothing before training
-    return load_model(replace(model_options(config), lora=None))
+    return load_model(options if adapter else replace(options, lora=None))
 
 
 def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:

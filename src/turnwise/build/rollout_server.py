@@ -14,7 +14,7 @@ from turnwise.data.images import media_kind
 from turnwise.errors import ConfigError
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
-from turnwise.rollout_server.recipe import served_options
+from turnwise.rollout_server.recipe import base_weights, served_options
 from turnwise.training import fingerprint
 from turnwise.types import Row
 
@@ -38,6 +38,7 @@ def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClien
             trainer=trainer_name(config.output),
             tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
             recipe=served_options(config),
+            base=base_weights(config),
         )
     )
     with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop

@@ -311,11 +311,6 @@ def _rollout_server_problems(config: Config) -> list[Problem]:
             server.url is None and changed is not None,
             f"rollout_server.{changed} has no effect without rollout_server.url: set it, or remove rollout_server.{changed}",
         ),
-        (
-            server.url is not None and config.model.lora.rank is not None,
-            "model.lora.rank cannot be combined with rollout_server.url: a rollout server takes all weights, and only the "
-            "adapter is trained. Remove one of them",
-        ),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -28,12 +29,32 @@ class GuardedEnvironment:
         self._environment: Environment = call_blocking(
             make_environment, kind="environment", name="making an environment", shared=True
         )
+        self._watch_sampling: Callable[[], Awaitable[None]] | None = None
 
     async def begin(self, row: Row) -> Opening:
-        return await self._call(lambda: self._environment.begin(row), "begin")
+        opening = await self._call(lambda: self._environment.begin(row), "begin")
+        if isinstance(opening, Opening):  # else, the session refuses it
+            self._watch_sampling = opening.watch_sampling
+        return opening
 
     async def step(self, turn: Turn) -> Reply:
         return await self._call(lambda: self._environment.step(turn), "step")
+
+    async def watched(self, sampling: Callable[[], Awaitable[T]]) -> T:
+        """The result of `sampling`. It is cancelled if the environment does not wait for the turn any more."""
+        if self._watch_sampling is None:
+            return await sampling()
+        turn = asyncio.ensure_future(sampling())
+        watch = asyncio.ensure_future(self._call(self._watch_sampling, "watch_sampling"))
+        try:
+            await asyncio.wait({turn, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not turn.done():
+                watch.result()  # raises
+            return await turn
+        finally:
+            turn.cancel()
+            watch.cancel()
+            await asyncio.gather(turn, watch, return_exceptions=True)
 
     async def final_reward(self) -> float:
         """What is added to the last turn's reward after a limit ended the conversation; 0 without a method of that name."""

@@ -42,7 +42,7 @@ async def converse(session: ConversationSession, environment: GuardedEnvironment
     session.begin(opening)
     while (stop := session.stop_reason()) is None:
         async with deadline(limits.seconds_per_turn):
-            turn = await session.generate()
+            turn = await environment.watched(session.generate)
             if turn is None or turn.finish_reason == "length":
                 return session.truncation_reason
             started = time.perf_counter()

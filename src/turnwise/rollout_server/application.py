@@ -45,6 +45,8 @@ class ServedRun:
     """The fingerprint of the tokenizer."""
     options: Mapping[str, Any]
     """The options of the recipe that must be those of the trainer."""
+    base: str | None
+    """The fingerprint of the weights below an adapter; None if the recipe has no adapter."""
     longest_weights: int
     """Bytes of a body with weights, at most."""
     further_routes: Sequence[tuple[str, str, Callable[[EngineLoop], Handler]]] = field(default=())
@@ -124,6 +126,7 @@ class _Routes:
                 "max_concurrent": run.conversations.context.max_concurrent,
                 "lease": run.leases.owner,
                 "options": dict(run.options),
+                "base": run.base,
             }
         )
 

@@ -11,14 +11,16 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnwise.engines.remote.engine import WriteAdapter
 from turnwise.engines.remote.http import HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
-from turnwise.engines.remote.weights import WeightFiles, WeightUpdate
+from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout_server.adapters import pack_adapter
 from turnwise.rollout_server.recipe import differences
 from turnwise.rollout_server.wire import fill_trajectory, request_body
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
@@ -52,6 +54,8 @@ class ServerOptions:
     """The fingerprint of the trainer's tokenizer."""
     recipe: Mapping[str, Any]
     """The trainer's `served_options`."""
+    base: str | None = None
+    """The fingerprint of the weights below the trained adapter; None if all weights are trained."""
 
 
 def trainer_name(output: str) -> str:
@@ -102,15 +106,15 @@ class RolloutClient:
     def release(self, conversation: str) -> None:
         """Nothing: the server frees a conversation by itself."""
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        """Send weights to the server. After a failed update the server goes on with its old weights.
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
+        """Send weights to the server: all weights, or an adapter (a function that writes its files into a directory).
 
-        Raises EngineError.
+        After a failed update the server goes on with its old weights. Raises EngineError.
         """
         if weights is None:
             raise EngineError("a rollout server has its own copy of the weights: give the weights")
         await self._take_lease()
-        update = await asyncio.to_thread(self._files.write, version, weights)
+        update = await asyncio.to_thread(self._write, version, weights)
         unused: WeightUpdate | None = update
         try:
             await self._send(update)
@@ -118,6 +122,18 @@ class RolloutClient:
         finally:
             if unused is not None:
                 self._files.discard(unused)
+
+    def _write(self, version: int, weights: Mapping[str, Any] | WriteAdapter) -> WeightUpdate:
+        """A file with the weights. Raises EngineError."""
+        if not callable(weights):
+            return self._files.write(version, weights)
+        update = self._files.write_adapter(version, weights)
+        file = update.path.with_suffix(".safetensors")
+        try:
+            pack_adapter(update.path, file)
+        finally:
+            self._files.discard(update)
+        return replace(update, path=file, adapter=False, checksum=checksum_of(file), size=file.stat().st_size)
 
     async def close(self) -> None:
         """Give the lease back and remove the files of the weights."""
@@ -238,6 +254,11 @@ class RolloutClient:
                 f"the rollout server {self.options.url} has another tokenizer or chat template (its model is "
                 f"{info.get('model')}): serve the model that is trained"
             )
+        if info.get("base") != self.options.base:
+            raise ConfigError(
+                f"the model of the rollout server {self.options.url} ({info.get('model')}) has other weights than model.path "
+                f"here, and only the adapter (model.lora) is sent: serve the model that is trained"
+            )
 
     async def _send(self, update: WeightUpdate) -> None:
         """Send weights; once more if the server was restarted meanwhile."""
@@ -286,16 +307,15 @@ class HasWeights(Protocol):
         """The present weights."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write the adapter into a directory."""
+        ...
+
 
 class ServerWeights:
     """A `WeightPublisher` that sends the learner's weights to a rollout server."""
 
     def __init__(self, client: RolloutClient, learner: HasWeights) -> None:
-        if learner.trains_adapter:
-            raise ConfigError(
-                "a rollout server takes all weights, and the recipe trains an adapter: remove model.lora.rank, or remove "
-                "rollout_server.url"
-            )
         self._client = client
         self._learner = learner
 
@@ -307,7 +327,8 @@ class ServerWeights:
         pass
 
     async def publish(self, version: int) -> None:
-        await self._client.load_weights(version, self._learner.weights())
+        learner = self._learner
+        await self._client.load_weights(version, learner.save if learner.trains_adapter else learner.weights())
 
 
 class _SingleRunner:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from turnwise.config.schema import Config
 
-__all__ = ["differences", "served_options"]
+__all__ = ["base_weights", "differences", "served_options"]
 
 _SECTIONS = (
     "environment",
@@ -21,6 +23,8 @@ _SECTIONS = (
     "deterministic",
 )
 
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+
 
 def served_options(config: Config) -> dict[str, Any]:
     """The options that decide about conversations, as plain data by their dotted names.
@@ -29,7 +33,30 @@ def served_options(config: Config) -> dict[str, Any]:
     """
     plain = config.model_dump(mode="json")
     names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
-    return dict(_flat({name: plain[name] for name in names}, ""))
+    return dict(_flat({**{name: plain[name] for name in names}, "model.lora": plain["model"]["lora"]}, ""))
+
+
+def base_weights(config: Config) -> str | None:
+    """A fingerprint of the model's files, if the recipe trains an adapter on it: then only the adapter is sent. Else None.
+
+    Of each file, the size and blocks in equal distances are read, so that large models are no obstacle. For a model on the hub,
+    its name.
+    """
+    if config.model.lora.rank is None:
+        return None
+    folder = Path(config.model.path).expanduser()
+    files = sorted(file for suffix in ("safetensors", "bin") for file in folder.glob(f"*.{suffix}"))
+    if not files:
+        return config.model.path
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as opened:
+            for block in range(_BLOCKS):
+                opened.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+                digest.update(opened.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

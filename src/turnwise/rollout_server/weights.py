@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.weights import checksum_of
-from turnwise.errors import EngineError
+from turnwise.errors import ConfigError, EngineError
+from turnwise.rollout_server.adapters import LoadAdapter, packed_config, unpack_adapter
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.refusals import RequestRefused
 
@@ -86,8 +88,10 @@ class Leases:
 class WeightUpdates:
     """Loads weights into the engine, one update after the other."""
 
-    def __init__(self, engine: Engine, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: ServerMetrics, *, load_adapter: LoadAdapter | None = None) -> None:
+        """`load_adapter` is given if the recipe has an adapter (model.lora)."""
         self._engine = engine
+        self._load_adapter = load_adapter
         self._metrics = metrics
         self._lock = asyncio.Lock()
         metrics.version.set(engine.version)
@@ -102,25 +106,52 @@ class WeightUpdates:
 
         After a failed update the engine samples with the old weights, under the old version. Raises RequestRefused.
         """
-        return await self._counted(version, lambda: asyncio.to_thread(_read_tensors, path, checksum))
+        return await self._counted(version, lambda: self._load_file(version, path, checksum))
 
     async def load(self, version: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The same with tensors in memory."""
 
-        async def given() -> Mapping[str, Any]:
+        async def load() -> int:
+            self._refuse_without_adapter()
             _refuse_not_finite(tensors)
-            return tensors
+            await self._engine.load_weights(version, tensors)
+            return len(tensors)
 
-        return await self._counted(version, given)
+        return await self._counted(version, load)
 
-    async def _counted(self, version: int, read: Callable[[], Awaitable[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Read and load tensors, after the updates before, and count the result."""
+    async def _load_file(self, version: int, path: Path, checksum: str | None) -> int:
+        """Load a file with all weights, or with an adapter. Returns the number of tensors."""
+        tensors, config = await asyncio.to_thread(_read_tensors, path, checksum)
+        if config is None:
+            self._refuse_without_adapter()
+            await self._engine.load_weights(version, tensors)
+        elif self._load_adapter is None:
+            raise RequestRefused(
+                422,
+                "the file contains a LoRA adapter, and the server's recipe has none: set the same options model.lora for "
+                "`turnwise serve` and `turnwise train`",
+            )
+        else:
+            with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as folder:
+                await asyncio.to_thread(unpack_adapter, path, config, Path(folder))
+                await self._load_adapter(version, Path(folder))
+        return len(tensors)
+
+    def _refuse_without_adapter(self) -> None:
+        if self._load_adapter is not None:
+            raise RequestRefused(
+                422,
+                "the server's recipe has a LoRA adapter (model.lora), and the weights are all weights of a model: send the "
+                "adapter, or remove model.lora for `turnwise serve`",
+            )
+
+    async def _counted(self, version: int, load: Callable[[], Awaitable[int]]) -> dict[str, Any]:
+        """Load weights after the updates before, and count the result. `load` returns the number of tensors."""
         started = time.perf_counter()
         try:
             async with self._lock:
-                tensors = await read()
-                await self._engine.load_weights(version, tensors)
-        except (RequestRefused, EngineError) as error:
+                count = await load()
+        except (RequestRefused, EngineError, ConfigError) as error:
             self._metrics.updates.labels(result="failed").inc()
             if isinstance(error, RequestRefused):
                 raise
@@ -133,11 +164,14 @@ class WeightUpdates:
         self._metrics.updates.labels(result="loaded").inc()
         self._metrics.update_seconds.observe(seconds)
         self._metrics.version.set(self._engine.version)
-        return {"version": self._engine.version, "tensors": len(tensors), "seconds": round(seconds, 4)}
+        return {"version": self._engine.version, "tensors": count, "seconds": round(seconds, 4)}
 
 
-def _read_tensors(path: Path, checksum: str | None) -> dict[str, Any]:
-    """The tensors of a safetensors file, mapped into memory. Raises RequestRefused if the file cannot be read, or is damaged."""
+def _read_tensors(path: Path, checksum: str | None) -> tuple[dict[str, Any], str | None]:
+    """The tensors of a safetensors file, mapped into memory, and the configuration of the adapter if they are an adapter.
+
+    Raises RequestRefused if the file cannot be read, or is damaged.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file  # torch
 
@@ -147,14 +181,14 @@ def _read_tensors(path: Path, checksum: str | None) -> dict[str, Any]:
                 422,
                 f"the weights are damaged: their CRC-32 is {found}, and the trainer's is {checksum}. Send them again",
             )
-        tensors = load_file(path)
+        tensors, config = load_file(path), packed_config(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise RequestRefused(
             422,
             f"the weights cannot be read: {error}. They must be one complete safetensors file, which the server can open",
         ) from error
     _refuse_not_finite(tensors)
-    return tensors
+    return tensors, config
 
 
 def _refuse_not_finite(tensors: Mapping[str, Any]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -15,12 +17,15 @@ from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.config.serve_checks import refuse_without_effect_when_serving
 from turnwise.doctor.preflight import preflight
+from turnwise.engines.engine import Engine
+from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.vllm.trainer_group import join_by_nccl
 from turnwise.models.model_config import context_length
+from turnwise.rollout_server.adapters import LoadAdapter
 from turnwise.rollout_server.application import ServedRun
 from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.recipe import served_options
+from turnwise.rollout_server.recipe import base_weights, served_options
 from turnwise.rollout_server.server import TOKEN, Address, open_socket, serving, token_for
 from turnwise.rollout_server.swift_routes import swift_routes
 from turnwise.rollout_server.swift_weights import SwiftWeights
@@ -59,19 +64,19 @@ async def serve(
     renderer = build.renderer(config)
     _print(console, preflight(config, renderer), style="dim")
     async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
-        model = build.engine_model(config)
+        model = build.engine_model(config, adapter=True)
         if config.deterministic:
             from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        engine = build.engine(config, renderer, model)
+        engine = build.engine(config, renderer, model, updated=True)
         try:
             await engine.start()
-            longest = context_length(model.config.to_dict()) if model is not None else None
+            longest = context_length(model.config.to_dict()) if model is not None else build.longest_context(config)
             context = build.rollout_context(config, renderer, engine, environments, longest=longest)
             conversations = ConversationQueue(context, metrics, most_waiting=options.most_waiting)
             updates, leases, longest_weights = (
-                WeightUpdates(engine, metrics),
+                WeightUpdates(engine, metrics, load_adapter=_adapter_loader(config, engine, model)),
                 Leases(),
                 _longest_weights(config.model.path),
             )
@@ -84,6 +89,7 @@ async def serve(
                 model_path=config.model.path,
                 tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
                 options=served_options(config),
+                base=base_weights(config),
                 longest_weights=longest_weights,
                 further_routes=swift_routes(
                     conversations,
@@ -100,6 +106,24 @@ async def serve(
                 await asyncio.Event().wait()
         finally:
             await engine.close()
+
+
+def _adapter_loader(config: Config, engine: Engine, model: Any | None) -> LoadAdapter | None:
+    """How an adapter reaches the engine; None if the recipe has no adapter. `model` is that of an engine in this process."""
+    if config.model.lora.rank is None:
+        return None
+
+    async def to_servers(version: int, folder: Path) -> None:
+        assert isinstance(engine, RemoteEngine)
+        await engine.update(version, lambda target: shutil.copytree(folder, target, dirs_exist_ok=True) and None)
+
+    async def in_process(version: int, folder: Path) -> None:
+        from turnwise.models.lora import load_adapter  # torch
+
+        load_adapter(model, folder)
+        await engine.load_weights(version)
+
+    return to_servers if isinstance(engine, RemoteEngine) else in_process
 
 
 def _swift_weights(updates: WeightUpdates, leases: Leases, longest: int) -> SwiftWeights | None:

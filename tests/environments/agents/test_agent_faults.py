@@ -17,9 +17,10 @@ import openai
 import pytest
 from test_agent_clients import held, held_all, led, openai_client
 
-from support.conversations import Says, a_row
+from support.conversations import Says, a_row, hold
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.proxy import ProxyLease
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.types import Trajectory
@@ -187,6 +188,47 @@ def test_a_client_that_hangs_up_fails_its_conversation_and_the_agent_is_ended() 
     trajectory = held(Says("a", seconds=1.0), AgentFunction(function=endless))
     assert "closed its connection while the model was answering" in failed(trajectory)
     assert (left.is_set(), ended) == (True, [True])
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_client_that_hangs_up_cancels_the_turn_at_once(with_tools: bool) -> None:
+    """The engine's request is cancelled, its cache is released, and the agent and its environment end, long before the turn."""
+    ended: list[float] = []
+
+    async def agent(row: Any, base_url: str, api_key: str) -> None:
+        try:
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.3) as client:
+                with pytest.raises(openai.APITimeoutError):
+                    await client.chat.completions.create(**CHAT)
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(time.monotonic())
+
+    class Slow(Says):
+        async def generate(self, request: Any) -> Any:
+            try:
+                return await super().generate(request)
+            except asyncio.CancelledError:
+                cancelled.append(time.monotonic())
+                raise
+
+    def double(number: int) -> int:
+        """Twice a number."""
+        return 2 * number
+
+    cancelled: list[float] = []
+    engine, source = Slow("a", seconds=600.0), AgentFunction(function=agent)
+    began = time.monotonic()
+    if with_tools:
+        trajectory = hold(engine, lambda: Tools([double], then=source()))
+        asyncio.run(source.aclose())
+    else:
+        trajectory = held(engine, source)
+    assert "closed its connection while the model was answering" in failed(trajectory)
+    assert len(cancelled) == len(ended) == 1
+    assert max(*cancelled, *ended) - began < 30
+    assert engine.released == [trajectory.id]
+    assert trajectory.turns == []
 
 
 def test_an_agent_that_raises_or_returns_nonsense() -> None:

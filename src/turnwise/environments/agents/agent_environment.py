@@ -86,7 +86,12 @@ class AgentEnvironment:
                 "the agent ended before its first request: it must send its requests to the base URL that it is given"
             )
         request = pending.request
-        return Opening(messages=pending.messages, tools=request.tools, sampling=request.sampling)
+        return Opening(
+            messages=pending.messages,
+            tools=request.tools,
+            sampling=request.sampling,
+            watch_sampling=run.until_abandoned,
+        )
 
     async def step(self, turn: Turn) -> Reply:
         run = self._run
@@ -200,13 +205,18 @@ class _AgentRun:
         log_forced(self._pending.request.forced)
         return self._pending
 
+    async def until_abandoned(self) -> None:
+        """Wait for the end of the present request. Raises ConnectionError if the client is gone."""
+        assert self._pending is not None
+        await asyncio.wait({self._pending.answer})
+        self._refuse_abandoned(self._pending)
+
     def answer(self, turn: Turn) -> _Answered:
         """Answer the last request with a turn. Raises ConnectionError if the client is gone."""
         pending = self._pending
         assert pending is not None
         self.last_turn = turn
-        if pending.abandoned:
-            raise ConnectionError("the agent closed its connection while the model was answering its request")
+        self._refuse_abandoned(pending)
         message = answer_message(turn, pending.request.sampling.stop)
         answer = AgentAnswer(
             id=uuid.uuid4().hex,
@@ -218,6 +228,10 @@ class _AgentRun:
         )
         self.conversation.answer(pending, answer)
         return _Answered(pending=pending, message=message)
+
+    def _refuse_abandoned(self, pending: AgentRequest) -> None:
+        if pending.abandoned:
+            raise ConnectionError("the agent closed its connection while the model was answering its request")
 
     def result(self) -> AgentResult:
         """The result of the agent, which has ended. Raises what the agent raised."""
