@@ -315,6 +315,20 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierHistory:
+    """A history that the conversation returns to, such as that of one of several agents that take turns.
+
+    Its segment continues: the tokens of its messages are not rendered again. A history can be returned to until it is replaced
+    again; it is then a later history.
+    """
+
+    index: int
+    """Index into `Trajectory.previous_histories`."""
+    first_new: int
+    """Index in `Reply.rewrite` of the first message that is not in that history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """An environment's reply to a turn of the model."""
 
@@ -330,6 +344,9 @@ class Reply:
     """The results of the turn's tool calls, in the order of the calls."""
     rewrite: Sequence[Message] | None = None
     """Replaces the history, before `messages` are appended. The conversation continues in a new segment."""
+    returns_to: EarlierHistory | None = None
+    """With `rewrite`, an earlier history which `rewrite` repeats and continues. None: the conversation continues in a new
+    segment."""
     resume: Resume | None = None
     """Lets the model continue its last turn, in the same segment. Cannot be combined with `messages` or `rewrite`."""
     edit: Edit | None = None

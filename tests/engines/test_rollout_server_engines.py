@@ -38,6 +38,8 @@ def test_training_with_a_rollout_server(engine: str, tmp_path: Path, monkeypatch
     )
     options = ["model.device=cpu", *(["model.lora.rank=4", "model.lora.alpha=64"] if adapter else [])]
     served = [f"engine.name={name}", f"engine.python={engine_env.python(name)}", "engine.memory_gb=0.1"]
+    if name == "vllm":
+        served.append("engine.arguments=[--enforce-eager]")  # compiling takes longer than this run
     with running(recipe, *options, *served, "max_concurrent=8") as server:
         url = f"rollout_server.url={server.url}"
         run = assemble(load(recipe, [*options, url, f"output={tmp_path / 'run'}"])[0])

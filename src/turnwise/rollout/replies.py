@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from turnwise.types import (
+    EarlierHistory,
     Edit,
     Message,
     Opening,
@@ -83,6 +84,8 @@ def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
         _check_resume(reply, reply.resume, turn)
     if reply.edit is not None:
         _check_edit(reply, reply.edit, turn)
+    if reply.returns_to is not None:
+        _check_return(reply, reply.returns_to)
     for index, positions in reply.masked.items():
         _check_masked(index, positions, turns)
     for index in reply.train_on:
@@ -158,6 +161,16 @@ def _check_edit(reply: Reply, edit: Edit, turn: Turn) -> None:
     if not isinstance(edit.keep, int) or isinstance(edit.keep, bool) or not 0 <= edit.keep <= len(turn.text):
         raise ValueError(
             f"Edit(keep={edit.keep!r:.80}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
+        )
+
+
+def _check_return(reply: Reply, returns_to: EarlierHistory) -> None:
+    """A return names a part of the rewritten history."""
+    if not isinstance(returns_to, EarlierHistory):
+        raise TypeError(f"Reply(returns_to={returns_to!r:.80}): give EarlierHistory(index=..., first_new=...)")
+    if reply.rewrite is None or not 0 < returns_to.first_new < len(reply.rewrite):
+        raise ValueError(
+            f"Reply(returns_to={returns_to!r:.80}): `rewrite` must have the complete history, with new messages from first_new on"
         )
 
 

@@ -22,6 +22,7 @@ from turnwise.rollout.replies import annotate_turns, check_opening, presentable,
 from turnwise.rollout.segment_history import SegmentHistory
 from turnwise.types import (
     Completion,
+    EarlierHistory,
     Edit,
     Failure,
     LogprobKind,
@@ -77,6 +78,8 @@ class Session:
         """Engine, renderer, sampling, limits and thinking policy. Never changes."""
         self._history = SegmentHistory(context)
         """The current segment and its messages. Replaced when the environment rewrites the history."""
+        self._earlier: dict[int, SegmentHistory] = {}
+        """Segments that may continue, by the index of their history in `Trajectory.previous_histories`."""
         self._new_messages: list[Message] = []
         """Messages of `trajectory.messages` that have no tokens yet, in order."""
         self._partial = _NEW_TURN
@@ -156,7 +159,7 @@ class Session:
             with boundary("tokens"):
                 self._edit_turn(turn, reply.edit)
         if reply.rewrite is not None:
-            self._replace_history(reply.rewrite)
+            self._replace_history(reply.rewrite, reply.returns_to)
         if reply.tools is not None and tuple(reply.tools) != trajectory.tools:
             trajectory.tools = tuple(reply.tools)  # the next prompt begins a new segment
         messages = self._presentable(turn, reply.messages)
@@ -167,9 +170,10 @@ class Session:
                 self._partial = PartialTurn(text=reply.prefill, unencoded=reply.prefill)
 
     def finish(self, stop: Stop) -> None:
-        """The conversation has ended: compare its last segment with the template, and apply the masks."""
+        """The conversation has ended: compare its segments with the template, and apply the masks."""
         self.trajectory.stop = stop
-        self._check_tokens()
+        for history in (*self._earlier.values(), self._history):
+            self._check_tokens(history)
         for index, positions in self._masked.items():
             for segment in self.trajectory.segments:
                 segment.mask_tokens(index, positions)
@@ -198,7 +202,7 @@ class Session:
         else:
             prompt = history.encode_bridge(messages, tools)
             if prompt is None:
-                self._check_tokens()  # the segment ends here
+                self._check_tokens(history)  # the segment ends here
                 prompt = history.restart(messages, tools)
         if not self._partial.unencoded:
             return prompt
@@ -331,13 +335,23 @@ class Session:
 
     # the environment's reply
 
-    def _replace_history(self, messages: Sequence[Message]) -> None:
-        """Continue with other messages, in a new segment."""
-        trajectory = self.trajectory
-        self._check_tokens()  # the segment ends here
+    def _replace_history(self, messages: Sequence[Message], returns_to: EarlierHistory | None) -> None:
+        """Continue with other messages: in a new segment, or in that of an earlier history."""
+        trajectory, present = self.trajectory, len(self.trajectory.previous_histories)
+        with boundary("environment"):
+            if returns_to is not None and returns_to.index not in self._earlier:
+                raise ValueError(
+                    f"Reply(returns_to={returns_to!r:.80}): the histories that can be continued are {sorted(self._earlier)}"
+                )
         trajectory.previous_histories.append(list(trajectory.messages))
-        trajectory.messages[:] = messages
-        self._history, self._new_messages = SegmentHistory(self._context), list(messages)
+        self._earlier[present] = self._history
+        if returns_to is None:
+            self._history, self._new_messages = SegmentHistory(self._context), list(messages)
+            trajectory.messages[:] = messages
+            return
+        self._history = self._earlier.pop(returns_to.index)
+        self._new_messages = list(messages[returns_to.first_new :])
+        trajectory.messages[:] = [*trajectory.previous_histories[returns_to.index], *self._new_messages]
 
     def _presentable(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
         """The messages with those of tools as the model can receive them."""
@@ -345,8 +359,8 @@ class Session:
         with boundary("tokens"):
             return presentable(turn, messages, without_media if vision is None else vision.clean_tool_message)
 
-    def _check_tokens(self) -> None:
-        """The sanity check of the current segment. The first mismatch of a conversation is kept."""
-        if self._history.segment and self.trajectory.template_mismatch is None:
+    def _check_tokens(self, history: SegmentHistory) -> None:
+        """The sanity check of a segment. The first mismatch of a conversation is kept."""
+        if history.segment and self.trajectory.template_mismatch is None:
             with boundary("tokens"):
-                self.trajectory.template_mismatch = self._history.template_mismatch()
+                self.trajectory.template_mismatch = history.template_mismatch()

@@ -117,6 +117,53 @@ def test_another_history_begins_a_segment_and_the_old_one_stays() -> None:
     assert trajectory.previous_histories == [[USER, says("a")]]
 
 
+def test_agents_that_take_turns_continue_their_own_segments() -> None:
+    """A, B, A, B, A: two segments, each the complete conversation of one agent, with each token once."""
+    other: Message = {"role": "user", "content": "Other"}
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        ask = openai_client(base_url, api_key).chat.completions.create
+        held: dict[str, list[Any]] = {"a": [USER], "b": [other]}
+        for name in "ababa":
+            answer = ask(model="m", messages=held[name]).choices[0].message
+            held[name] += [{"role": "assistant", "content": answer.content}, MORE]
+
+    trajectory = led(Says("a1", "b1", "a2", "b2", "a3"), agent)
+    assert trajectory.template_mismatch is None
+    assert [trajectory.metrics[f"agent/{name}"] for name in ("extended", "realigned", "returned", "forked")] == [
+        0,
+        0,
+        3,
+        1,
+    ]
+    first, second = trajectory.segments
+    assert [text for turn, text in spoken(first) if turn >= 0] == ["a1<|im_end|>", "a2<|im_end|>", "a3<|im_end|>"]
+    assert [text for turn, text in spoken(second) if turn >= 0] == ["b1<|im_end|>", "b2<|im_end|>"]
+    assert sorted({*first.turn} - {-1}) == [0, 2, 4]
+    assert "".join(text for _, text in spoken(second)).count("Other") == 1
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "a1", "More", "a2", "More", "a3"]
+    histories = [*trajectory.previous_histories, trajectory.messages]
+    for turn in trajectory.turns:
+        assert turn.message_index is not None
+        assert histories[turn.history][turn.message_index] == turn.message
+    assert trajectory.turns[1].info["agent"] == {"next_request": "returned", "reason": "it continues the history 0"}
+
+
+def test_a_history_is_not_continued_with_other_tools_or_another_answer() -> None:
+    other: Message = {"role": "user", "content": "Other"}
+    changed = [USER, says("something else"), MORE]
+    trajectory = conversation([USER], [other], changed, said=["a1", "b1", "c1"])
+    assert trajectory.metrics["agent/forked"] == 2
+    assert len(trajectory.segments) == 3
+    tools: Any = [{"type": "function", "function": ADD}]
+    again = [USER, says("a1"), MORE]
+    trajectory = conversation([USER], [other], again, said=["a1", "b1", "c1"], tools=[None, None, tools])
+    assert (trajectory.metrics["agent/forked"], trajectory.metrics["agent/returned"]) == (2, 0)
+    trajectory = conversation([USER], [other], again, said=["a1", "b1", "c1"], tools=[tools, None, tools])
+    assert (trajectory.metrics["agent/forked"], trajectory.metrics["agent/returned"]) == (1, 1)
+    assert len(trajectory.segments) == 2
+
+
 def test_the_same_request_again_is_another_sample() -> None:
     trajectory = conversation([USER], [USER], said=["a", "b"])
     assert relations(trajectory) == (0, 0, 1)

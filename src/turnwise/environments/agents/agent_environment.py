@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from turnwise.environments.agents.chat_request import AgentAnswer, answer_message
-from turnwise.environments.agents.continuation import Continuation, Relation, continuation
+from turnwise.environments.agents.continuation import Continuation, LiveHistories, Relation, continuation
 from turnwise.environments.agents.conversation import AgentConversation, AgentRequest
 from turnwise.environments.agents.parameters import log_forced
 from turnwise.environments.agents.proxy import Proxy
@@ -76,6 +76,7 @@ class AgentEnvironment:
         self._start_proxy = proxy
         self._seconds_to_finish = seconds_to_finish
         self._run: _AgentRun | None = None
+        self._histories = LiveHistories()
 
     async def begin(self, row: Row) -> Opening:
         run = self._run = _AgentRun(self._agent, row, self._start_proxy())
@@ -103,7 +104,7 @@ class AgentEnvironment:
             result = run.result()
             info = _info({**answered.info, **result.info})
             return Reply(done=True, reward=reward + result.reward, info=info, metrics=answered.metrics(None))
-        return _reply(answered, pending, turn, reward)
+        return _reply(answered, pending, turn, reward, self._histories)
 
     async def final_reward(self) -> float:
         """The rewards that the agent reported, and its result if it ends in time."""
@@ -143,14 +144,20 @@ class _Answered:
         }
 
 
-def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float) -> Reply:
+def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float, histories: LiveHistories) -> Reply:
     """The reply that leads from the answered request to the next one."""
     before, request = answered.pending.request, pending.request
     same_tools = list(request.tools) == list(before.tools)
-    found = continuation([*before.conversation, answered.message], request.conversation, turn.text)
+    held = [*before.conversation, answered.message]
+    found = continuation(held, request.conversation, turn.text)
     if not same_tools and found.relation is not Relation.FORKED:
         # the session renders the history again, because the tools are in the prompt
         found = replace(found, relation=Relation.FORKED, reason="the tools differ")
+    earlier = histories.find(request.conversation, request.tools) if found.relation is Relation.FORKED else None
+    if earlier is not None:
+        found = replace(found, relation=Relation.RETURNED, reason=f"it continues the history {earlier.index}")
+    if not found.new:
+        histories.replace(held, before.tools, turn.text, None if earlier is None else earlier.index)
     info = {**answered.info, **({} if found.relation is Relation.EXTENDED else _recorded(found))}
     reply = Reply(
         reward=reward,
@@ -160,7 +167,7 @@ def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float
         tools=None if same_tools else request.tools,
     )
     if not found.new:
-        return replace(reply, rewrite=pending.messages)
+        return replace(reply, rewrite=pending.messages, returns_to=earlier)
     return replace(reply, messages=pending.messages[found.new :], edit=found.edit)
 
 

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from turnwise.types import Edit, Message
+from turnwise.types import EarlierHistory, Edit, Message, ToolSchema
 
-__all__ = ["Continuation", "Relation", "continuation"]
+__all__ = ["Continuation", "LiveHistories", "Relation", "continuation"]
+
+_MOST_LIVE = 64
+"""Histories that are compared with a request."""
 
 
 class Relation(StrEnum):
@@ -25,6 +28,8 @@ class Relation(StrEnum):
     """They repeat the conversation exactly, and new messages follow."""
     REALIGNED = "realigned"
     """They repeat the conversation but for the last answer, which the client wrote a little differently."""
+    RETURNED = "returned"
+    """They continue an earlier history of the conversation, such as that of another agent."""
     FORKED = "forked"
     """They are another history. A new segment begins."""
 
@@ -66,6 +71,34 @@ def continuation(held: Sequence[Message], messages: Sequence[Message], text: str
     return Continuation(
         relation=Relation.REALIGNED, new=len(held), edit=edit, reason="the text of the last answer differs"
     )
+
+
+class LiveHistories:
+    """The histories of a conversation that a later request may continue, besides the present one."""
+
+    def __init__(self) -> None:
+        self._replaced = 0
+        """How often the history was replaced: the index of the next history in `Trajectory.previous_histories`."""
+        self._live: dict[int, tuple[Sequence[Message], Sequence[ToolSchema], str]] = {}
+        """Messages, tools and the sampled text of the last turn, by their index; the latest last."""
+
+    def replace(self, held: Sequence[Message], tools: Sequence[ToolSchema], text: str, returned: int | None) -> None:
+        """The present history `held` is replaced: by the history `returned`, or by a new history."""
+        self._live[self._replaced] = (held, tools, text)
+        self._replaced += 1
+        if returned is not None:
+            del self._live[returned]
+        while len(self._live) > _MOST_LIVE:
+            del self._live[next(iter(self._live))]
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EarlierHistory | None:
+        """The latest history that these messages continue with no other text in its answers; None if there is none."""
+        for index, (held, offered, text) in reversed(self._live.items()):
+            if list(offered) == list(tools):
+                found = continuation(held, messages, text)
+                if found.new and found.edit is None:
+                    return EarlierHistory(index=index, first_new=found.new)
+        return None
 
 
 def _fork(reason: str) -> Continuation:
