@@ -56,6 +56,10 @@ class Settings:
     """Limit of sampled tokens in a conversation."""
     trl_micro_batch: int
     """Conversations of a forward pass of TRL; 0: all of a step."""
+    lr: float | None = None
+    """The learning rate of TRL; None: that of the comparison."""
+    tool_median: float = 0.0
+    """The median latency of TRL's tool in seconds (pipeline.py)."""
 
 
 class Side:

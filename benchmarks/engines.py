@@ -6,16 +6,24 @@
     --part f    tokens per second of local, vllm, sglang and transformers' `generate` at 1, 8, 32 and 128 conversations
 
 The models have random weights, and the shapes of `--size`. All requests sample 64 tokens (`--tokens`) after prompts of 128 random
-tokens, and no two prompts share a prefix. Log-probabilities are reported by all engines, but not by `generate`. The engines run
-one after another. vLLM and SGLang must be installed in `$TURNWISE_ENGINES/vllm` and `$TURNWISE_ENGINES/sglang` (default
-`~/.cache/turnwise/engines`; `make test-engines` does it); engines that are missing are left out.
+tokens, and no two prompts share a prefix. Log-probabilities are reported by all engines, but not by `generate`. vLLM and SGLang
+must be installed in `$TURNWISE_ENGINES/vllm` and `$TURNWISE_ENGINES/sglang` (default `~/.cache/turnwise/engines`;
+`make test-engines` does it); engines that are missing are left out.
 
 What "without the client" means in part c: for vLLM and SGLang, the same requests as plain HTTP requests of aiohttp, not streamed.
-For the embedded engine, its steps in a loop without asyncio.
+For the embedded engine, its steps in a loop without asyncio. The two ways alternate.
+
+Part d compares with two limits. "Seen before" are all tokens of a prompt that the engine has computed in an earlier turn: the
+earlier prompt and all sampled tokens but the last, whose keys and values no engine has computed. vLLM reuses complete blocks of
+its cache only (32 tokens, the smallest size on a CPU), so "reusable" is the part of these tokens that lies in complete blocks.
+
+In part f, each other engine alternates with the embedded engine, measurement by measurement: the ratios are more reliable than
+the numbers. `--threads` holds for all engines; SGLang always runs with one thread on a CPU.
 
 Prints a table for each part. The last line is `engines_<part> <figure>`: the smallest throughput of the client relative to that
-of the engine at 32 conversations (c), the smallest share of hits (d), the largest number of memory copies that take as long as an
-update (e), the embedded engine's throughput divided by that of the fastest other engine at 32 conversations (f).
+of the engine at 32 conversations (c), the smallest share of the reusable tokens (d), the largest number of memory copies that
+take as long as an update (e), and the embedded engine's throughput divided by that of the fastest other engine at 32
+conversations (f).
 """
 
 from __future__ import annotations
@@ -49,6 +57,8 @@ PEERS, TOKENIZER = HERE / ".peers", HERE.parent / "demo" / "model"
 ENGINES = ("local", "generate", "vllm", "sglang")
 CONVERSATIONS = {"c": (1, 32, 128), "d": (8,), "f": (1, 8, 32, 128)}
 PROMPT, CONTEXT, TURNS, REPLY = 128, 1024, 10, 24
+BLOCK = {"local": 1, "vllm": 32, "sglang": 1}
+"""Tokens of a block: the cache of an engine reuses complete blocks only."""
 SIZES = {
     "1m": (1024, 128, 384, 4, 4, 2),
     "30m": (8192, 512, 1408, 8, 8, 4),
@@ -104,11 +114,10 @@ def recipe(name: str, options: argparse.Namespace) -> Config:
     if name == "local":
         engine |= {"memory_gb": 4.0, "threads": options.threads}
     else:
-        engine |= {"python": str(engines_folder() / name / "bin" / "python"), "start_timeout": 600.0}
-        if name == "vllm":
-            engine["memory_gb"] = 2.0
-        else:
-            engine["kv_tokens"] = 128 * 512
+        engine |= {
+            "python": str(engines_folder() / name / "bin" / "python"),
+            "memory_gb": 2.0 if options.size == "135m" else 1.0,
+        }
     return Config.model_validate(
         {
             "model": {"path": str(model_folder(options.size)), "dtype": options.dtype, "device": "cpu"},
@@ -167,17 +176,23 @@ async def ask(engine: Engine, batch: Sequence[Request]) -> list[Completion]:
     return completions
 
 
-async def speed(
-    options: argparse.Namespace, count: int, work: Callable[[Sequence[Request]], Awaitable[Any]], *, seed: int
-) -> float:
-    """Sampled tokens per second: the median of the repeats."""
-    speeds: list[float] = []
+async def pair(
+    options: argparse.Namespace,
+    count: int,
+    first: Callable[[Sequence[Request]], Awaitable[Any]],
+    second: Callable[[Sequence[Request]], Awaitable[Any]],
+    *,
+    seed: int,
+) -> tuple[float, float]:
+    """Sampled tokens per second of two ways to serve a batch: the medians of the repeats. The ways alternate."""
+    speeds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(options.repeats):
-        batch = requests(options, count, seed=seed + repeat)
-        started = time.perf_counter()
-        await work(batch)
-        speeds.append(count * options.tokens / (time.perf_counter() - started))
-    return median(speeds)
+        for way, work in enumerate((first, second)):
+            batch = requests(options, count, seed=100_000 * (way + 1) + seed + repeat)
+            started = time.perf_counter()
+            await work(batch)
+            speeds[way].append(count * options.tokens / (time.perf_counter() - started))
+    return median(speeds[0]), median(speeds[1])
 
 
 # part f: throughput
@@ -197,14 +212,18 @@ def generate(model: LlamaForCausalLM, batch: Sequence[Request]) -> None:
 
 
 async def throughput(options: argparse.Namespace, console: Console) -> float:
-    """Part f: a row of the table for each engine."""
+    """Part f: each engine alternately with the embedded engine."""
     counts = options.conversations or CONVERSATIONS["f"]
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, list[tuple[float, float]]] = {}
 
-    async def of_engine(subject: Subject) -> list[float]:
-        return [
-            await speed(options, count, lambda batch: ask(subject.engine, batch), seed=1000 * count) for count in counts
-        ]
+    async def beside_local(name: str, work: Callable[[Sequence[Request]], Awaitable[Any]]) -> None:
+        async def of_local(subject: Subject) -> None:
+            rows[name] = [
+                await pair(options, count, work, lambda batch: ask(subject.engine, batch), seed=1000 * count)
+                for count in counts
+            ]
+
+        await with_engine("local", options, of_local)
 
     for name in options.engines:
         if name == "generate":
@@ -216,17 +235,21 @@ async def throughput(options: argparse.Namespace, console: Console) -> float:
                 generate(model, batch)
 
             await run(requests(options, 2, seed=99))
-            rows[name] = [await speed(options, count, run, seed=1000 * count) for count in counts]
-        elif (speeds := await with_engine(name, options, of_engine)) is not None:
-            rows[name] = speeds
+            await beside_local(name, run)
+        elif name != "local":
+            await with_engine(
+                name,
+                options,
+                lambda subject: beside_local(subject.name, lambda batch: ask(subject.engine, batch)),
+            )
     table = Table("engine", *(f"{count} conversations" for count in counts))
     for name, speeds in rows.items():
-        table.add_row(name, *(f"{value:,.0f}" for value in speeds))
+        table.add_row(f"local, beside {name}", *(f"{local:,.0f}" for _, local in speeds))
+        table.add_row(name, *(f"{other:,.0f} (local: {local / other:.2f} times)" for other, local in speeds))
     console.print(table)
-    console.print(f"sampled tokens per second, {options.size}, {options.dtype}, {options.threads or 'all'} threads")
+    console.print(f"sampled tokens per second, {options.size}, {options.dtype}, threads: {options.threads}")
     place = list(counts).index(32) if 32 in counts else 0
-    others = [speeds[place] for name, speeds in rows.items() if name != "local"]
-    return rows["local"][place] / max(others) if "local" in rows and others else float("nan")
+    return min((speeds[place][1] / speeds[place][0] for speeds in rows.values()), default=float("nan"))
 
 
 # part c: the overhead of the client
@@ -291,18 +314,9 @@ async def overhead(options: argparse.Namespace, console: Console) -> float:
 
     async def of_engine(subject: Subject) -> None:
         for count in counts:
-            pairs: list[tuple[float, float]] = []
-            for repeat in range(options.repeats + 1):
-                ways = (lambda batch: ask(subject.engine, batch), lambda batch: plain(subject, batch))
-                times: list[float] = []
-                for way, work in enumerate(ways):
-                    batch = requests(options, count, seed=100_000 * (way + 1) + 1000 * count + repeat)
-                    started = time.perf_counter()
-                    await work(batch)
-                    times.append(count * options.tokens / (time.perf_counter() - started))
-                pairs.append((times[0], times[1]))
-            through, without = median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
-            ratio = median(pair[0] / pair[1] for pair in pairs)
+            ways = (lambda batch: ask(subject.engine, batch), lambda batch: plain(subject, batch))
+            through, without = await pair(options, count, *ways, seed=1000 * count)
+            ratio = through / without
             table.add_row(subject.name, str(count), f"{through:,.0f}", f"{without:,.0f}", f"{ratio:.2f}")
             if count == 32:
                 at_32.append(ratio)
@@ -318,32 +332,35 @@ async def overhead(options: argparse.Namespace, console: Console) -> float:
 
 
 async def prefix_hits(options: argparse.Namespace, console: Console) -> float:
-    """Part d: in each turn after the first, everything but the new tokens of the environment could be in the cache."""
+    """Part d: in each turn after the first, the tokens from the cache, compared with those that could be in it."""
     count = (options.conversations or CONVERSATIONS["d"])[0]
-    table = Table("engine", "prompt tokens", "seen before", "from the cache", "share")
+    table = Table("engine", "prompt tokens", "seen before", "reusable", "from the cache", "of seen", "of reusable")
     shares: list[float] = []
 
     async def of_engine(subject: Subject) -> None:
-        async def converse(request: Request) -> tuple[int, int, int]:
+        async def converse(request: Request) -> tuple[int, int, int, int]:
             history, draw = list(request.token_ids), np.random.default_rng(request.seed)
-            prompts = seen = cached = 0
+            prompts = seen = reusable = cached = 0
+            block = BLOCK[subject.name]
             for turn in range(TURNS):
                 sampling = Sampling(max_tokens=32)
                 completion = await subject.engine.generate(
                     Request(conversation=request.conversation, token_ids=list(history), sampling=sampling, seed=turn)
                 )
                 if turn:
-                    prompts += len(history)
-                    seen += len(history) - REPLY
+                    known = len(history) - REPLY - 1  # without the last sampled token
+                    prompts, seen, reusable = prompts + len(history), seen + known, reusable + known // block * block
                     cached += completion.cached_tokens or 0
                 history += [*completion.token_ids, *draw.integers(3, 1000, REPLY).tolist()]
             subject.engine.release(request.conversation)
-            return prompts, seen, cached
+            return prompts, seen, reusable, cached
 
         batch = requests(options, count, seed=7)
         totals = np.sum(await asyncio.gather(*[converse(request) for request in batch]), axis=0).tolist()
-        shares.append(totals[2] / totals[1])
-        table.add_row(subject.name, *(f"{total:,}" for total in totals), f"{shares[-1]:.1%}")
+        shares.append(totals[3] / totals[2])
+        table.add_row(
+            subject.name, *(f"{total:,}" for total in totals), f"{totals[3] / totals[1]:.1%}", f"{shares[-1]:.1%}"
+        )
 
     for name in options.engines:
         if name != "generate":
@@ -399,11 +416,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="sampled tokens of each request")
     parser.add_argument("--repeats", type=int, help="runs of each measurement: 3; 1 for part f with --size 135m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of local and generate")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads of an engine")
     options = parser.parse_args()
     if options.repeats is None:
         options.repeats = 1 if options.size == "135m" and options.part == "f" else 3
     torch.set_num_threads(options.threads)
+    # vLLM's server inherits these: its threads may run on all cores
+    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     figure = asyncio.run(PARTS[options.part](options, Console(width=110)))
     print(f"engines_{options.part} {figure:.3f}")
 

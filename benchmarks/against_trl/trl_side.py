@@ -12,11 +12,13 @@ import resource
 import sys
 import tempfile
 import time
+from itertools import count
 from typing import Any
 
 import torch
 from datasets import load_dataset
 from digits import digits
+from slow_tool import slow_calculator
 from task import calculator, right
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -61,6 +63,10 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     conversations = settings["rows"] * settings["samples"]
     micro_batch = settings["trl_micro_batch"] or conversations
+    numbers = count()
+    tool = (
+        slow_calculator(settings["tool_median"], lambda: str(next(numbers))) if settings["tool_median"] else calculator
+    )
     with tempfile.TemporaryDirectory() as scratch:
         options = GRPOConfig(
             output_dir=scratch,
@@ -73,7 +79,7 @@ def main() -> None:
             max_completion_length=settings["tokens"],
             max_tool_calling_iterations=None if large else 3,
             temperature=1.0,
-            learning_rate=1e-6 if large else 3e-4,
+            learning_rate=settings["lr"] or (1e-6 if large else 3e-4),
             lr_scheduler_type="constant",
             weight_decay=0.0,
             beta=0.0,
@@ -90,7 +96,7 @@ def main() -> None:
             model=AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(f"{folder}/model"),
             reward_funcs=digits_reward if large else reward,
-            tools=None if large else [calculator],
+            tools=None if large else [tool],
             train_dataset=load_dataset("json", data_files=f"{folder}/train.jsonl", split="train", cache_dir=scratch),
             args=options,
             callbacks=[Clock()],

@@ -30,7 +30,7 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.errors import EngineError
+from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, Runner, new_group, rollout, rollout_group, rollout_groups
 from turnwise.types import Completion, Opening, Reply, Request, Row, Sampling, Stop, Trajectory, Turn
@@ -623,7 +623,11 @@ def test_another_runner_runs_the_conversations_of_a_context(lockstep: bool) -> N
 
         return run
 
-    context = replace(a_table(Says("here"), lockstep=lockstep), make_runner=make_runner)
+    context = a_table(Says("here"), lockstep=lockstep)
+    if lockstep:
+        with pytest.raises(ConfigError, match=r"deterministic=true .* make_runner.* set runner_supports_lockstep=True"):
+            replace(context, make_runner=make_runner)
+    context = replace(context, make_runner=make_runner, runner_supports_lockstep=lockstep)
     group = new_group(a_row(id="7"), size=2, seed=0)
     asyncio.run(rollout_group(group, context))
     assert started == ["7/0", "7/1"]

@@ -50,4 +50,5 @@ def rollout_context(
         max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
         make_runner=engine.make_runner if isinstance(engine, RolloutClient) else None,
+        runner_supports_lockstep=True,
     )

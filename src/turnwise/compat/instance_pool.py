@@ -15,7 +15,7 @@ from typing import Any, Final
 from turnwise.errors import Failed
 from turnwise.types import Failure
 from turnwise.user_code.deadlines import conversation_name, in_lockstep, waiting_for_others
-from turnwise.user_code.scoring_scope import scored_together
+from turnwise.user_code.scoring_scope import conversations_of_step, scored_together
 
 __all__ = ["EXHAUSTED", "InstancePool", "Lease"]
 
@@ -38,6 +38,8 @@ class InstancePool:
         self._leases: list[Lease] = []
         self._waiting: deque[tuple[str, asyncio.Future[Lease]]] = deque()
         self._exhausted = False
+        self._step = 0
+        """`conversations_of_step`."""
 
     async def lease(self) -> Lease:
         """A lease of one instance for the calling conversation. If its `instance` is None, the caller must create one.
@@ -46,6 +48,7 @@ class InstancePool:
         """
         # conversations of one group are scored together, and all conversations if there is a function of the batch
         in_batch = scored_together.get() == "batch"
+        self._step = conversations_of_step.get()
         group = _BATCH if in_batch else conversation_name().rpartition("/")[0]
         if not self._exhausted or (self._free and not self._waiting):
             return self._lend(group)
@@ -88,14 +91,20 @@ class InstancePool:
             if not future.done():
                 future.set_result(self._lend(group))
         groups = {group for group, _ in self._waiting}
+        if _BATCH in groups and 0 < self._step <= len(self._leases):
+            return  # the waiting conversations belong to later steps: the present step can be scored without them
         # a group, or the batch, is scored after all its conversations have ended; so waiting and ended conversations can block
         # each other
         if all(lease.ended and lease.group in groups for lease in self._leases):
             for _, future in self._waiting:
                 if not future.done():
-                    scored = "the step" if _BATCH in groups else "the group"
-                    future.set_exception(self._too_few(_TOGETHER.format(scored)))
+                    future.set_exception(self._too_few(_TOGETHER.format(self._scored(groups))))
             self._waiting.clear()
+
+    def _scored(self, groups: set[str]) -> str:
+        if _BATCH not in groups:
+            return "the group"
+        return f"the step ({self._step})" if self._step else "the step"
 
     def _too_few(self, reason: str) -> Failed:
         count = sum(lease.instance is not None for lease in self._leases) + len(self._free)

@@ -21,7 +21,7 @@ from turnwise.rewards.results import finite_number, list_item, one_per_trajector
 from turnwise.types import Failure, Group, Row, Trajectory
 from turnwise.user_code.calls import call, call_blocking
 from turnwise.user_code.deadlines import conversation, deadline
-from turnwise.user_code.scoring_scope import scored_together
+from turnwise.user_code.scoring_scope import conversations_of_step, scored_together
 from turnwise.user_code.time_limit import Interrupted, call_within
 
 __all__ = ["GroupScoring", "Scorer"]
@@ -92,9 +92,11 @@ class Scorer:
 
         return finished
 
-    def share_scope(self) -> None:
-        """Set which conversations are scored together (`scored_together`), in the task that starts the conversations."""
+    def share_scope(self, *, step: int = 0) -> None:
+        """Set which conversations are scored together (`scored_together`), in the task that starts the conversations. `step` is
+        the number of conversations of a step, if conversations of later steps run at the same time."""
         scored_together.set("batch" if self.batch else "group")
+        conversations_of_step.set(step)
 
     async def score_batch(self, scorings: Sequence[GroupScoring]) -> Sequence[Trajectory]:
         """Call the functions of the batch for groups whose conversations have all ended. Returns all their trajectories."""

@@ -9,6 +9,7 @@ from typing import Literal
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import EnvironmentFactory
+from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.services.chat_endpoint import ChatService
 from turnwise.types import Sampling, Trajectory
@@ -52,6 +53,16 @@ class RolloutContext(ConversationContext):
     make_runner: RunnerFactory | None = None
     """Makes another runner than `rollout.rollout`, such as a client of a rollout server. None: the conversations run in this
     process. All conversations with this context use the runner, also those of evaluations and baselines."""
+    runner_supports_lockstep: bool = False
+    """Whether the results of `make_runner`'s runners do not depend on timing if `lockstep` is set."""
+
+    def __post_init__(self) -> None:
+        if self.lockstep and self.make_runner is not None and not self.runner_supports_lockstep:
+            raise ConfigError(
+                "deterministic=true (lockstep) cannot be combined with this make_runner: the requests of its conversations do "
+                "not reach the engine as one batch, so results depend on timing. Remove one of them, or set "
+                "runner_supports_lockstep=True if the runner guarantees the order itself"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,12 +259,18 @@ class Pipeline:
 
     async def _run(self, groups: Sequence[ActiveGroup]) -> None:
         """Run and score the conversations of groups."""
-        self.scorer.share_scope()
+        options = self.options
+        step = options.batch_size * (options.group_size + options.baselines) if options.max_staleness else 0
+        self.scorer.share_scope(step=step)
         of_group = {active.group.id: active for active in groups}
         score = self._scoring({active.group.id: active.scoring for active in groups}, self.on_finished)
-        context = replace(self.context, make_runner=lambda context: self._timed_runner(of_group, context))
+        context = replace(
+            self.context,
+            make_runner=lambda context: self._timed_runner(of_group, context),
+            runner_supports_lockstep=True,  # as far as its own runner, which the context was checked for
+        )
         await rollout_groups([active.group for active in groups], context, on_finished=score, slots=self._slots)
-        if self.options.baselines:
+        if options.baselines:
             await self._run_baselines(groups)
         for active in groups:
             active.ended = time.time()

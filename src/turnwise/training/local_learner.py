@@ -182,7 +182,8 @@ class LocalLearner:
 
     def step(self, lr: float) -> float:
         """See `Passes.step`."""
-        return self._optimizer.step(lr)
+        with self._threads.during("optimizer", self._optimizer.numel):
+            return self._optimizer.step(lr)
 
     def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
         reference_logprob_N = None

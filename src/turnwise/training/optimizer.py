@@ -33,6 +33,8 @@ class Optimizer:
         self.masters = _masters(self.parameters, config)
         """The float32 tensors that the steps change: the parameters themselves, or copies. Without permanent copies, a tensor is
         empty except while its parameter is changed."""
+        self.numel = sum(parameter.numel() for parameter in self.parameters)
+        """The number of values that a step changes."""
         self._config = config
         self._steps = 0
         self._optimizer = _torch_optimizer(self.masters, config)

@@ -145,6 +145,26 @@ def test_a_function_of_the_batch_needs_an_instance_for_each_conversation_of_the_
     assert all("as many instances as the step has conversations" in one for one in broke)
 
 
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_conversations_of_later_steps_wait_for_instances_until_the_step_is_scored(
+    model: Path, tmp_path: Path, max_staleness: int
+) -> None:
+    save(tmp_path, *({"name": f"row {n}"} for n in range(4)))
+    reward = {"batch": [use(f"{tmp_path / 'game.py'}:by_game")]}
+    train = {"steps": 4, "batch_size": 1, "group_size": 2, "max_staleness": max_staleness}
+    trajectories = turnwise("train", games(tmp_path, train=train, reward=reward), model, tmp_path)
+    assert [one["error"] for one in trajectories] == [None] * 8
+    for start in range(0, 8, 2):
+        pair = trajectories[start : start + 2]
+        assert {one["turns"][-1]["info"]["url"] for one in pair} == {"http://one", "http://two"}
+    too_large = {**train, "batch_size": 2}
+    trajectories = turnwise("train", games(tmp_path, train=too_large, reward=reward, replace=True), model, tmp_path)
+    broke = [one["error"]["message"] for one in trajectories if one["error"]]
+    assert broke
+    assert all("no more than 2 instances of Game" in one for one in broke)
+    assert all("as many instances as the step (4) has conversations" in one for one in broke)
+
+
 SHIPPED = {
     "accuracy_reward": use("trl.rewards:accuracy_reward"),
     "reasoning_accuracy_reward": use("trl.rewards:reasoning_accuracy_reward"),

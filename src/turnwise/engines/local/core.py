@@ -103,7 +103,8 @@ class EngineCore:
         cache, running = self.cache, list(self.batch.requests)
         # attention reads the rows from the first to the last: move rows together when many between them are unused
         if int(cache.row_S[running].max()) >= len(running) * 5 // 4 + 2:
-            cache.compact(running)
+            with self.threads.during("compact", len(running)):
+                cache.compact(running)
         running.sort(key=lambda slot: cache.row_S[slot])
         return self.batch.make_step(
             running, cache.row_S[running], layout=cache.layout, common_prefix=cache.batch_prefix(np.array(running))

@@ -163,7 +163,8 @@ class Scheduler:
             return
         row_S = self._cache.row_S
         sources, targets, tokens = zip(*plan.copies, strict=True)
-        self._cache.kv.copy_rows(row_S[list(sources)].tolist(), row_S[list(targets)].tolist(), max(tokens))
+        with self._threads.during("copy", len(tokens) * max(tokens)):
+            self._cache.kv.copy_rows(row_S[list(sources)].tolist(), row_S[list(targets)].tolist(), max(tokens))
 
     def _prefill(self, plan: _Round) -> None:
         """Prefill what the rows lack: short prompts together, long ones in chunks."""
