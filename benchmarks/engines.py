@@ -11,7 +11,8 @@ must be installed in `$TURNWISE_ENGINES/vllm` and `$TURNWISE_ENGINES/sglang` (de
 `make test-engines` does it); engines that are missing are left out.
 
 What "without the client" means in part c: for vLLM and SGLang, the same requests as plain HTTP requests of aiohttp, not streamed.
-For the embedded engine, its steps in a loop without asyncio. The two ways alternate.
+For the embedded engine, its steps in a loop without asyncio. The two ways alternate. "By CPU time" compares the CPU seconds of
+this process and the server together: other processes affect it less than the throughput.
 
 Part d compares with two limits. "Seen before" are all tokens of a prompt that the engine has computed in an earlier turn: the
 earlier prompt and all sampled tokens but the last, whose keys and values no engine has computed. vLLM reuses complete blocks of
@@ -21,8 +22,8 @@ In part f, each other engine alternates with the embedded engine, measurement by
 the numbers. `--threads` holds for all engines; SGLang always runs with one thread on a CPU.
 
 Prints a table for each part. The last line is `engines_<part> <figure>`: the smallest throughput of the client relative to that
-of the engine at 32 conversations (c), the smallest share of the reusable tokens (d), the largest number of memory copies that
-take as long as an update (e), and the embedded engine's throughput divided by that of the fastest other engine at 32
+of the engine at 32 conversations, by CPU time (c), the smallest share of the reusable tokens (d), the largest number of memory
+copies that take as long as an update (e), and the embedded engine's throughput divided by that of the fastest other engine at 32
 conversations (f).
 """
 
@@ -183,16 +184,38 @@ async def pair(
     second: Callable[[Sequence[Request]], Awaitable[Any]],
     *,
     seed: int,
-) -> tuple[float, float]:
-    """Sampled tokens per second of two ways to serve a batch: the medians of the repeats. The ways alternate."""
+    cpu: Callable[[], float] = time.process_time,
+) -> tuple[float, float, float]:
+    """Sampled tokens per second of two ways to serve a batch: the medians of the repeats. The ways alternate.
+
+    The third figure is the CPU time of the second way, divided by that of the first.
+    """
     speeds: tuple[list[float], list[float]] = ([], [])
+    used = [0.0, 0.0]
     for repeat in range(options.repeats):
         for way, work in enumerate((first, second)):
             batch = requests(options, count, seed=100_000 * (way + 1) + seed + repeat)
-            started = time.perf_counter()
+            started, before = time.perf_counter(), cpu()
             await work(batch)
             speeds[way].append(count * options.tokens / (time.perf_counter() - started))
-    return median(speeds[0]), median(speeds[1])
+            used[way] += cpu() - before
+    return median(speeds[0]), median(speeds[1]), used[1] / used[0]
+
+
+def cpu_seconds(engine: Engine) -> float:
+    """CPU time of this process and of the engine's server."""
+    seconds = time.process_time()
+    if isinstance(engine, LocalEngine):
+        return seconds
+    group = engine._replicas.all[0].process.pid  # type: ignore[attr-defined]
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
+            continue
+        if int(fields[2]) == group:
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 # part f: throughput
@@ -214,7 +237,7 @@ def generate(model: LlamaForCausalLM, batch: Sequence[Request]) -> None:
 async def throughput(options: argparse.Namespace, console: Console) -> float:
     """Part f: each engine alternately with the embedded engine."""
     counts = options.conversations or CONVERSATIONS["f"]
-    rows: dict[str, list[tuple[float, float]]] = {}
+    rows: dict[str, list[tuple[float, float, float]]] = {}
 
     async def beside_local(name: str, work: Callable[[Sequence[Request]], Awaitable[Any]]) -> None:
         async def of_local(subject: Subject) -> None:
@@ -244,8 +267,8 @@ async def throughput(options: argparse.Namespace, console: Console) -> float:
             )
     table = Table("engine", *(f"{count} conversations" for count in counts))
     for name, speeds in rows.items():
-        table.add_row(f"local, beside {name}", *(f"{local:,.0f}" for _, local in speeds))
-        table.add_row(name, *(f"{other:,.0f} (local: {local / other:.2f} times)" for other, local in speeds))
+        table.add_row(f"local, beside {name}", *(f"{local:,.0f}" for _, local, _ in speeds))
+        table.add_row(name, *(f"{other:,.0f} (local: {local / other:.2f} times)" for other, local, _ in speeds))
     console.print(table)
     console.print(f"sampled tokens per second, {options.size}, {options.dtype}, threads: {options.threads}")
     place = list(counts).index(32) if 32 in counts else 0
@@ -309,17 +332,21 @@ def _plain_request(name: str, request: Request) -> tuple[str, dict[str, Any]]:
 async def overhead(options: argparse.Namespace, console: Console) -> float:
     """Part c: the engine through the client and without it, alternately."""
     counts = options.conversations or CONVERSATIONS["c"]
-    table = Table("engine", "conversations", "client, tokens/s", "without, tokens/s", "client / without")
+    table = Table("engine", "conversations", "client, tokens/s", "without, tokens/s", "client / without", "by CPU time")
     at_32: list[float] = []
 
     async def of_engine(subject: Subject) -> None:
         for count in counts:
             ways = (lambda batch: ask(subject.engine, batch), lambda batch: plain(subject, batch))
-            through, without = await pair(options, count, *ways, seed=1000 * count)
+            through, without, by_cpu = await pair(
+                options, count, *ways, seed=1000 * count, cpu=lambda: cpu_seconds(subject.engine)
+            )
             ratio = through / without
-            table.add_row(subject.name, str(count), f"{through:,.0f}", f"{without:,.0f}", f"{ratio:.2f}")
+            table.add_row(
+                subject.name, str(count), f"{through:,.0f}", f"{without:,.0f}", f"{ratio:.2f}", f"{by_cpu:.2f}"
+            )
             if count == 32:
-                at_32.append(ratio)
+                at_32.append(by_cpu)
 
     for name in options.engines:
         if name != "generate":

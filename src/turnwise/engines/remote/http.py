@@ -25,6 +25,7 @@ __all__ = ["HttpLimits", "HttpServer", "ServerFailed", "ServerLost", "ServerRefu
 _MAX_ANSWER = 256 << 20  # bytes of an answer, or of an event of a stream
 _QUOTED = 500  # characters of a server's error that an error message quotes
 _PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+_IDLE_CONNECTION = 2.0  # seconds after which an unused connection is not used again
 
 
 class ServerLost(EngineError):
@@ -293,7 +294,9 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session[0] is not loop:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect)
-            connector = aiohttp.TCPConnector(limit=0)  # the number of conversations is bounded elsewhere
+            # no limit: the number of conversations is bounded elsewhere. Servers close unused connections (uvicorn after 5
+            # seconds); a request on a connection that is being closed would look like a server that died
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_CONNECTION)
             session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
             self._session = (loop, session)
         return self._session[1]
