@@ -51,6 +51,7 @@ from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine, closing
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
+from turnwise.training.published_weights import published_weights
 from turnwise.types import Completion, Request, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -188,18 +189,18 @@ async def pair(
 ) -> tuple[float, float, float]:
     """Sampled tokens per second of two ways to serve a batch: the medians of the repeats. The ways alternate.
 
-    The third figure is the CPU time of the second way, divided by that of the first.
+    The third figure is the CPU time of the second way, divided by that of the first (medians).
     """
     speeds: tuple[list[float], list[float]] = ([], [])
-    used = [0.0, 0.0]
+    used: tuple[list[float], list[float]] = ([], [])
     for repeat in range(options.repeats):
         for way, work in enumerate((first, second)):
             batch = requests(options, count, seed=100_000 * (way + 1) + seed + repeat)
             started, before = time.perf_counter(), cpu()
             await work(batch)
             speeds[way].append(count * options.tokens / (time.perf_counter() - started))
-            used[way] += cpu() - before
-    return median(speeds[0]), median(speeds[1]), used[1] / used[0]
+            used[way].append(cpu() - before)
+    return median(speeds[0]), median(speeds[1]), median(used[1]) / median(used[0])
 
 
 def cpu_seconds(engine: Engine) -> float:
@@ -405,7 +406,7 @@ async def weight_update(options: argparse.Namespace, console: Console) -> float:
     ratios: list[float] = []
 
     async def of_engine(subject: Subject) -> None:
-        state = subject.model.state_dict()
+        state = published_weights(subject.model)
         tensors = {tensor.data_ptr(): tensor for tensor in state.values()}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         shared = isinstance(subject.engine, LocalEngine)  # samples on the trainer's parameters

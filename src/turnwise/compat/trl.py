@@ -196,6 +196,7 @@ class _Played:
                 self._lease.instance = instance
                 return instance
             self._lease.refused()
+            self._lease = None
 
     def _make(self) -> Any:
         try:
