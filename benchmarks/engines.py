@@ -19,7 +19,8 @@ earlier prompt and all sampled tokens but the last, whose keys and values no eng
 its cache only (32 tokens, the smallest size on a CPU), so "reusable" is the part of these tokens that lies in complete blocks.
 
 In part f, each other engine alternates with the embedded engine, measurement by measurement: the ratios are more reliable than
-the numbers. `--threads` holds for all engines; SGLang always runs with one thread on a CPU.
+the numbers. While the embedded engine runs, the other engine's server is stopped (SIGSTOP). `--threads` holds for all engines;
+SGLang always runs with one thread on a CPU.
 
 Prints a table for each part. The last line is `engines_<part> <figure>`: the smallest throughput of the client relative to that
 of the engine at 32 conversations, by CPU time (c), the smallest share of the reusable tokens (d), the largest number of memory
@@ -31,10 +32,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -235,17 +238,34 @@ def generate(model: LlamaForCausalLM, batch: Sequence[Request]) -> None:
     )
 
 
+@contextlib.contextmanager
+def stopped(server: Engine | None) -> Iterator[None]:
+    """A context in which an engine's server does not run: idle servers of vLLM and SGLang poll, and take a core."""
+    if server is None:
+        yield
+        return
+    group = server._replicas.all[0].process.pid  # type: ignore[attr-defined]
+    os.killpg(group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(group, signal.SIGCONT)
+
+
 async def throughput(options: argparse.Namespace, console: Console) -> float:
     """Part f: each engine alternately with the embedded engine."""
     counts = options.conversations or CONVERSATIONS["f"]
     rows: dict[str, list[tuple[float, float, float]]] = {}
 
-    async def beside_local(name: str, work: Callable[[Sequence[Request]], Awaitable[Any]]) -> None:
+    async def beside_local(
+        name: str, work: Callable[[Sequence[Request]], Awaitable[Any]], server: Engine | None = None
+    ) -> None:
         async def of_local(subject: Subject) -> None:
-            rows[name] = [
-                await pair(options, count, work, lambda batch: ask(subject.engine, batch), seed=1000 * count)
-                for count in counts
-            ]
+            async def ask_local(batch: Sequence[Request]) -> None:
+                with stopped(server):
+                    await ask(subject.engine, batch)
+
+            rows[name] = [await pair(options, count, work, ask_local, seed=1000 * count) for count in counts]
 
         await with_engine("local", options, of_local)
 
@@ -264,7 +284,9 @@ async def throughput(options: argparse.Namespace, console: Console) -> float:
             await with_engine(
                 name,
                 options,
-                lambda subject: beside_local(subject.name, lambda batch: ask(subject.engine, batch)),
+                lambda subject: beside_local(
+                    subject.name, lambda batch: ask(subject.engine, batch), server=subject.engine
+                ),
             )
     table = Table("engine", *(f"{count} conversations" for count in counts))
     for name, speeds in rows.items():

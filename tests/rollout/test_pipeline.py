@@ -277,7 +277,7 @@ def test_an_error_in_turnwise_ends_the_run_and_all_tasks_are_cancelled() -> None
     pipeline = simulation.pipeline(DataState(), 0)
     count = Counter[str]()
 
-    def on_finished() -> None:
+    def on_finished(tokens: int) -> None:
         count["ended"] += 1
         if count["ended"] == 3:
             raise ZeroDivisionError("a bug")
