@@ -23,8 +23,7 @@ import functools
 import os
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 from turnwise.types import Failure
@@ -102,24 +101,35 @@ _LONGEST_MESSAGE = 4000  # characters of the message of an exception
 _FIRST_FRAMES, _LAST_FRAMES = 5, 15
 
 
-@contextmanager
-def boundary(kind: str, *, where: str = "") -> Iterator[None]:
-    """Attribute whatever is raised inside to `kind`, once: the innermost boundary wins. `where` begins the message.
+class Boundary:
+    """Attributes whatever is raised inside to `kind`, once: the innermost boundary wins. `where` begins the message.
 
-    Only what ends the run passes: a cancellation, Ctrl-C, a generator that is closed.
+    Only what ends the run passes: a cancellation, Ctrl-C, a generator that is closed. A class and not a generator, because each
+    live conversation is inside several of them.
 
     Raises Failed.
     """
-    try:
-        yield
-    except Failed as failed:
-        if where and failed.failure.kind == kind and where not in failed.failure.message:
-            raise Failed(replace(failed.failure, message=f"{where}: {failed.failure.message}")) from failed.__cause__
-        raise
-    except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:  # whatever the other code raises becomes data here
-        raise failed_by(error, kind, where=where) from error
+
+    __slots__ = ("_kind", "_where")
+
+    def __init__(self, kind: str, *, where: str = "") -> None:
+        self._kind = kind
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | GeneratorExit):
+            return
+        kind, where = self._kind, self._where
+        if not isinstance(error, Failed):  # whatever the other code raises becomes data here
+            raise failed_by(error, kind, where=where) from error
+        if where and error.failure.kind == kind and where not in error.failure.message:
+            raise Failed(replace(error.failure, message=f"{where}: {error.failure.message}")) from error.__cause__
+
+
+boundary = Boundary
 
 
 def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:

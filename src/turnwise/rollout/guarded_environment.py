@@ -25,6 +25,8 @@ class GuardedEnvironment:
     """The environment of one conversation. All methods raise Failed, of the kind `environment`, whatever the user's code raises;
     `close` raises nothing."""
 
+    __slots__ = ("_environment",)
+
     def __init__(self, make_environment: EnvironmentFactory) -> None:
         self._environment: Environment = call_blocking(
             make_environment, kind="environment", name="making an environment", shared=True

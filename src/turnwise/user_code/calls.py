@@ -39,15 +39,17 @@ GRACE = 1.0
 
 
 class _Driven:
-    """Awaits a coroutine, measures each stretch between two awaits, and can abandon the coroutine."""
+    """Awaits what a user's function returns, measures each stretch between two awaits, and can abandon the function."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], name: str) -> None:
-        self._coroutine = coroutine
+    __slots__ = ("_function", "_name", "abandoned")
+
+    def __init__(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
+        self._function = function
         self._name = name
         self.abandoned = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        watch, own_time, coroutine = loop_watch(), stopwatch(), self._coroutine
+        watch, own_time, coroutine = loop_watch(), stopwatch(), _awaited(self._function)
         error: BaseException | None = None
         while True:
             stretch = watch.begin(self._name)
@@ -68,6 +70,15 @@ class _Driven:
                         coroutine.close()
                     raise
                 error = thrown
+
+    async def run(self, kind: str) -> Any:
+        """The result of the function. Raises Failed, of the kind `kind`."""
+        with boundary(kind):
+            return await self
+
+
+async def _awaited(function: Callable[[], Awaitable[T]]) -> T:
+    return await function()
 
 
 def spawn(
@@ -95,18 +106,10 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
     Raises Failed, of the kind `kind`, whatever the function raises.
     """
 
-    async def start() -> T:
-        return await function()
-
-    driven = _Driven(start(), name)
-
-    async def run() -> T:
-        with boundary(kind):
-            return await driven
-
-    task = spawn(run(), name=name)
+    driven = _Driven(function, name)
+    task = spawn(driven.run(kind), name=name)
     try:
-        await asyncio.wait({task})
+        await _end_of(task)
     finally:
         if not task.done():
             await _abandon(task, driven)
@@ -116,6 +119,21 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
         return task.result()
     except GeneratorExit as error:
         raise failed_by(error, kind) from error
+
+
+async def _end_of(task: asyncio.Task[Any]) -> None:
+    """Wait until the task has ended, without cancelling it if the caller is cancelled: `asyncio.wait` of one task."""
+    ended = task.get_loop().create_future()
+
+    def note(_: asyncio.Task[Any]) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(note)
+    try:
+        await ended
+    finally:
+        task.remove_done_callback(note)
 
 
 _patient: weakref.WeakKeyDictionary[asyncio.Task[Any], _Driven | None] = weakref.WeakKeyDictionary()

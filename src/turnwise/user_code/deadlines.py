@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import time
 from collections.abc import Callable, Iterator
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, Token
 from typing import Any
 
 from turnwise.user_code.loop_watch import LoopWatch, loop_watch
@@ -31,6 +31,8 @@ __all__ = [
 
 class Stopwatch:
     """Counts the seconds that do not count for the deadlines of one conversation."""
+
+    __slots__ = ("_waited", "_waiting", "_watch", "blocked", "lockstep", "name")
 
     def __init__(self, name: str, watch: LoopWatch, *, lockstep: bool) -> None:
         self.name = name
@@ -72,20 +74,32 @@ _stopwatch: ContextVar[Stopwatch | None] = ContextVar("turnwise_stopwatch", defa
 _context: ContextVar[Context | None] = ContextVar("turnwise_context", default=None)
 
 
-@contextlib.contextmanager
-def conversation(name: str, *, lockstep: bool = False) -> Iterator[None]:
+class ConversationScope:
     """All calls inside belong to one conversation: they share a context, and their deadlines count its own time only.
 
     `lockstep` says that the engine waits until all conversations have sent a request (`engines.batched`).
     """
-    stopwatch = _stopwatch.set(Stopwatch(name, loop_watch(), lockstep=lockstep))
-    context = shareable(contextvars.copy_context())
-    shared = _context.set(context)
-    try:
-        yield
-    finally:
-        _context.reset(shared)
-        _stopwatch.reset(stopwatch)
+
+    __slots__ = ("_context", "_stopwatch")
+
+    def __init__(self, name: str, *, lockstep: bool = False) -> None:
+        self._stopwatch: Stopwatch | Token[Stopwatch | None] = Stopwatch(name, loop_watch(), lockstep=lockstep)
+        self._context: Token[Context | None] | None = None
+
+    def __enter__(self) -> None:
+        assert isinstance(self._stopwatch, Stopwatch)
+        self._stopwatch = _stopwatch.set(self._stopwatch)
+        context = shareable(contextvars.copy_context())
+        self._context = _context.set(context)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._context is not None
+        assert isinstance(self._stopwatch, Token)
+        _context.reset(self._context)
+        _stopwatch.reset(self._stopwatch)
+
+
+conversation = ConversationScope
 
 
 def shareable(context: Context) -> Context:
@@ -128,30 +142,35 @@ class Deadline:
     None sets no limit.
     """
 
+    __slots__ = ("_end", "_excused", "_loop", "_seconds", "_timeout", "_timer", "expired")
+
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._timeout = asyncio.timeout(None)
+        self._timeout: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.expired = False
         """Whether the time was over."""
 
     async def __aenter__(self) -> Deadline:
-        await self._timeout.__aenter__()
         if self._seconds is not None:
+            self._timeout = asyncio.timeout(None)
+            await self._timeout.__aenter__()
             watch = _stopwatch.get()
             self._loop = asyncio.get_running_loop()
             self._excused: Callable[[], float] = (lambda: 0.0) if watch is None else watch.excused
-            self._end = self._loop.time() + self._seconds - self._excused()
-            self._timer = self._loop.call_at(self._loop.time() + self._seconds, self._check)
+            now = self._loop.time()
+            self._end = now + self._seconds - self._excused()
+            self._timer = self._loop.call_at(now + self._seconds, self._check)
         return self
 
     async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
         if self._timer is not None:
             self._timer.cancel()
-        return await self._timeout.__aexit__(kind, error, traceback)
+        return None if self._timeout is None else await self._timeout.__aexit__(kind, error, traceback)
 
     def _check(self) -> None:
         """End the block, or look again later if some of the time was excused."""
+        assert self._timeout is not None
         end = self._end + self._excused()
         if end > self._loop.time() + 0.001:
             self._timer = self._loop.call_at(end, self._check)

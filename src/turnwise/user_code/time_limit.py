@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["Interrupted", "call_within"]
 
@@ -37,7 +38,7 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
     if remaining:  # an alarm of other code: it stays as it was
         signal.setitimer(signal.ITIMER_REAL, remaining, interval)
         return function()
-    previous = signal.signal(signal.SIGALRM, interrupt)
+    previous = _set_handler(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         result = function()
@@ -46,10 +47,13 @@ def call_within(seconds: float | None, function: Callable[[], T]) -> T:
             inside = False
         finally:  # also if the alarm goes off in the line above
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
+            _set_handler(signal.SIGALRM, previous)
     if reached:
         raise Interrupted
     return result
 
 
 _IN_POSIX = hasattr(signal, "SIGALRM")
+
+# `signal.signal` without its conversion of handlers to enums and back, which takes longer than a small reward function
+_set_handler: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
