@@ -156,14 +156,15 @@ LAZY = {
 
 EXCEPT_EXCEPTION = {
     "engines/vllm/worker.py": 3,  # in vLLM's process, where an exception would end the server
-    "errors.py": 2,
+    "errors.py": 1,
     "user_code/calls.py": 1,
     "user_code/run_in_thread.py": 1,
     "engines/local/engine.py": 1,
     "compat/swift/math_worker.py": 1,
 }
-"""Where whatever is raised may be caught, BaseException included: the boundary and the text of an exception, the two ways to
-call a user's code, the requests of an embedded engine whose model raised, and the worker process of math-verify."""
+"""Where whatever is raised may be caught, BaseException included, besides the boundary, which is a context manager: the text of an
+exception, the two ways to call a user's code, the requests of an embedded engine whose model raised, and the worker process of
+math-verify."""
 
 RAISED_AGAIN = {
     "engines/remote/engine.py": 1,  # a cancelled weight update gives the old weights back as well
