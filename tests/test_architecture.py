@@ -162,8 +162,8 @@ EXCEPT_EXCEPTION = {
     "engines/local/engine.py": 1,
     "compat/swift/math_worker.py": 1,
 }
-"""Where whatever is raised may be caught, BaseException included, besides the boundary, which is a context manager: the text of an
-exception, the two ways to call a user's code, the requests of an embedded engine whose model raised, and the worker process of
+"""Where whatever is raised may be caught, BaseException included, besides the boundary, which is a context manager: the text of
+an exception, the two ways to call a user's code, the requests of an embedded engine whose model raised, and the worker process of
 math-verify."""
 
 RAISED_AGAIN = {
