@@ -12,6 +12,7 @@ from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, 
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.kv_cache import KVCache, KVShape
 from turnwise.engines.local.prefix_cache import FREE, PrefixCache
+from turnwise.engines.publisher import SharedWeights
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 
@@ -62,6 +63,32 @@ def test_a_small_cache_says_the_same() -> None:
     ]
     assert max(gap) < 1e-3
     assert little.stats.evictions > 0
+
+
+def test_a_large_cache_is_freed_before_an_update_unless_a_request_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LocalEngine(make("qwen3"), threads=1)
+    publisher = SharedWeights(engine)
+
+    async def play() -> None:
+        first = await engine.generate(speak("a", tokens(20), 8))
+        small = engine.cache_bytes
+        await publisher.before_update()
+        assert engine.cache_bytes == small > 0
+        monkeypatch.setattr("turnwise.engines.local.engine.LARGE_CACHE", small)
+        running = asyncio.create_task(engine.generate(speak("b", tokens(20), 30)))
+        while engine.stats.sampled_tokens < 12:
+            await asyncio.sleep(0)
+        await publisher.before_update()
+        assert engine.cache_bytes == small
+        assert len((await running).token_ids) == 30
+        await publisher.before_update()
+        assert engine.cache_bytes == 0
+        again = await engine.generate(speak("a", tokens(20), 8))
+        assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
+        await publisher.publish(1)
+        assert (await engine.generate(speak("a", tokens(20), 8))).versions == [1] * 8
+
+    asyncio.run(play())
 
 
 def test_the_youngest_makes_way_and_loses_nothing() -> None:

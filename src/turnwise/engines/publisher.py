@@ -6,11 +6,11 @@ An implementation knows how weights travel (shared memory, disk, a collective op
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from turnwise.engines.engine import Engine
 
-__all__ = ["SharedWeights", "WeightPublisher"]
+__all__ = ["FreesCache", "SharedWeights", "WeightPublisher"]
 
 
 class WeightPublisher(Protocol):
@@ -35,6 +35,13 @@ class WeightPublisher(Protocol):
         ...
 
 
+@runtime_checkable
+class FreesCache(Protocol):
+    """An engine that can free the memory of its KV cache."""
+
+    def free_cache(self) -> None: ...
+
+
 class SharedWeights:
     """For an engine that samples on the learner's own parameters: nothing is copied.
 
@@ -48,7 +55,8 @@ class SharedWeights:
         await self._engine.start()
 
     async def before_update(self) -> None:
-        pass
+        if isinstance(self._engine, FreesCache):
+            self._engine.free_cache()  # its contents would be of no use with the new weights
 
     async def publish(self, version: int) -> None:
         await self._engine.load_weights(version)

@@ -30,6 +30,8 @@ __all__ = ["LocalEngine"]
 MAX_YIELDS = 16
 """How often the event loop runs, at most, between two steps after a request has finished: its conversation may come back
 with the next request, which then joins the next step."""
+LARGE_CACHE = 2**28
+"""Bytes of a KV cache that is freed during training. It takes longer to make a smaller cache again than it is worth."""
 QUIET_YIELDS = 3
 """No request in so many runs of the event loop: the next step begins."""
 
@@ -123,6 +125,11 @@ class LocalEngine:
     def release(self, conversation: str) -> None:
         """The conversation is over: its slot may be overwritten, and serves as a source of prefixes until then."""
         self._core.cache.release(conversation)
+
+    def free_cache(self) -> None:
+        """Give the memory of a large KV cache back, unless a request is running. Later requests start with an empty cache."""
+        if not self._requests and self.cache_bytes >= LARGE_CACHE:
+            self._core.reset()
 
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Sample with these weights from now on. Nothing that was computed with earlier weights is continued or copied.
