@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat": {"types", "errors", "data.images"},
     "engines": {"types", "errors", "user_code", "models"},
     "services": {"types", "errors", "user_code"},
-    "environments": {"types", "errors", "user_code", "services", "json_yaml", "data.numeric_answers"},
+    "environments": {"types", "errors", "user_code", "services", "json_yaml", "data.numeric_answers", "serve.http"},
     "rollout": {
         "types",
         "errors",
@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"types", "errors", "config", "data.images", "json_yaml"},
     "terminal": {"types", "errors", "config", "evaluation", "record", "json_yaml"},
     "serve": {"errors", "json_yaml"},
-    "view": {"errors", "record", "json_yaml", "sampling", "serve.listening"},
+    "view": {"errors", "record", "json_yaml", "sampling", "serve.http"},
     "loggers": {"types", "errors"},
     "starter": {"errors"},
     "compat": {
@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rollout",
         "record",
         "compat.swift",
+        "serve.http",
         "version",
     },
     "build": {

@@ -117,7 +117,7 @@ def test_with_a_token_it_answers_only_those_who_have_it() -> None:
 
 def test_it_listens_on_this_machine_only(server: RetrievalServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    with pytest.raises(ConfigError, match=f"cannot listen on port {server.server_port}: .*; give another --port"):
+    with pytest.raises(ConfigError, match=f"cannot listen on port {server.server_port} of .*; give another --port"):
         RetrievalServer(server.index, port=server.server_port)
     with pytest.raises(ConfigError, match="cannot listen on port 70000"):
         RetrievalServer(server.index, port=70000)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.rollout_server.conversations import HEARTBEAT, ConversationQueue
-from turnwise.rollout_server.http import EngineLoop, Events, Handler, chunks, guarded, read_body
+from turnwise.rollout_server.http import EngineLoop, Events, Handler, guarded, read_body
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.openapi import document, page
-from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases, WeightUpdates
 from turnwise.rollout_server.wire import LeaseBody, LeaseIdBody, RolloutBody, WeightsPathBody
+from turnwise.serve.http import RequestRefused, body_chunks
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -241,7 +241,7 @@ class _Routes:
         path = Path(name)
         try:
             with os.fdopen(number, "wb") as file:
-                async for chunk in chunks(request, longest=self._run.longest_weights):
+                async for chunk in body_chunks(request, longest=self._run.longest_weights):
                     await asyncio.to_thread(file.write, chunk)
         except (RequestRefused, OSError, asyncio.CancelledError) as error:
             path.unlink()

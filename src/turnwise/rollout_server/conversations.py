@@ -13,8 +13,8 @@ from dataclasses import replace
 from turnwise.engines.engine import Engine
 from turnwise.rollout.rollout import RolloutContext, rollout, rollout_groups
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.wire import ConversationBody, RolloutBody, empty_trajectory, finished_event
+from turnwise.serve.http import RequestRefused
 from turnwise.types import Group, Sampling, Trajectory
 
 __all__ = ["HEARTBEAT", "ConversationQueue", "Emit"]

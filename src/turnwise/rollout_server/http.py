@@ -7,17 +7,13 @@ loop of the conversations.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import hmac
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from turnwise.errors import ConfigError
-from turnwise.rollout_server.refusals import RequestRefused
+from turnwise.serve.http import RequestRefused, json_body, refuse_wrong_token
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -28,9 +24,7 @@ __all__ = [
     "EngineLoop",
     "Events",
     "Handler",
-    "chunks",
     "guarded",
-    "missing_library",
     "read_body",
 ]
 
@@ -41,11 +35,7 @@ Handler = Callable[["Request"], Awaitable["Response"]]
 
 LONGEST_JSON = 64 << 20
 """Bytes of a JSON body, at most."""
-
-
-def missing_library(library: str) -> ConfigError:
-    """The error for a missing package of the extra `serve`."""
-    return ConfigError(f"the rollout server needs the package `{library}`: pip install 'turnwise[serve]'")
+_TOKEN_HINT = "send the token that the server printed when it started, or that it was given in its environment variable"
 
 
 def guarded(handler: Handler, *, token: str | None, on_refused: Callable[[int], None]) -> Handler:
@@ -54,64 +44,18 @@ def guarded(handler: Handler, *, token: str | None, on_refused: Callable[[int], 
 
     async def checked(request: Request) -> Response:
         try:
-            _check_token(request, token)
+            refuse_wrong_token(request, token, hint=_TOKEN_HINT)
             return await handler(request)
         except RequestRefused as refused:
             on_refused(refused.status)
-            # the body may be unread, so the connection cannot be used again
-            headers = {"Connection": "close"}
-            if refused.retry_after is not None:
-                headers["Retry-After"] = str(refused.retry_after)
-            if refused.status == 401:
-                headers["WWW-Authenticate"] = "Bearer"
-            return JSONResponse({"error": str(refused)}, refused.status, headers=headers)
+            return JSONResponse({"error": str(refused)}, refused.status, headers=refused.headers)
 
     return checked
 
 
-def _check_token(request: Request, token: str | None) -> None:
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    if given.startswith(b"Basic "):  # clients that send no bearer token, such as ms-swift's: http://any:TOKEN@host:port
-        with contextlib.suppress(ValueError):
-            given = b"Bearer " + base64.b64decode(given[6:], validate=True).partition(b":")[2]
-    if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-        raise RequestRefused(
-            401,
-            "the header `Authorization: Bearer <token>` is missing or wrong: send the token that the server printed when it "
-            "started, or that it was given in its environment variable",
-        )
-
-
-async def chunks(request: Request, *, longest: int) -> AsyncIterator[bytes]:
-    """The body of a request. Raises RequestRefused if it has more than `longest` bytes, or the client disconnects."""
-    from starlette.requests import ClientDisconnect
-
-    given = request.headers.get("Content-Length", "0")
-    if not given.isdigit() or int(given) > longest:
-        raise RequestRefused(413, f"the body may have {longest} bytes, and Content-Length is {given}")
-    length = 0
-    try:
-        async for chunk in request.stream():
-            length += len(chunk)
-            if length > longest:
-                raise RequestRefused(413, f"the body may have {longest} bytes, and it has more")
-            yield chunk
-    except ClientDisconnect:
-        raise RequestRefused(400, "the client disconnected before the body was complete") from None
-
-
 async def read_body(request: Request, kind: type[B]) -> B:
     """The JSON body of a request. Raises RequestRefused if it is too long, not JSON, or not of that form."""
-    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":  # a web page in a local browser cannot send this type without permission
-        raise RequestRefused(415, f"Content-Type must be application/json; it is {content_type or 'missing'}")
-    body = bytearray()
-    async for chunk in chunks(request, longest=LONGEST_JSON):
-        body += chunk
-    try:
-        value = json.loads(bytes(body))
-    except (ValueError, RecursionError):
-        raise RequestRefused(400, "the body is not JSON") from None
+    value = await json_body(request, longest=LONGEST_JSON)
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict
 from turnwise.compat.swift.rewards import infos_of
 from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Handler, read_body
-from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.swift_weights import BucketBody, CommunicatorBody, SwiftWeights, TensorBody
 from turnwise.rollout_server.wire import ConversationBody, RowBody
+from turnwise.serve.http import RequestRefused
 from turnwise.types import Message, Sampling, Segment, Trajectory, Turn
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.engines.vllm.trainer_group import JoinGroup, TensorPlace, TrainerGroup, split_tensors
 from turnwise.errors import Failed, boundary
-from turnwise.rollout_server.refusals import RequestRefused
 from turnwise.rollout_server.weights import Leases, WeightUpdates
+from turnwise.serve.http import RequestRefused
 
 __all__ = [
     "BucketBody",

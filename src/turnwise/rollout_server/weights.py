@@ -19,7 +19,7 @@ from turnwise.engines.remote.weights import checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout_server.adapters import LoadAdapter, packed_config, unpack_adapter
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.refusals import RequestRefused
+from turnwise.serve.http import RequestRefused
 
 __all__ = ["LEASE_SECONDS", "Leases", "TrainerLease", "WeightUpdates"]
 

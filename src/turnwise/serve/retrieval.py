@@ -9,8 +9,6 @@ that share a word with the query are returned. It listens on 127.0.0.1 only. If 
 
 from __future__ import annotations
 
-import hmac
-import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json
-from turnwise.serve.listening import listen_on_loopback
+from turnwise.serve.http import (
+    RequestRefused,
+    json_body,
+    listen,
+    missing_library,
+    refuse_wrong_token,
+    uvicorn_server,
+)
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -33,8 +38,7 @@ TOKEN = "TURNWISE_RETRIEVAL_TOKEN"
 """The environment variable with the token. It is not an argument, because other users can see the arguments of a process."""
 
 _LONGEST_BODY = 1 << 20  # bytes
-_BACKLOG = 2048  # connections waiting to be accepted
-_IDLE_SECONDS = 60  # until an idle connection is closed
+_NAME = "the retrieval service"
 _MOST_QUERIES, _MOST_DOCUMENTS = 1000, 100
 
 
@@ -134,22 +138,9 @@ class RetrievalServer:
     """
 
     def __init__(self, index: Index, *, port: int = 0, token: str | None = None) -> None:
-        try:
-            import uvicorn
-        except ImportError:
-            raise _missing("uvicorn") from None
         self.index = index
-        self._socket = listen_on_loopback(port, server="the retrieval service", backlog=_BACKLOG)
-        options = uvicorn.Config(
-            _application(index, token),
-            backlog=_BACKLOG,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=2,
-        )
-        self._server = uvicorn.Server(options)
+        self._server = uvicorn_server(_application(index, token), server=_NAME, extra="search")
+        self._socket = listen(port, server=_NAME)
         self._idle = threading.Event()
         self._idle.set()
         self.server_address: tuple[str, int] = self._socket.getsockname()
@@ -176,12 +167,6 @@ class RetrievalServer:
         self._socket.close()
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 def _application(index: Index, token: str | None) -> Starlette:
     try:
         from starlette.applications import Starlette
@@ -193,9 +178,10 @@ def _application(index: Index, token: str | None) -> Starlette:
 
     async def retrieve(request: Request) -> Response:
         try:
-            queries, topk, scores = _read(await _question(request, token))
-        except _Refused as refused:  # the body may be unread
-            return JSONResponse({"error": str(refused)}, refused.status, headers={"Connection": "close"})
+            refuse_wrong_token(request, token, hint=f"send the value of the server's variable {TOKEN}")
+            queries, topk, scores = _read(await json_body(request, longest=_LONGEST_BODY))
+        except RequestRefused as refused:
+            return JSONResponse({"error": str(refused)}, refused.status, headers=refused.headers)
         results = await run_in_threadpool(lambda: [index.search(query, topk) for query in queries])
         result = [[_result(document, score, scores) for document, score in documents] for documents in results]
         return JSONResponse({"result": result})
@@ -215,45 +201,24 @@ def _application(index: Index, token: str | None) -> Starlette:
     )
 
 
-async def _question(request: Request, token: str | None) -> Any:
-    given = request.headers.get("Authorization", "")
-    if token is not None and not hmac.compare_digest(
-        given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()
-    ):
-        raise _Refused(401, "the header `Authorization: Bearer <token>` is missing or wrong")
-    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page in a local browser cannot send this type without permission
-        raise _Refused(415, "Content-Type must be application/json")
-    body = bytearray()
-    length = request.headers.get("Content-Length", "0")
-    if int(length) > _LONGEST_BODY:
-        raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this question has {length}")
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LONGEST_BODY:
-            raise _Refused(413, f"a question may have {_LONGEST_BODY} bytes; this question has more")
-    try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError):
-        raise _Refused(400, "the body is not JSON") from None
-
-
 def _missing(library: str) -> ConfigError:
-    return ConfigError(f"the retrieval service needs the `{library}` package: pip install 'turnwise[search]'")
+    return missing_library(library, server=_NAME, extra="search")
 
 
 def _read(question: Any) -> tuple[list[str], int, bool]:
     asked = question if isinstance(question, dict) else {}
     queries, topk, scores = asked.get("queries"), asked.get("topk"), asked.get("return_scores", False)
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise _Refused(400, '`queries` must be a list of texts, as in {"queries": ["capital of France"], "topk": 3}')
+        raise RequestRefused(
+            400, '`queries` must be a list of texts, as in {"queries": ["capital of France"], "topk": 3}'
+        )
     if len(queries) > _MOST_QUERIES:
-        raise _Refused(400, f"`queries` has {len(queries)} entries; at most {_MOST_QUERIES} are answered at once")
+        raise RequestRefused(400, f"`queries` has {len(queries)} entries; at most {_MOST_QUERIES} are answered at once")
     topk = 3 if topk is None else topk
     if isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= _MOST_DOCUMENTS:
-        raise _Refused(400, f"`topk` must be a number from 1 to {_MOST_DOCUMENTS}; it is {topk!r}")
+        raise RequestRefused(400, f"`topk` must be a number from 1 to {_MOST_DOCUMENTS}; it is {topk!r}")
     if not isinstance(scores, bool):
-        raise _Refused(400, f"`return_scores` must be true or false; it is {scores!r}")
+        raise RequestRefused(400, f"`return_scores` must be true or false; it is {scores!r}")
     return queries, topk, scores
 
 

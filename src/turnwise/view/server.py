@@ -11,15 +11,14 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import hmac
 import mimetypes
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.errors import ConfigError, RunError
-from turnwise.serve.listening import listen_on_loopback
+from turnwise.errors import RunError
+from turnwise.serve.http import bearer_token, equal_secrets, listen, missing_library, uvicorn_server
 from turnwise.view.page import STATIC, import_map, page
 from turnwise.view.runs import FILES, ViewedRun
 
@@ -34,6 +33,9 @@ _COOKIE = "turnwise_token"
 _SECONDS = 1.0  # between two looks at the files of the runs
 
 
+_NAME = "the viewer"
+
+
 class ViewServer:
     """The viewer on 127.0.0.1. `port` 0 selects a free port; `address` is the address to open, with the token.
 
@@ -41,19 +43,12 @@ class ViewServer:
     """
 
     def __init__(self, runs: Sequence[ViewedRun], *, port: int = 0, token: str | None = None) -> None:
-        try:
-            import uvicorn
-        except ImportError:
-            raise _missing("uvicorn") from None
         token = token or secrets.token_urlsafe(16)
-        self._socket = listen_on_loopback(port, server="the viewer", backlog=128)
+        self._socket = listen(port, server=_NAME)
         self.port: int = self._socket.getsockname()[1]
         self.token = token
         self.address = f"http://127.0.0.1:{self.port}/?token={token}"
-        options = uvicorn.Config(
-            application(runs, token=token), log_config=None, access_log=False, timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(options)
+        self._server = uvicorn_server(application(runs, token=token), server=_NAME, extra="view", seconds_to_finish=1)
 
     def serve_forever(self) -> None:
         """Answer requests until `stop`, or Ctrl-C."""
@@ -74,7 +69,7 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
     except ImportError:
-        raise _missing("starlette") from None
+        raise missing_library("starlette", server=_NAME, extra="view") from None
     answers = _Answers(runs)
 
     def json_route(path: str, answer: Callable[[Request], Any]) -> Route:
@@ -228,7 +223,7 @@ def _guard(token: str) -> Any:
             if request.url.hostname not in ("127.0.0.1", "localhost"):
                 return PlainTextResponse("the viewer answers requests for 127.0.0.1 only", 403)
             if (given := request.query_params.get("token")) is not None and request.url.path == "/":
-                if not _equal(given, token):
+                if not equal_secrets(given, token):
                     return PlainTextResponse("the token is wrong; open the address that turnwise view printed", 401)
                 answer = RedirectResponse("/", 303)
                 # cookies do not know ports: two viewers on one machine must not overwrite each other's
@@ -236,17 +231,8 @@ def _guard(token: str) -> Any:
                 answer.set_cookie(name, token, httponly=True, samesite="strict")
                 return answer
             held = request.cookies.get(f"{_COOKIE}_{request.url.port}", "")
-            bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not (_equal(held, token) or _equal(bearer, token)):
+            if not (equal_secrets(held, token) or equal_secrets(bearer_token(request), token)):
                 return PlainTextResponse("the token is missing; open the address that turnwise view printed", 401)
             return await call_next(request)
 
     return Guard
-
-
-def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
-
-
-def _missing(library: str) -> ConfigError:
-    return ConfigError(f"the viewer needs the `{library}` package: pip install 'turnwise[view]'")

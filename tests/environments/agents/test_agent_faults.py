@@ -332,7 +332,13 @@ print("done")
     assert trajectory.error is None
     assert [turn.reward for turn in trajectory.turns] == [0.25, 1.0]
     assert trajectory.turns[1].info["agent"] == {"exit_status": 0, "stdout": "done\n"}
-    assert trajectory.metrics == {"agent/extended": 1, "agent/realigned": 0, "agent/forked": 0, "agent/forced": 0}
+    assert trajectory.metrics == {
+        "agent/extended": 1,
+        "agent/realigned": 0,
+        "agent/returned": 0,
+        "agent/forked": 0,
+        "agent/forced": 0,
+    }
 
 
 @pytest.mark.parametrize(("code", "reward"), [("", 1.0), ("sys.exit(1)", 0.0)])

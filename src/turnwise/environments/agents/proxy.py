@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +19,8 @@ from turnwise.environments.agents.chat_request import AgentAnswer, ChatRequest, 
 from turnwise.environments.agents.conversation import AgentConversation
 from turnwise.environments.agents.responses import Responses
 from turnwise.environments.threaded_environment import ThreadLoop
-from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.errors import Failed, boundary
+from turnwise.serve.http import RequestRefused, bearer_token, json_body, listen, missing_library, uvicorn_server
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Dialect", "Proxy", "ProxyLease"]
 
 _LONGEST_BODY = 32 << 20  # bytes
-_BACKLOG = 2048  # connections waiting to be accepted
+_NAME = "the server of agents"
 _REMEMBERED = 10_000  # keys of conversations that have ended
 _STOP_SECONDS = 5.0
 _ENDED = "the conversation has ended, and its key is not valid any more"
@@ -70,28 +70,13 @@ class Proxy:
     """
 
     def __init__(self) -> None:
-        try:
-            import uvicorn
-        except ImportError:
-            raise _missing("uvicorn") from None
         self._conversations: dict[str, AgentConversation] = {}
         self._ended: collections.OrderedDict[str, None] = collections.OrderedDict()
         """The keys of the last conversations that have ended."""
-        application = _application(self)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen(_BACKLOG)  # a request may arrive before the thread accepts connections
+        self._server = uvicorn_server(_application(self), server=_NAME, extra="serve", seconds_to_finish=1)
+        self._socket = listen(0, server=_NAME)  # a request may arrive before the thread accepts connections
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         """The address without a path: the base URL of Anthropic's clients."""
-        options = uvicorn.Config(
-            application,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-            backlog=_BACKLOG,
-        )
-        self._server = uvicorn.Server(options)
         self._thread = ThreadLoop("turnwise-agents")
         self._serving = self._thread.submit(self._server.serve(sockets=[self._socket]))
 
@@ -165,16 +150,12 @@ class ProxyLease:
         proxy.close()
 
 
-def _missing(library: str) -> ConfigError:
-    return ConfigError(f"agents need the `{library}` package: pip install 'turnwise[serve]'")
-
-
 def _application(proxy: Proxy) -> Starlette:
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
     except ImportError:
-        raise _missing("starlette") from None
+        raise missing_library("starlette", server=_NAME, extra="serve") from None
     handlers = _Handlers(proxy)
     posts = {path: handlers.chat(dialect) for path, dialect in _DIALECTS.items()} | {"reward": handlers.reward}
     gets = {"row": handlers.row, "models": handlers.models}
@@ -261,24 +242,15 @@ def _refusal(refused: Refused, body: Mapping[str, Any]) -> Response:
 
 def _key(request: Request) -> str:
     """The API key of a request, in the header of Anthropic's or of OpenAI's clients."""
-    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return request.headers.get("x-api-key") or bearer
+    return request.headers.get("x-api-key") or bearer_token(request)
 
 
 async def _body(request: Request) -> dict[str, Any]:
     """The body of a request. Raises Refused if it is too long or not a JSON object."""
-    length = request.headers.get("Content-Length", "0")
-    body = bytearray()
-    if not length.isdigit() or int(length) > _LONGEST_BODY:
-        raise Refused(413, f"a request may have {_LONGEST_BODY} bytes; this request has {length:.20}")
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LONGEST_BODY:
-            raise Refused(413, f"a request may have {_LONGEST_BODY} bytes; this request has more")
     try:
-        value = json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body of the request is not JSON: {error!s:.200}") from None
+        value = await json_body(request, longest=_LONGEST_BODY, any_type=True)
+    except RequestRefused as refused:
+        raise Refused(refused.status, str(refused)) from None
     if not isinstance(value, dict):
         raise Refused(400, f"the body of the request must be a JSON object; it is a {type(value).__name__}")
     return value

@@ -1,0 +1,195 @@
+"""What the HTTP servers of turnwise share: sockets, bearer tokens, bounded bodies, and refusals with a status and a text.
+
+These servers are the rollout server, the server that agents talk to, the retrieval service and the viewer. Knows no routes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import ipaddress
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from turnwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.requests import Request
+
+__all__ = [
+    "BACKLOG",
+    "RequestRefused",
+    "bearer_token",
+    "body_chunks",
+    "equal_secrets",
+    "is_loopback",
+    "json_body",
+    "listen",
+    "missing_library",
+    "refuse_without_token",
+    "refuse_wrong_token",
+    "uvicorn_server",
+]
+
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+_IDLE_SECONDS = 60
+"""An idle connection is closed after this time."""
+
+
+class RequestRefused(Exception):
+    """A request is refused: with an HTTP status and a text that has the value, the rule and the fix."""
+
+    def __init__(self, status: int, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        """Seconds after which the client may try again; None if another attempt will fail in the same way."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer. The connection is closed, because the body of the request may be unread."""
+        headers = {"Connection": "close"}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(self.retry_after)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+def missing_library(library: str, *, server: str, extra: str) -> ConfigError:
+    """The error for a missing package. `server` is such as `the viewer`, `extra` is the extra of turnwise that installs it."""
+    return ConfigError(f"{server} needs the package `{library}`: pip install 'turnwise[{extra}]'")
+
+
+# sockets
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server at this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def listen(port: int, *, server: str, host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket; port 0 selects a free port.
+
+    Raises ConfigError, with the name of the `server`, if the address cannot be used or the port is in use.
+    """
+    if not 0 <= port <= 65535:  # getaddrinfo takes the remainder
+        raise ConfigError(
+            f"{server} cannot listen on port {port}: a port is a number from 0 to 65535; give another --port"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"{server} cannot use --host {host} --port {port}: {error}") from None
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"{server} cannot listen on port {port} of {host}: {error}; give another --port") from None
+    return listening
+
+
+def uvicorn_server(application: Any, *, server: str, extra: str, seconds_to_finish: int = 2) -> uvicorn.Server:
+    """A server of an ASGI application that logs nothing. Requests have `seconds_to_finish` when it stops.
+
+    Raises ConfigError if uvicorn is not installed.
+    """
+    try:
+        import uvicorn
+    except ImportError:
+        raise missing_library("uvicorn", server=server, extra=extra) from None
+    return uvicorn.Server(
+        uvicorn.Config(
+            application,
+            backlog=BACKLOG,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_graceful_shutdown=seconds_to_finish,
+        )
+    )
+
+
+# tokens
+
+
+def refuse_without_token(host: str, *, variable: str) -> None:
+    """Raise ConfigError if other machines can reach a server that has no token. `variable` is the environment variable for it."""
+    if not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} can be reached from other machines, and no token is set: set the environment variable {variable}, "
+            f"or use --host 127.0.0.1"
+        )
+
+
+def equal_secrets(given: str, secret: str) -> bool:
+    """Whether two texts are equal, in a time that says nothing about the place where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode("utf-8", "surrogateescape"))
+
+
+def bearer_token(request: Request) -> str:
+    """The token in the header `Authorization: Bearer <token>`, or the password of an address such as `http://any:TOKEN@host`."""
+    given = request.headers.get("Authorization", "")
+    if given.startswith("Basic "):  # clients that send no bearer token, such as ms-swift's
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(given[6:], validate=True).partition(b":")[2].decode("utf-8", "surrogateescape")
+    return given.removeprefix("Bearer ") if given.startswith("Bearer ") else ""
+
+
+def refuse_wrong_token(request: Request, token: str | None, *, hint: str) -> None:
+    """Raise RequestRefused if the server has a token and the request has not. `hint` says where the token is."""
+    if token is not None and not equal_secrets(bearer_token(request), token):
+        raise RequestRefused(401, f"the header `Authorization: Bearer <token>` is missing or wrong: {hint}")
+
+
+# bodies
+
+
+async def body_chunks(request: Request, *, longest: int) -> AsyncIterator[bytes]:
+    """The body of a request. Raises RequestRefused if it has more than `longest` bytes, or the client disconnects."""
+    from starlette.requests import ClientDisconnect
+
+    given = request.headers.get("Content-Length", "0")
+    if not given.isdigit() or int(given) > longest:
+        raise RequestRefused(413, f"the body may have {longest} bytes, and Content-Length is {given:.20}")
+    length = 0
+    try:
+        async for chunk in request.stream():
+            length += len(chunk)
+            if length > longest:
+                raise RequestRefused(413, f"the body may have {longest} bytes, and it has more")
+            yield chunk
+    except ClientDisconnect:
+        raise RequestRefused(400, "the client disconnected before the body was complete") from None
+
+
+async def json_body(request: Request, *, longest: int, any_type: bool = False) -> Any:
+    """The JSON value of a body. Raises RequestRefused.
+
+    Unless `any_type`, the Content-Type must be application/json: a web page in a local browser cannot send it without permission.
+    """
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if not any_type and content_type != "application/json":
+        raise RequestRefused(415, f"Content-Type must be application/json; it is {content_type or 'missing'}")
+    body = bytearray()
+    async for chunk in body_chunks(request, longest=longest):
+        body += chunk
+    try:
+        return json.loads(bytes(body))
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, f"the body is not JSON: {error!s:.200}") from None
