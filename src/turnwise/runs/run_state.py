@@ -20,7 +20,6 @@ from turnwise.record.run_directory import RunDirectory
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.assembly import RunInputs
 from turnwise.terminal.activity import Activity
-from turnwise.terminal.story import log_conversation
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.critic import Critic
@@ -154,6 +153,10 @@ class RunState:
 
     def log_conversation(self, trajectories: Sequence[Trajectory]) -> None:
         """Log the story of one of the step's conversations, for `TURNWISE_LOG=debug`."""
+        if not _log.isEnabledFor(logging.DEBUG):
+            return
+        from turnwise.terminal.story import log_conversation  # not in the files of an ordinary step
+
         log_conversation(trajectories, decode=self.inputs.renderer.decode, step=self.step + 1)
 
     def begin_update(self) -> None:
