@@ -25,7 +25,7 @@ class GuardedEnvironment:
     """The environment of one conversation. All methods raise Failed, of the kind `environment`, whatever the user's code raises;
     `close` raises nothing."""
 
-    __slots__ = ("_environment",)
+    __slots__ = ("_environment", "_watch_sampling")
 
     def __init__(self, make_environment: EnvironmentFactory) -> None:
         self._environment: Environment = call_blocking(
