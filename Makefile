@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow test-engines lint check docs format wheel bench mutants clean
+.PHONY: help demo test test-slow test-engines test-cluster lint check docs format wheel bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,14 +13,17 @@ demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise demo replace=true
 
 test: $(VENV)/ready-dev  ## install, run the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not engines'
+	$(BIN)/python -m pytest -m 'not slow and not engines and not cluster'
 
 test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs
-	$(BIN)/python -m pytest -m 'slow and not engines'
+	$(BIN)/python -m pytest -m 'slow and not engines and not cluster'
 
 test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
 	$(BIN)/python scripts/engine_env.py
 	$(BIN)/python -m pytest -m engines
+
+test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
+	$(BIN)/python -m pytest -m cluster
 
 lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .

@@ -116,7 +116,7 @@ def _configure(folder: Path, part: Part) -> None:
         "process_isolation": ["forkserver"],  # torch's threads do not survive a fork
         "timeout_multiplier": ["20"],  # of a test's own time: the machine may be busy
         "timeout_constant": ["20"],
-        "pytest_add_cli_args": ["-q", "-x", "-m", "not slow and not engines", "-p", "no:cacheprovider"],
+        "pytest_add_cli_args": ["-q", "-x", "-m", "not slow and not engines and not cluster", "-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": list(part.tests),
     }
     lines = [f"{name}=\n" + "\n".join(f"    {value}" for value in values) for name, values in options.items()]

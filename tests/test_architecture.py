@@ -323,10 +323,38 @@ def test_a_part_loads_no_heavy_library_when_it_is_imported(part: str) -> None:
 def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     with_torch = {str(path.relative_to(SOURCE).parent) for path in FILES if "torch" in heavy(path)}
     alone = {path.name for path in FILES if path.parent == SOURCE and "torch" in heavy(path)}
-    assert with_torch <= {".", "models", "training", "engines/local", "doctor", "sft", "engines/vllm"}
+    assert with_torch <= {
+        ".",
+        "models",
+        "training",
+        "training/sharded",
+        "engines/local",
+        "doctor",
+        "sft",
+        "engines/vllm",
+    }
     assert alone <= {"train.py"}
     for name in ("engine", "scripted", "batched"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
+
+
+def test_torch_distributed_begins_in_the_training_of_several_ranks() -> None:
+    distributed = {
+        str(path.relative_to(SOURCE).parent)
+        for path in FILES
+        if any(name.startswith("torch.distributed") for name in imports(path))
+    }
+    assert distributed == {"training/sharded"}
+    with_ranks = {
+        path.relative_to(SOURCE).as_posix()
+        for path in FILES
+        if path.parent.name != "sharded"
+        and any(
+            name.startswith("turnwise.training.sharded") and not name.endswith(".options")
+            for name in imports(path, nested=False)
+        )
+    }
+    assert with_ranks == set()  # a run of one process imports nothing of it
 
 
 def test_every_exception_is_caught_in_the_boundary_and_in_the_listed_places_only() -> None:
@@ -418,7 +446,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         and node.attr == "model"
         and _name(node.value) in ("learner", "run", "policy")
     }
-    assert readers == {"runs/training_run.py"}  # the argument of build.engine
+    assert readers == {"build/engines.py"}  # the model that the engine samples from
     # the loops, the run's state and checkpoints know the protocol, which has no model
     protocol = next(
         node

@@ -214,7 +214,7 @@ def _finish_step(
         metrics["groups/timed_out"] = sum(active.timed_out for active in taken.active)
     if run.pipeline.source.curriculum is not None:
         metrics["rows/skipped"] = taken.skipped
-    tolerance = 0.01 if run.config.model.exact else 0.5
+    tolerance = 0.01 if run.config.exact else 0.5
     if update is not None and update.fresh_deviation > tolerance:
         _log.warning(
             "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from "

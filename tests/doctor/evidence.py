@@ -50,6 +50,8 @@ _VLLM = "engines/vllm/test_vllm_options.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
+_RANKS = "cluster/test_cluster_run.py::test_"
+_FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
     **{
@@ -60,6 +62,15 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
+    **{
+        f"cluster.{name}": f"{_RANKS}a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_loss"
+        for name in ("launcher", "trainers", "restarts")
+    },
+    **{
+        f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_ranks"
+        for name in ("backend", "timeout", *(f"fsdp.{name}" for name in _FSDP))
+    },
+    "cluster.heartbeat": f"{_RANKS}a_rank_that_hangs_ends_the_run_in_time",
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",

@@ -5,7 +5,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
-from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
+from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, sampled_model, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
@@ -18,6 +18,7 @@ from turnwise.build.learners import (
     optimizer_config,
     sft_learner,
 )
+from turnwise.build.ranks import rank_options
 from turnwise.build.rewards import connect_engine, scorer, turn_weighting
 from turnwise.build.rollout_server import refuse_with_rollout_server
 from turnwise.build.rollouts import renderer, rollout_context
@@ -50,6 +51,7 @@ __all__ = [
     "normalization",
     "optimizer_config",
     "publisher",
+    "rank_options",
     "read_scripts",
     "refuse_for_endpoint",
     "refuse_with_rollout_server",
@@ -57,6 +59,7 @@ __all__ = [
     "rollout_context",
     "row_order",
     "rows",
+    "sampled_model",
     "sampling",
     "scorer",
     "scripted_engine",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from turnwise.build.ranks import rank_options, sharded_learner, sharding_options
 from turnwise.build.values import sampling
 from turnwise.config.kl_checks import needs_reference
 from turnwise.config.loss import CispoSection, GspoSection, LossSection, PpoClipSection, ReinforceSection, SapoSection
@@ -26,13 +27,14 @@ from turnwise.training.options import (
     Sapo,
     lr_at,
 )
+from turnwise.training.sharded.options import ShardOptions
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
     from turnwise.models.lora import LoraOptions
+    from turnwise.training.learner import Learner
     from turnwise.training.local_critic import LocalCritic
-    from turnwise.training.local_learner import LocalLearner
 
 __all__ = ["critic", "learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
 
@@ -82,7 +84,7 @@ def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
     )
 
 
-def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> LocalLearner:
+def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> Learner:
     """The learner of `turnwise train`, on the model at `path`. `before_training` is the path of the model before training, if
     that is another model."""
     return _learner(
@@ -106,7 +108,7 @@ def _reference(config: Config, before_training: str | Path | None) -> ReferenceC
     return ReferenceConfig(path=path, separate=section.source == "copy")
 
 
-def sft_learner(config: Config, path: str | Path) -> LocalLearner:
+def sft_learner(config: Config, path: str | Path) -> Learner:
     """The learner of `turnwise sft`, on the model at `path`."""
     return _learner(
         config,
@@ -163,7 +165,22 @@ def _learner(
     optimizer: OptimizerConfig,
     reference: ReferenceConfig | None = None,
     share_prompts: str = "auto",
-) -> LocalLearner:
+) -> Learner:
+    if config.cluster.distributed:
+        return sharded_learner(
+            rank_options(config),
+            ShardOptions(
+                model=model_options(config, path),
+                sampling=sampled_from,
+                loss=loss,
+                optimizer=optimizer,
+                sharding=sharding_options(config.cluster),
+                reference=reference,
+                share_prompts=share_prompts,
+                autocast=config.model.autocast,
+                deterministic=config.deterministic,
+            ),
+        )
     from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
     from turnwise.training.local_learner import LocalLearner
     from turnwise.training.loss import make_loss

@@ -12,7 +12,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
 from turnwise.config.schema import Config, ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.engines.engine import Engine
-from turnwise.engines.publisher import SharedWeights, WeightPublisher
+from turnwise.engines.publisher import CopiedWeights, SharedWeights, WeightPublisher
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
@@ -77,14 +77,16 @@ def _servers(
     return api, _vllm_replicas(config, options, adapter=adapter)
 
 
-def publisher(config: Config, engine: Engine, learner: Learner) -> WeightPublisher:
-    """How the learner's weights reach the recipe's engine."""
+def publisher(config: Config, engine: Engine, learner: Learner, model: Any | None = None) -> WeightPublisher:
+    """How the learner's weights reach the recipe's engine. `model` is the model of the embedded engine."""
     if isinstance(engine, RolloutClient):
         return ServerWeights(engine, learner)
     if not isinstance(engine, RemoteEngine):
+        if config.cluster.distributed:
+            return CopiedWeights(engine, lambda: learner.copy_weights(model))
         return SharedWeights(engine)
     assert isinstance(config.engine, ServerEngineSection)
-    probe = ProbeOptions(every=config.engine.check_weights_every, tolerance=_ROUNDING[config.model.exact])
+    probe = ProbeOptions(every=config.engine.check_weights_every, tolerance=_ROUNDING[config.exact])
     return RemoteWeights(engine, learner, probe, sleep=config.engine.sleep)
 
 

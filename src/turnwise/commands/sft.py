@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from turnwise.commands.command import Context, add_recipe
+from turnwise.commands.ranks import run_as_rank
 from turnwise.commands.run_command import resume_command, run_to_end
 
 __all__ = ["register"]
@@ -24,6 +25,8 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
 
     config, notes = load(options.recipe, options.overrides)
+    if (status := run_as_rank(config, context.console)) is not None:
+        return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.sft.fine_tune import assemble, fine_tune
     from turnwise.terminal.sft_report import SftReport

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from turnwise.commands.command import Context, add_recipe
+from turnwise.commands.ranks import run_as_rank
 from turnwise.commands.run_command import resume_command, run_to_end
 from turnwise.errors import ConfigError
 
@@ -42,6 +43,8 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     else:
         config, notes = load(options.recipe, options.overrides)
         resume = resume_command("train", options, config)
+    if (status := run_as_rank(config, context.console)) is not None:
+        return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.terminal.train_report import TrainReport
     from turnwise.train import assemble, train

@@ -127,6 +127,8 @@ CALLED: dict[str, tuple[str, ...]] = {
     "tool_format": ("tool_call_parser", "tool_parser"),
     "sampling.stop": ("stop_words", "stop_strings"),
     "max_concurrent": ("max_num_seqs", "max_concurrency"),
+    "cluster.fsdp": ("fsdp", "fsdp_config"),
+    "cluster.fsdp.param_dtype": ("mixed_precision",),
     "output": ("output_dir", "default_local_dir", "save_path"),
     "resume": ("resume_from_checkpoint", "resume_mode"),
     "replace": ("overwrite_output_dir",),
@@ -146,9 +148,11 @@ ABSENT: dict[str, tuple[str, ...]] = {
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
     ),
     "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
-    "a run is one process on one device: leave it out": (
-        "deepspeed", "fsdp", "nnodes", "n_gpus_per_node", "tensor_parallel_size", "tensor_model_parallel_size",
-        "num_processes", "ray_init",
+    "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
+        "deepspeed", "nnodes", "n_gpus_per_node", "num_processes", "ray_init",
+    ),
+    "several devices divide weights, not the work of a layer: leave it out": (
+        "tensor_parallel_size", "tensor_model_parallel_size",
     ),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",

@@ -24,6 +24,8 @@ __all__ = ["checked", "load"]
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
+_SHORT = {"environment": "use", "loss_mask": "use", "cluster": "launcher"}
+"""For each section that may be a text: the option that the text is."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -69,8 +71,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         node: dict[str, Any] = tree
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
-            if isinstance(child, str) and parents[: depth + 1] in (["environment"], ["loss_mask"]):
-                child = node[parent] = {"use": child}
+            if isinstance(child, str) and (key_of_text := _SHORT.get(".".join(parents[: depth + 1]))) is not None:
+                child = node[parent] = {key_of_text: child}
             if not isinstance(child, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child

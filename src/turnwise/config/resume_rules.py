@@ -110,6 +110,9 @@ RULES: Mapping[str, Rule] = {
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
+    **_all("free", "cluster.", "launcher trainers backend timeout heartbeat restarts"),
+    "cluster.fsdp.param_dtype": "named",
+    **_all("free", "cluster.fsdp.", "reduce_dtype reshard_after_forward gradient_sync offload"),
     **_all("free", "health.", "window zero_std tool_use duplicates length ratio mismatch kl reward_correlation failed"),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from turnwise.config.cluster import ClusterSection
 from turnwise.config.correction import CorrectionSection
 from turnwise.config.credit import AnyCredit, AutoCreditSection, CreditSection
 from turnwise.config.critic import CriticSection
@@ -41,6 +42,7 @@ from turnwise.errors import nearest
 __all__ = [
     "LOSS_MASKS",
     "CheckpointSection",
+    "ClusterSection",
     "Config",
     "CreditSection",
     "CriticSection",
@@ -169,6 +171,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    cluster: ClusterSection = ClusterSection()
     health: HealthSection = HealthSection()
     loggers: list[LoggerSection] = []
     """Experiment trackers that receive the metrics, such as `[wandb, tensorboard]`. The run's directory has all metrics without
@@ -190,6 +193,11 @@ class Config(Section):
     """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
     replace: bool = False
     """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and engine give the same log-probabilities up to the rounding of float32."""
+        return self.model.exact and self.cluster.fsdp.param_dtype is None
 
     @model_validator(mode="before")
     @classmethod

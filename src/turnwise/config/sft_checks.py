@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turnwise.config.cluster_checks import cluster_problems
 from turnwise.config.optimization import SftSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.config.section import Section, changed_options
@@ -27,6 +28,7 @@ def refuse_sft_without_effect(config: Config) -> None:
         *_sft_problems(config),
         *_unused_problems(config),
         *run_problems(config),
+        *cluster_problems(config, config.sft),
         deterministic_device_problem(config),
         *_other_sections(config),
         *_tool_problems(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from turnwise.config.cluster_checks import cluster_problems
 from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
 from turnwise.config.critic_checks import critic_problems
 from turnwise.config.engine_checks import refuse_engine
@@ -50,6 +51,7 @@ def refuse_without_effect(config: Config) -> None:
         *_deterministic_training_problems(config),
         *_rollout_server_problems(config),
         *health_problems(config),
+        *cluster_problems(config, config.train),
         *file_problems(config.data),
         *weight_problems(config.data),
     ]
@@ -113,7 +115,7 @@ def _loss_problems(config: Config) -> list[Problem]:
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
     of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
-    same_weights = config.engine.name == "local" and train.max_staleness == 0 and config.model.exact
+    same_weights = config.engine.name == "local" and train.max_staleness == 0 and config.exact
     correction = config.correction
     return [
         (

@@ -6,11 +6,12 @@ An implementation knows how weights travel (shared memory, disk, a collective op
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from turnwise.engines.engine import Engine
 
-__all__ = ["FreesCache", "SharedWeights", "WeightPublisher"]
+__all__ = ["CopiedWeights", "FreesCache", "SharedWeights", "WeightPublisher"]
 
 
 class WeightPublisher(Protocol):
@@ -59,4 +60,25 @@ class SharedWeights:
             self._engine.free_cache()  # its contents would be of no use with the new weights
 
     async def publish(self, version: int) -> None:
+        await self._engine.load_weights(version)
+
+
+class CopiedWeights:
+    """For an embedded engine whose model is a copy, because the trained model is divided among several ranks.
+
+    `copy` gives the engine's model the present weights.
+    """
+
+    def __init__(self, engine: Engine, copy: Callable[[], None]) -> None:
+        self._engine = engine
+        self._copy = copy
+
+    async def begin(self, version: int) -> None:
+        await self._engine.start()
+
+    async def before_update(self) -> None:
+        pass
+
+    async def publish(self, version: int) -> None:
+        self._copy()
         await self._engine.load_weights(version)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,14 +111,15 @@ def add_adapter(model: Any, options: LoraOptions) -> None:
     model.eval()  # the new layers are in training mode
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapter into a directory, in the files that `peft.PeftModel.from_pretrained` reads.
+def save_adapter(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write the adapter into a directory, in the files that `peft.PeftModel.from_pretrained` reads. `weights` are its weights, if
+    the model's own tensors are not complete.
 
     Beside them are the model's config.json and generation_config.json, which name its context length and its stop tokens.
     """
     from safetensors.torch import save_file
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter_weights(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or adapter_weights(model)).items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = copy.deepcopy(model.peft_config[_NAME])
     config.base_model_name_or_path = _absolute(model.name_or_path)

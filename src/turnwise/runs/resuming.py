@@ -156,7 +156,7 @@ class OpenedRun:
         resuming = self.saved is not None
         if self.saved is not None:
             state = self.saved.state()
-            learner.load_state(state["policy"])
+            learner.load_state(state["policy"], self.saved.shards)
             if critic is not None and "critic" in state:
                 critic.load_state(state["critic"])
             self.notes += self.directory.cut_back(self.saved.about["marks"])

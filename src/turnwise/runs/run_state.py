@@ -229,6 +229,7 @@ class RunState:
             },
             processor=renderer.vision,
             save_critic=None if self.critic is None else self.critic.save,
+            save_shards=self.learner.save_shards,
         )
 
     def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:
@@ -272,5 +273,6 @@ class RunState:
                     _log.error("%s", error)
             raise
         finally:
+            self.learner.close()
             self.loggers.close()
             self.directory.release()

@@ -89,10 +89,11 @@ def assemble(config: Config) -> TrainingRun:
     environments = build.environment_factory(config, encode=renderer.encode)
     learner = build.learner(config, opened.source, before_training=opened.before_training)
     opened.compare_model(learner)
-    critic = None if credit.needs_values is None else build.critic(config, opened.source, learner.model, opened.critic)
+    model = build.sampled_model(config, learner, opened.source)
+    critic = None if credit.needs_values is None else build.critic(config, opened.source, model, opened.critic)
     if critic is not None:
         opened.compare_critic(critic)
-    engine = build.engine(config, renderer, learner.model, version=opened.step)
+    engine = build.engine(config, renderer, model, updated=True, version=opened.step)
     build.connect_engine(scorer, engine, renderer)
     context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
     data = _data_state(opened, inputs.rows, config)
@@ -108,7 +109,7 @@ def assemble(config: Config) -> TrainingRun:
         normalization=build.normalization(config.loss),
         environments=environments,
         credit=credit,
-        publisher=build.publisher(config, engine, learner),
+        publisher=build.publisher(config, engine, learner, model),
         watch=LearningWatch(config, _finished_steps(opened)),
         kl_reward=_kl_reward(config, learner, opened),
         pipeline=Pipeline(

@@ -25,6 +25,11 @@ class StopFlag:
         """Stop after the current item."""
         self._event.set()
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the computation is to stop."""
+        return self._event.is_set()
+
     def until_set(self, items: Iterable[T]) -> Iterator[T]:
         """The items, until the flag is set. After that, no further item is taken from the iterable."""
         if self._event.is_set():

@@ -5,6 +5,7 @@
         model/             weights, tokenizer and processor, written by `save_pretrained`
         critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
         trainer.pt         the state of the optimizers
+        shards/            of a learner on several ranks: its weights and the state of its optimizer, a part from each rank
         checkpoint.json    position of the run, its options, and fingerprints of its data
         SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
 
@@ -34,7 +35,8 @@ from turnwise.training.fingerprint import of_file
 
 __all__ = ["Checkpoints", "PendingCheckpoint", "SavedCheckpoint"]
 
-_MODEL, _CRITIC, _STATE, _ABOUT, _SUMS = "model", "critic", "trainer.pt", "checkpoint.json", "SHA256SUMS"
+_MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
+_STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"writing-\d{6,}")
 
@@ -67,6 +69,12 @@ class SavedCheckpoint:
     def critic(self) -> Path | None:
         """The directory of the critic's weights; None if the checkpoint has no critic."""
         folder = self.folder / _CRITIC
+        return folder if folder.is_dir() else None
+
+    @property
+    def shards(self) -> Path | None:
+        """The directory with the parts of a learner on several ranks; None if one process has written the checkpoint."""
+        folder = self.folder / _SHARDS
         return folder if folder.is_dir() else None
 
     def state(self) -> dict[str, Any]:
@@ -120,9 +128,10 @@ class Checkpoints:
         state: Mapping[str, Any],
         processor: Processor | None = None,
         save_critic: Callable[[Path], None] | None = None,
+        save_shards: Callable[[Path], None] = lambda folder: None,
     ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint. `processor` is that of a vision model. `save_critic` writes the critic's
-        weights into a directory; None: there is no critic.
+        weights into a directory; None: there is no critic. `save_shards` writes the parts of a learner on several ranks.
 
         Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """
@@ -138,6 +147,10 @@ class Checkpoints:
             if save_critic is not None:
                 (temporary / _CRITIC).mkdir()
                 save_critic(temporary / _CRITIC)
+            (temporary / _SHARDS).mkdir()
+            save_shards(temporary / _SHARDS)
+            if not any((temporary / _SHARDS).iterdir()):
+                (temporary / _SHARDS).rmdir()
             torch.save(dict(state), temporary / _STATE)
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
             with ThreadPoolExecutor(4) as workers:  # hashing and waiting for the disk release the GIL
@@ -165,7 +178,7 @@ class Checkpoints:
             (temporary / _ABOUT).write_text(text, encoding="utf-8")
             sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
-            folders = [path for path in (temporary / _MODEL, temporary / _CRITIC) if path.is_dir()]
+            folders = [path for path in (temporary / name for name in (_MODEL, _CRITIC, _SHARDS)) if path.is_dir()]
             for path in (temporary / _SUMS, *folders, temporary):
                 _flush(path)
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced

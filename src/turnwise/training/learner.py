@@ -121,6 +121,10 @@ class Learner(Protocol):
         """
         ...
 
+    def copy_weights(self, model: Any) -> None:
+        """Give another model in this process, with the same parameters, the present weights."""
+        ...
+
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """`log_softmax(logits)` of each of the tokens after the first, given the tokens before it. Changes nothing."""
         ...
@@ -149,8 +153,18 @@ class Learner(Protocol):
         model that has changed."""
         ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned. The weights are loaded with the model; options are the learner's own."""
+    def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        """Resume from what `state` returned, or from the directory that `save_shards` of any number of ranks has written. The
+        weights are loaded with the model; options are the learner's own."""
+        ...
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what `state` leaves out, because it is divided among several ranks: each rank writes its own files into the
+        directory. A learner in one process writes nothing."""
+        ...
+
+    def close(self) -> None:
+        """End what the learner has started besides this process. Called once, at the end of the run."""
         ...
 
     def fingerprint(self) -> str:

@@ -201,6 +201,10 @@ class LocalLearner:
     def weights(self) -> Mapping[str, torch.Tensor]:
         return published_weights(self._model)
 
+    @torch.no_grad()
+    def copy_weights(self, model: Any) -> None:
+        model.load_state_dict(self._model.state_dict())
+
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return token_logprobs(self._model, token_ids)
 
@@ -225,10 +229,21 @@ class LocalLearner:
     def state(self) -> dict[str, Any]:
         return {**self._optimizer.state(), "reference": {} if self._reference is None else self._reference.state()}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def save_shards(self, folder: Path) -> None:
+        pass
+
+    def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        if shards is not None:
+            from turnwise.training.sharded.checkpoint import complete_state  # torch.distributed
+
+            names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+            state = complete_state(shards, names)
         self._optimizer.load_state(state)
         if self._reference is not None:
             self._reference.load_state(state.get("reference", {}))
+
+    def close(self) -> None:
+        pass
 
     def fingerprint(self) -> str:
         return of_model(self._model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,18 @@ _log = logging.getLogger(__name__)
 class Optimizer:
     """Changes `parameters` from the gradients that are accumulated in their `grad`.
 
+    `complete` makes one number of a norm whose parts are on several ranks, for parameters that are divided among them.
+
     Raises ConfigError if the optimizer's package is not installed, or if an option has no effect on these parameters.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        complete: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm,
+    ) -> None:
         _refuse_without_effect(parameters, config)
         self.parameters = list(parameters)
         self.masters = _masters(self.parameters, config)
@@ -36,11 +44,17 @@ class Optimizer:
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         """The number of values that a step changes."""
         self._config = config
+        self._complete = complete
         self._steps = 0
         self._optimizer = _torch_optimizer(self.masters, config)
         self._errors = (
             [torch.zeros_like(parameter) for parameter in self.parameters] if config.master_weights == "kahan" else []
         )
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken."""
+        return self._steps
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -72,6 +86,7 @@ class Optimizer:
             norm = torch.nn.utils.clip_grad_norm_(self.masters, self._config.max_grad_norm)
         else:
             norm = _norm(self.parameters)
+        norm = self._complete(norm)
         if not math.isfinite(float(norm)):
             _log.warning(
                 "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", float(norm)

@@ -1,4 +1,4 @@
-"""An update of the policy: the order of passes and optimizer steps, wherever the passes are computed.
+"""An update of the policy: the order of passes and optimizer steps. The passes may be computed in one process or in several.
 
 `Passes` is what an update needs of a learner. A learner in one process computes all micro-batches itself; a sharded learner
 shares them out among its ranks. Knows nothing of models, devices or ranks.

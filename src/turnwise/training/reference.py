@@ -15,7 +15,7 @@ from turnwise.training.model_fingerprint import of_model
 from turnwise.training.packing import MicroBatch
 from turnwise.types import Sampling
 
-__all__ = ["Reference"]
+__all__ = ["Reference", "reference_model"]
 
 
 class Reference:
@@ -38,16 +38,7 @@ class Reference:
         separate: bool = False,
         autocast: bool = False,
     ) -> None:
-        if model is not None:
-            _refuse_other_vocabulary(policy, model)
-        frozen: Any = _before_training(policy, separate=separate) if model is None else model
-        self._model = frozen.requires_grad_(False)
-        # batches are packed for the attention that the trained model has now; a copy has the same attention
-        if model is not None and shares and not try_tree_attention(self._model):
-            raise ConfigError(
-                f"the reference model ({type(self._model).__name__}) cannot compute shared prefixes, and the trained model can: "
-                f"set train.share_prompts=never, or use another reference.path"
-            )
+        self._model = reference_model(policy, model, shares=shares, separate=separate)
         self._forward = Forward(self._model, sampling, autocast=autocast)
         self._mixed = False
 
@@ -79,6 +70,21 @@ class Reference:
             if name in state:
                 parameter.copy_(state[name])
         self._mixed = bool(state)
+
+
+def reference_model(policy: Any, model: Any | None, *, shares: bool, separate: bool) -> Any:
+    """The frozen model of a reference. The arguments, and what is raised, are those of `Reference`."""
+    if model is not None:
+        _refuse_other_vocabulary(policy, model)
+    frozen: Any = _before_training(policy, separate=separate) if model is None else model
+    frozen.requires_grad_(False)
+    # batches are packed for the attention that the trained model has now; a copy has the same attention
+    if model is not None and shares and not try_tree_attention(frozen):
+        raise ConfigError(
+            f"the reference model ({type(frozen).__name__}) cannot compute shared prefixes, and the trained model can: "
+            f"set train.share_prompts=never, or use another reference.path"
+        )
+    return frozen
 
 
 def _before_training(policy: Any, *, separate: bool) -> Any:

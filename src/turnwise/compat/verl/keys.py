@@ -210,7 +210,10 @@ IDLE: dict[str, str] = {
 _NO_CRITIC = "this adv_estimator has no critic, also not in verl"
 _AS_POLICY = "how verl runs its critic; here the critic runs as the policy does"
 
-_WORK = "how verl distributes work and memory; turnwise uses one process and train.micro_batch_tokens"
+_WORK = (
+    "how verl distributes work and memory; turnwise uses one process and train.micro_batch_tokens, or several processes with "
+    "cluster=local or cluster=torchrun (docs/cluster.md)"
+)
 _ENGINE = "an option of verl's engines; the embedded engine has other options (docs/recipes.md, engine.*)"
 _WATCH = "metrics.jsonl, the curve and all conversations are always written (docs/record.md)"
 _GREEDY = "val_kwargs.temperature selects how an evaluation samples; 0, verl's default, takes the most likely token"

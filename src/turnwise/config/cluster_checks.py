@@ -1,0 +1,64 @@
+"""Refuses options of the section `cluster` that have no effect, and recipes that several ranks cannot train."""
+
+from __future__ import annotations
+
+from turnwise.config.optimization import OptimizationSection
+from turnwise.config.schema import Config
+from turnwise.config.section import changed_options
+
+__all__ = ["cluster_problems"]
+
+Problem = tuple[bool, str]
+
+
+def cluster_problems(config: Config, options: OptimizationSection) -> list[Problem]:
+    """Problems of the section cluster, in training or fine-tuning. `options` are those of the optimizer."""
+    cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
+    changed = [name for name in changed_options(cluster) if name not in ("launcher", "fsdp")]
+    changed += [f"fsdp.{name}" for name in changed_options(fsdp)]
+    of_local = next((name for name in changed if name in ("trainers", "restarts")), None)
+    several = cluster.distributed
+    return [
+        (
+            not several and bool(changed),
+            f"cluster.{next(iter(changed), '')} has no effect in one process: set cluster.launcher (local or torchrun), or "
+            f"remove it",
+        ),
+        (
+            cluster.launcher == "torchrun" and of_local is not None,
+            f"cluster.{of_local} has no effect with cluster.launcher=torchrun, which starts the ranks itself (--nproc-per-node, "
+            f"--max-restarts): remove it, or set cluster.launcher=local",
+        ),
+        (
+            several and fsdp.param_dtype == config.model.dtype,
+            f"cluster.fsdp.param_dtype={fsdp.param_dtype} has no effect with model.dtype={config.model.dtype}: remove one of "
+            f"them",
+        ),
+        (
+            several and fsdp.param_dtype is not None and config.model.autocast,
+            "cluster.fsdp.param_dtype and model.autocast both compute passes in bfloat16: remove one of them",
+        ),
+        (
+            several and fsdp.offload == "cpu" and (config.model.device == "cpu" or config.deterministic),
+            "cluster.fsdp.offload=cpu has no effect, because the model is on the CPU: remove it",
+        ),
+        (
+            several and optimizer.name != "adamw",
+            f"optimizer.name={optimizer.name} cannot be used with several ranks, because its state depends on how weight "
+            f"matrices are divided: use adamw, whose state is divided among the ranks",
+        ),
+        (
+            several and optimizer.offload != "none",
+            "optimizer.offload=cpu cannot be used with several ranks: set cluster.fsdp.offload=cpu",
+        ),
+        (
+            several and optimizer.master_weights != "float32",
+            f"optimizer.master_weights={optimizer.master_weights} cannot be used with several ranks: remove it. The float32 "
+            f"copies of the weights are divided among the ranks",
+        ),
+        (
+            several and config.model.device not in ("auto", "cpu", "cuda"),
+            f"model.device={config.model.device} cannot be used with several ranks, because each rank has a device of its own: "
+            f"set auto, cuda or cpu",
+        ),
+    ]

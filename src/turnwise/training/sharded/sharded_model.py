@@ -1,0 +1,128 @@
+"""A transformers model whose parameters are divided among ranks, by torch's FSDP2 (`fully_shard`).
+
+Each layer of the model is a unit: its parameters are gathered before its passes and freed after them. All other parameters
+(embedding, output layer, vision part) belong to the root. Hooks of modules gather the weights. Therefore each pass must run
+inside `ShardedModel.run`, which calls the root: the learner's forward pass calls the model's body and its output layer
+separately.
+
+Gradients are added up over the ranks, and not averaged: the weights of all targets of a batch have the sum 1, whichever ranks
+compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from turnwise.errors import ConfigError
+from turnwise.training.sharded.options import ShardingOptions
+
+__all__ = ["ShardedModel", "complete", "like"]
+
+T = TypeVar("T")
+
+_SMALL_GRADIENTS = 2**30
+"""Bytes: with at most as many for the gradients of all trained weights, `gradient_sync: auto` adds them up once for a batch."""
+
+
+class _Root(torch.nn.Module):
+    """Runs a computation with the root's parameters gathered."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+
+class ShardedModel:
+    """Divides `model` among the ranks of `mesh`, in place. All ranks must have the same model, on the CPU or on their device.
+
+    Raises ConfigError if the model does not name its layers.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh, options: ShardingOptions) -> None:
+        self.model = model
+        self._root: Any = _Root(model)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._sync_always = options.gradient_sync == "micro_batch" or (
+            options.gradient_sync == "auto" and 4 * trained > _SMALL_GRADIENTS
+        )
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=None if options.param_dtype is None else getattr(torch, options.param_dtype),
+                reduce_dtype=getattr(torch, options.reduce_dtype),
+                output_dtype=torch.float32,
+            )
+            if options.param_dtype is not None
+            else MixedPrecisionPolicy(reduce_dtype=getattr(torch, options.reduce_dtype)),
+            "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        }
+        layers = _layers(model)
+        inside = {**arguments, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **inside)
+        fully_shard(self._root, **arguments)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        # a rank without images computes no gradient of the vision part
+        self._root.set_reduce_scatter_unused_params(True)
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """Run a pass with the root's parameters gathered. All ranks must run the same pass, on tensors of any size."""
+        result = self._root(compute)
+        if not torch.is_grad_enabled():
+            self.free()
+        return result
+
+    def free(self) -> None:
+        """Free gathered weights after passes without gradients: the weights may change before the next pass."""
+        self._root.reset_iter_state()
+
+    def sync_gradients(self, *, last: bool) -> None:
+        """Whether the next backward pass adds its gradients up over the ranks. `last`: it is the last of a batch."""
+        self._root.set_requires_gradient_sync(last or self._sync_always)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and buffers by their names in the state dict, divided."""
+        yield from self.model.state_dict().items()
+
+
+def complete(tensor: torch.Tensor) -> torch.Tensor:
+    """The complete tensor of a divided tensor, on all ranks; any other tensor unchanged. A collective operation."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(full: torch.Tensor, divided: torch.Tensor) -> torch.Tensor:
+    """A complete tensor, which all ranks have, divided as `divided`."""
+    if not isinstance(divided, DTensor):
+        return full.to(divided.device)
+    local = full.to(divided.device)
+    return distribute_tensor(local, divided.device_mesh, divided.placements, src_data_rank=None)
+
+
+def _layers(model: Any) -> list[Any]:
+    """The decoder's layers. The layers of a vision part are not units: a rank without images does not call them."""
+    decoder = model.get_decoder()
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be divided among ranks: it does not name its layers. Train it in one process: remove "
+            f"the section cluster"
+        )
+    return layers
+
+
+def _without_output_dtype(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)

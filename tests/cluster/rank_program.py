@@ -1,0 +1,242 @@
+"""The program of each rank in test_sharded_learner.py: rank 0 runs cases on all ranks and in one process, and writes results."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.test_batch import group
+from turnwise.models.loading import ModelOptions
+from turnwise.models.lora import LoraOptions
+from turnwise.training.batch import Batch, pack
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.loss import make_loss
+from turnwise.training.options import (
+    Cispo,
+    CorrectionConfig,
+    Gspo,
+    LossConfig,
+    Nll,
+    OptimizerConfig,
+    PpoClip,
+    ReferenceConfig,
+    Reinforce,
+    Sapo,
+)
+from turnwise.training.sharded.commands import Rank, follow
+from turnwise.training.sharded.options import RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.sharded_learner import ShardedLearner
+from turnwise.training.sharded.sharded_model import complete
+from turnwise.types import Sampling
+
+MODEL, OUT = Path(sys.argv[1]), Path(sys.argv[2])
+WRITTEN, READ = (None if word == "-" else Path(word) for word in sys.argv[3:5])
+"""Directories: of what this number of ranks saves, and of what another number has saved."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A command of this test: the complete gradients."""
+
+    def run(self, rank: Rank) -> dict[str, torch.Tensor]:
+        return {name: complete(parameter.grad) for name, parameter in rank.built.parameters.items()}
+
+
+@dataclass(frozen=True)
+class Case:
+    loss: LossConfig = field(default_factory=PpoClip)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    reference: ReferenceConfig | None = None
+    lora: bool = False
+    checkpointing: bool = False
+    dtype: str = "float32"
+    share_prompts: str = "auto"
+    batches: int = 1
+    epochs: int = 1
+    micro_batch_tokens: int = 1
+    autocast: bool = False
+
+
+CASES = {
+    "ppo_clip": Case(),
+    "ppo_clip_epochs": Case(batches=2, epochs=2),
+    "sync_each": Case(sharding=ShardingOptions(gradient_sync="micro_batch")),
+    "keep_gathered": Case(sharding=ShardingOptions(reshard_after_forward=False)),
+    "gspo": Case(loss=Gspo(), epochs=2),
+    "cispo": Case(loss=Cispo(entropy_coef=0.01), epochs=2),
+    "sapo": Case(loss=Sapo()),
+    "reinforce": Case(loss=Reinforce()),
+    "nll": Case(loss=Nll()),
+    "reference": Case(loss=PpoClip(kl_coef=0.5), epochs=2),
+    "lora_reference": Case(loss=PpoClip(kl_coef=0.5), lora=True, epochs=2),
+    "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceConfig(separate=True), epochs=2),
+    "checkpointing": Case(loss=PpoClip(kl_coef=0.5), checkpointing=True),
+    "correction": Case(loss=PpoClip(correction=CorrectionConfig(high=1.5, normalize_weights=True))),
+    "separate_rows": Case(share_prompts="never"),
+    "one_micro_batch": Case(micro_batch_tokens=4096),
+    "clipped": Case(optimizer=OptimizerConfig(max_grad_norm=1e-3)),
+    "bfloat16": Case(dtype="bfloat16"),
+    "mixed": Case(sharding=ShardingOptions(param_dtype="bfloat16")),
+}
+
+
+def options_of(case: Case) -> ShardOptions:
+    return ShardOptions(
+        model=ModelOptions(
+            path=MODEL,
+            dtype=case.dtype,
+            device="cpu",
+            lora=LoraOptions(rank=4, alpha=8, target_modules=None) if case.lora else None,
+            gradient_checkpointing=case.checkpointing,
+        ),
+        sampling=Sampling(),
+        loss=case.loss,
+        optimizer=case.optimizer,
+        sharding=case.sharding,
+        reference=case.reference,
+        share_prompts=case.share_prompts,
+    )
+
+
+def local(case: Case) -> LocalLearner:
+    options = options_of(case)
+    return LocalLearner.from_pretrained(
+        options.model,
+        sampling=options.sampling,
+        loss=make_loss(options.loss),
+        optimizer=options.optimizer,
+        reference=options.reference,
+        share_prompts=options.share_prompts,
+        threads=1,
+    )
+
+
+def batches_of(case: Case, learner: Any) -> list[Batch]:
+    required, trajectories = learner.requirements, group()
+    size = len(trajectories) // case.batches
+    return [
+        pack(
+            trajectories[start : start + size],
+            micro_batch_tokens=case.micro_batch_tokens,
+            share_prompts=required.share_prompts,
+            keep_zero=required.keep_zero,
+            kinds=required.logprob_kinds,
+        )
+        for start in range(0, size * case.batches, size)
+    ]
+
+
+def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Two updates, and what the learner says of itself."""
+    batches = batches_of(case, learner)
+    before = learner.fingerprint()
+    done: list[int] = []
+    first = asyncio.run(learner.update(batches, lr=1e-3, epochs=case.epochs, on_micro_batch=lambda: done.append(1)))
+    of_first = {name: gradient.detach().clone() for name, gradient in gradients().items()}
+    second = asyncio.run(learner.update(batches, lr=1e-3))
+    return {
+        "fingerprint": before,
+        "base": learner.base_fingerprint(),
+        "reference": learner.reference_fingerprint(),
+        "updates": [asdict(first), asdict(second)],
+        "micro_batches": [len(done), case.epochs * sum(len(batch.micro_batches) for batch in batches)],
+        "token_logprobs": learner.token_logprobs([5, 6, 7, 8]),
+        "loss": asyncio.run(learner.evaluate_loss(batches[0])),
+        "gradients": of_first,
+        "weights": {name: tensor.float() for name, tensor in learner.weights().items()},
+    }
+
+
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference, as a share of the largest value."""
+    assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
+    largest = max(float(tensor.float().abs().max()) for tensor in expected.values())
+    return max(float((actual[name].float() - expected[name].float()).abs().max()) for name in expected) / largest
+
+
+def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
+    one = local(case)
+    expected = measured(
+        case,
+        one,
+        lambda: (
+            {name: parameter.grad for name, parameter in one.model.named_parameters() if parameter.requires_grad}
+            if case.dtype == "float32"
+            else {}
+        ),
+    )
+    learner = ShardedLearner(ranks, options_of(case))
+    actual = measured(case, learner, lambda: learner._run(Gradients()) if case.dtype == "float32" else {})
+    result: dict[str, Any] = {"ranks": actual, "one": expected}
+    result["gradients"] = (
+        difference(actual.pop("gradients"), expected.pop("gradients")) if case.dtype == "float32" else 0
+    )
+    result["weights"] = difference(actual.pop("weights"), expected.pop("weights"))
+    return result
+
+
+def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """The third loss of a run that goes on with the state of another number of processes."""
+    case = Case(optimizer=OptimizerConfig(betas=(0.5, 0.9)))
+    learner = ShardedLearner(ranks, options_of(case))
+    batches = batches_of(case, learner)
+
+    def steps(one: Any, count: int) -> list[float]:
+        return [asyncio.run(one.update(batches, lr=1e-2)).loss for _ in range(count)]
+
+    steps(learner, 2)
+    (folder / "shards").mkdir()
+    learner.save_shards(folder / "shards")
+    learner.save(folder / "model")
+    expected = steps(learner, 2)
+    saved = replace(options_of(case).model, path=folder / "model")
+    one = LocalLearner.from_pretrained(
+        saved, sampling=Sampling(), loss=make_loss(case.loss), optimizer=case.optimizer, threads=1
+    )
+    one.load_state({}, folder / "shards")
+    state = one.state()
+    again = ShardedLearner(ranks, replace(options_of(case), model=saved))
+    again.load_state(state)  # of one process
+    from_one = steps(again, 2)
+    in_one = steps(one, 2)
+    return {"expected": expected, "from_one": from_one, "in_one": in_one}
+
+
+def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
+    """The losses of a run that goes on with what another number of ranks has saved."""
+    case = Case(optimizer=OptimizerConfig(betas=(0.5, 0.9)))
+    options = options_of(case)
+    learner = ShardedLearner(ranks, replace(options, model=replace(options.model, path=folder / "model")))
+    learner.load_state({}, folder / "shards")
+    batches = batches_of(case, learner)
+    return [asyncio.run(learner.update(batches, lr=1e-2)).loss for _ in range(2)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks(RankOptions(device="cpu", timeout=120.0))
+    if not ranks.leads:
+        follow(ranks)
+        ranks.close()
+        return
+    results: dict[str, Any] = {name: compared(ranks, CASES[name]) for name in sys.argv[5:]}
+    if WRITTEN is not None:
+        WRITTEN.mkdir()
+        results["resumed"] = resumed(ranks, WRITTEN)
+    if READ is not None:
+        results["from_other_ranks"] = from_other_ranks(ranks, READ)
+    OUT.write_text(json.dumps(results))
+    ShardedLearner(ranks, options_of(Case())).close()
+
+
+if __name__ == "__main__":
+    main()

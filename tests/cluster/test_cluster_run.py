@@ -1,0 +1,165 @@
+"""Runs on several ranks: the same metrics as in one process, and what happens if a rank is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.recipes import save_recipe
+
+pytestmark = pytest.mark.cluster
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+COMPARED = ("loss", "kl", "grad_norm", "reward/mean", "tokens/trained", "ratio/max_deviation")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    return save_recipe(
+        tmp_path_factory.mktemp("recipe"),
+        model,
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 1e-3, "micro_batch_tokens": 64, "minibatches": 2},
+        limits={"turns": 3, "tokens_per_turn": 12},
+        checkpoint={"every": 1, "keep": 3},
+        deterministic=True,
+    )
+
+
+def start(recipe: Path, *words: str, torchrun: bool = False) -> subprocess.Popen[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    command = [sys.executable, *launcher, "-m", "turnwise", "train", str(recipe), *words]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    return output
+
+
+def run(recipe: Path, *words: str, torchrun: bool = False) -> str:
+    process = start(recipe, *words, torchrun=torchrun)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return output
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def compared(folder: Path, steps: int) -> list[float]:
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line[name] for line in lines[:steps] for name in COMPARED]
+
+
+@pytest.fixture(scope="module")
+def in_one_process(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    run(recipe, f"output={folder}", "train.steps=8")
+    return folder
+
+
+def rank_process(launcher: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank that the launcher has started."""
+    for children in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            words = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in words:
+                return int(child)
+    raise AssertionError(f"the launcher has no rank {rank}")
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while len(metrics(folder)) < count:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_torchrun_gives_the_metrics_of_one_process(recipe: Path, tmp_path: Path, in_one_process: Path) -> None:
+    output = run(recipe, f"output={tmp_path / 'run'}", "cluster=torchrun", torchrun=True)
+    assert len(metrics(tmp_path / "run")) == 3
+    assert compared(tmp_path / "run", 3) == pytest.approx(compared(in_one_process, 3), abs=1e-5, rel=1e-4)
+    assert "step 3" in output
+    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
+
+
+def test_a_killed_rank_is_named_and_the_run_resumes_in_one_process(
+    recipe: Path, tmp_path: Path, in_one_process: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = start(recipe, f"output={folder}", "cluster=local", "cluster.trainers=2", "train.steps=5000")
+    wait_for_steps(folder, 2, process)
+    os.kill(rank_process(process, 1), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 1
+    assert "trainer rank 1" in output
+    assert "SIGKILL" in output
+    assert "resume=auto" in output
+    done = len(metrics(folder))
+    run(recipe, f"output={folder}", "resume=auto", f"train.steps={done + 2}")
+    assert len(metrics(folder)) == done + 2
+    steps = min(done + 2, 8)
+    assert compared(folder, steps) == pytest.approx(compared(in_one_process, steps), abs=1e-5, rel=1e-4)
+
+
+def test_a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_loss(
+    recipe: Path, tmp_path: Path, in_one_process: Path
+) -> None:
+    folder = tmp_path / "run"
+    run(recipe, f"output={folder}", "train.steps=2")
+    words = ["resume=auto", "cluster=local", "cluster.trainers=2", "cluster.restarts=1", "train.steps=400"]
+    process = start(recipe, f"output={folder}", *words)
+    wait_for_steps(folder, 4, process)
+    os.kill(rank_process(process, 0), signal.SIGKILL)
+    wait_for_steps(folder, len(metrics(folder)) + 2, process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 143, output
+    assert "trainer rank 0" in output
+    assert "starting all ranks again" in output
+    steps = min(len(metrics(folder)), 8)
+    assert compared(folder, steps) == pytest.approx(compared(in_one_process, steps), abs=1e-5, rel=1e-4)
+
+
+def test_a_rank_that_hangs_ends_the_run_in_time(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["cluster=local", "cluster.trainers=2", "cluster.heartbeat=8", "train.steps=5000"]
+    process = start(recipe, f"output={folder}", *words)
+    wait_for_steps(folder, 1, process)
+    hanging = rank_process(process, 1)
+    os.kill(hanging, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        while rank_alive(process, 0) and time.monotonic() - stopped < 120:
+            time.sleep(0.2)
+        assert time.monotonic() - stopped < 120
+    finally:
+        os.kill(hanging, signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 1
+    assert "trainer rank 1" in output
+    assert "no sign of life for 8 seconds" in output
+
+
+def rank_alive(launcher: subprocess.Popen[str], rank: int) -> bool:
+    try:
+        process = rank_process(launcher, rank)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (AssertionError, FileNotFoundError):
+        return False
