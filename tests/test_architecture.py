@@ -446,7 +446,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         and node.attr == "model"
         and _name(node.value) in ("learner", "run", "policy")
     }
-    assert readers == {"build/engines.py"}  # the model that the engine samples from
+    assert readers == {"build/learners.py"}  # the model that the engine samples from
     # the loops, the run's state and checkpoints know the protocol, which has no model
     protocol = next(
         node
@@ -459,6 +459,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     loaders = {path.relative_to(SOURCE).as_posix() for path in FILES if "models.loading" in ours(path)}
     assert loaders <= {
         "training/local_learner.py",
+        "training/sharded/model_shard.py",
         "build/learners.py",
         "build/engines.py",
         "doctor/examine.py",

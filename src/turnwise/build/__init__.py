@@ -5,7 +5,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
-from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, sampled_model, scripted_engine
+from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
@@ -16,6 +16,7 @@ from turnwise.build.learners import (
     model_options,
     normalization,
     optimizer_config,
+    sampled_model,
     sft_learner,
 )
 from turnwise.build.ranks import rank_options

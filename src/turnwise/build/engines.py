@@ -17,9 +17,8 @@ from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.training.learner import Learner
 
-__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "sampled_model", "scripted_engine"]
+__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "scripted_engine"]
 
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
@@ -81,21 +80,6 @@ def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
     options = model_options(config)
     # a new adapter changes nothing before training
     return load_model(options if adapter else replace(options, lora=None))
-
-
-def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any | None:
-    """The model that the engine of a training run samples from: the learner's own, or a complete copy of a model that is divided
-    among several ranks. None if the engine needs none. `source` is the path of the learner's weights."""
-    if not config.cluster.distributed:
-        from turnwise.training.local_learner import LocalLearner  # torch
-
-        assert isinstance(learner, LocalLearner)
-        return learner.model
-    if config.engine.name != "local" or config.rollout_server.url is not None:
-        return None
-    from turnwise.models.loading import load_model  # torch
-
-    return load_model(replace(model_options(config, source), gradient_checkpointing=False))
 
 
 def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:

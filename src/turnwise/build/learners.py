@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     from turnwise.training.learner import Learner
     from turnwise.training.local_critic import LocalCritic
 
-__all__ = ["critic", "learner", "learning_rate", "loss_config", "model_options", "optimizer_config", "sft_learner"]
+__all__ = [
+    "critic",
+    "learner",
+    "learning_rate",
+    "loss_config",
+    "model_options",
+    "optimizer_config",
+    "sampled_model",
+    "sft_learner",
+]
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -197,6 +206,21 @@ def _learner(
         threads=1 if config.deterministic else 0,
         autocast=config.model.autocast,
     )
+
+
+def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any | None:
+    """The model that the engine of a training run samples from: the learner's own, or a complete copy of a model that is divided
+    among several ranks. None if the engine needs none. `source` is the path of the learner's weights."""
+    if not config.cluster.distributed:
+        from turnwise.training.local_learner import LocalLearner  # torch
+
+        assert isinstance(learner, LocalLearner)
+        return learner.model
+    if config.engine.name != "local" or config.rollout_server.url is not None:
+        return None
+    from turnwise.models.loading import load_model  # torch
+
+    return load_model(replace(model_options(config, source), gradient_checkpointing=False))
 
 
 def model_options(config: Config, path: str | Path | None = None) -> ModelOptions:
