@@ -16,6 +16,7 @@ from training.test_batch import group
 from turnwise.models.loading import ModelOptions
 from turnwise.models.lora import LoraOptions
 from turnwise.training.batch import Batch, pack
+from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import (
@@ -147,13 +148,19 @@ def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.T
         "fingerprint": before,
         "base": learner.base_fingerprint(),
         "reference": learner.reference_fingerprint(),
-        "updates": [asdict(first), asdict(second)],
+        "updates": [stats(first), stats(second)],
         "micro_batches": [len(done), case.epochs * sum(len(batch.micro_batches) for batch in batches)],
         "token_logprobs": learner.token_logprobs([5, 6, 7, 8]),
         "loss": asyncio.run(learner.evaluate_loss(batches[0])),
         "gradients": of_first,
         "weights": {name: tensor.float() for name, tensor in learner.weights().items()},
     }
+
+
+def stats(update: UpdateStats) -> dict[str, Any]:
+    """The statistics, with the log-probabilities in the order of the sequences."""
+    logprobs = [float(value) for of_batch in update.logprobs for _, row in sorted(of_batch.items()) for value in row]
+    return {**asdict(replace(update, logprobs=())), "logprobs": logprobs}
 
 
 def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

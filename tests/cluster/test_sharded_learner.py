@@ -68,6 +68,7 @@ def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks:
     assert result["weights"] < 1e-4  # Adam divides by the gradient's size
     for update, of_one in zip(actual["updates"], expected["updates"], strict=True):
         correction, of_one_correction = update.pop("correction"), of_one.pop("correction")
+        assert update.pop("logprobs") == pytest.approx(of_one.pop("logprobs"), abs=1e-5)
         assert update == pytest.approx(of_one, abs=1e-5, rel=1e-5)
         assert correction == pytest.approx(of_one_correction, abs=1e-5, rel=1e-5)
     assert actual["updates"][0]["grad_norm"] > 0

@@ -63,7 +63,7 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetLogprobs:
+class MeasureLogprobs:
     """Compute log-probabilities of this rank's micro-batches."""
 
     mine: Sequence[MicroBatch[Any]]
@@ -191,7 +191,7 @@ class LoadComplete:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Finish:
     """End the loop of `follow`."""
 
     def run(self, rank: Rank) -> None:
@@ -199,7 +199,7 @@ class Stop:
 
 
 def follow(ranks: Ranks) -> None:
-    """Run rank 0's commands until it sends `Stop`: the main loop of all other ranks.
+    """Run rank 0's commands until it sends `Finish`: the main loop of all other ranks.
 
     Raises RuntimeError if the connection to rank 0 is lost, and what a command raises.
     """

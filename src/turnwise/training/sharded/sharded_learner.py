@@ -28,15 +28,15 @@ from turnwise.training.sharded.commands import (
     Build,
     Command,
     Fingerprint,
+    Finish,
     GatherWeights,
     LoadComplete,
     LoadShards,
+    MeasureLogprobs,
     MixReference,
     Rank,
     SaveShards,
     Step,
-    Stop,
-    TargetLogprobs,
     TokenLogprobs,
 )
 from turnwise.training.sharded.liveness import LostRank
@@ -142,7 +142,7 @@ class ShardedLearner:
         shares, rounds = self._share_out(micro_batches)
         self._rank.stop = stop
         of_ranks = self._run_each(
-            [TargetLogprobs([micro_batches[index] for index in share], rounds, reference) for share in shares]
+            [MeasureLogprobs([micro_batches[index] for index in share], rounds, reference) for share in shares]
         )
         found = {
             index: logprob_N
@@ -220,7 +220,7 @@ class ShardedLearner:
     def close(self) -> None:
         """End the other ranks. Nothing is done if a rank was lost."""
         if self._lost is None:
-            self._run(Stop())
+            self._run(Finish())
             self._rank.ranks.close()
 
 
