@@ -23,7 +23,7 @@ from turnwise.training.sharded.sharded_model import complete
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
 
-__all__ = ["Command", "Rank", "follow"]
+__all__ = ["Rank", "RankCommand", "follow"]
 
 
 class Rank:
@@ -43,7 +43,7 @@ class Rank:
         return self.shard
 
 
-class Command(Protocol):
+class RankCommand(Protocol):
     """Something that all ranks do together."""
 
     def run(self, rank: Rank) -> Any:
@@ -99,7 +99,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """Take an optimizer step."""
 
     lr: float
@@ -205,7 +205,7 @@ def follow(ranks: Ranks) -> None:
     """
     rank = Rank(ranks)
     while True:
-        command: Command = ranks.scatter(None)
-        if isinstance(command, Stop):
+        command: RankCommand = ranks.scatter(None)
+        if isinstance(command, Finish):
             return
         command.run(rank)

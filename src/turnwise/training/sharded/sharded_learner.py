@@ -26,7 +26,6 @@ from turnwise.training.published_weights import published_weights
 from turnwise.training.sharded.commands import (
     Accumulate,
     Build,
-    Command,
     Fingerprint,
     Finish,
     GatherWeights,
@@ -34,9 +33,10 @@ from turnwise.training.sharded.commands import (
     LoadShards,
     MeasureLogprobs,
     MixReference,
+    OptimizerStep,
     Rank,
+    RankCommand,
     SaveShards,
-    Step,
     TokenLogprobs,
 )
 from turnwise.training.sharded.liveness import LostRank
@@ -79,11 +79,11 @@ class ShardedLearner:
         print(f"turnwise: {self._lost}", file=sys.stderr, flush=True)
         os._exit(1)  # the operation cannot be ended; nothing else may run with half of it done
 
-    def _run(self, command: Command) -> Any:
+    def _run(self, command: RankCommand) -> Any:
         """Run a command on all ranks. Returns rank 0's result."""
         return self._run_each([command] * self._rank.ranks.size)
 
-    def _run_each(self, commands: Sequence[Command]) -> Any:
+    def _run_each(self, commands: Sequence[RankCommand]) -> Any:
         """Run a command on each rank: the same operation, on the data of the rank."""
         with self._turn:
             if self._lost is not None:
@@ -168,7 +168,7 @@ class ShardedLearner:
 
     def step(self, lr: float) -> float:
         """See `Passes.step`."""
-        return self._run(Step(lr))
+        return self._run(OptimizerStep(lr))
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """See `Learner.weights`; in the CPU's memory of rank 0. The next update does not change the tensors."""
