@@ -128,7 +128,6 @@ CALLED: dict[str, tuple[str, ...]] = {
     "sampling.stop": ("stop_words", "stop_strings"),
     "max_concurrent": ("max_num_seqs", "max_concurrency"),
     "cluster.fsdp": ("fsdp", "fsdp_config"),
-    "cluster.fsdp.param_dtype": ("mixed_precision",),
     "output": ("output_dir", "default_local_dir", "save_path"),
     "resume": ("resume_from_checkpoint", "resume_mode"),
     "replace": ("overwrite_output_dir",),
