@@ -460,6 +460,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     assert loaders <= {
         "training/local_learner.py",
         "training/sharded/model_shard.py",
+        "training/sharded/options.py",
         "build/learners.py",
         "build/engines.py",
         "doctor/examine.py",
