@@ -63,22 +63,16 @@ class SharedWeights:
         await self._engine.load_weights(version)
 
 
-class CopiedWeights:
+class CopiedWeights(SharedWeights):
     """For an embedded engine whose model is a copy, because the trained model is divided among several ranks.
 
     `copy` gives the engine's model the present weights.
     """
 
     def __init__(self, engine: Engine, copy: Callable[[], None]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._copy = copy
-
-    async def begin(self, version: int) -> None:
-        await self._engine.start()
-
-    async def before_update(self) -> None:
-        pass
 
     async def publish(self, version: int) -> None:
         self._copy()
-        await self._engine.load_weights(version)
+        await super().publish(version)
