@@ -72,11 +72,33 @@ def stage(root: Path, target: Path) -> None:
             (target / place).with_name(name).write_bytes(content)
     for place, text in texts.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
+        text = with_tables(text, root)
         links = _SiteLinks(root, pages, sources, origins[place], place)
         (target / place).write_text(outside_fences(text, links.rewrite), encoding="utf-8")
     for path, place in sources.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
         (target / place).write_text(source_page(root / path, path), encoding="utf-8")
+
+
+def with_tables(text: str, root: Path) -> str:
+    """The page with the tables of other pages.
+
+    `<!-- table of docs/engines.md: ## vLLM -->` stands for the first table below this heading, and
+    `<!-- table of docs/credit.md: <bias> -->` for the table that a script made there (`<!-- bias: made by`). Links in the table
+    are those of a page in docs/. Raises SystemExit without such a table.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        path, place = match[1], match[2]
+        start = f"<!-- {place[1:-1]}: made by" if place.startswith("<") else f"{place}\n"
+        _, found, below = (root / path).read_text(encoding="utf-8").partition(start)
+        rows = re.search(r"^\|.*\n(?:\|.*\n)+", below, re.MULTILINE)
+        if not found or rows is None:
+            raise SystemExit(f"{path} has no table below {place!r}")
+        own = posixpath.relpath(path, "docs")  # a link to an anchor of the other page
+        return re.sub(r"(?<=\]\()(?=#)", own, rows[0])
+
+    return re.sub(r"<!-- table of (\S+): (.+?) -->\n", table, text)
 
 
 class _SiteLinks:
@@ -210,6 +232,8 @@ def main() -> int:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False)
     if done.returncode:
         return done.returncode
+    api = SITE / "api.html"  # docstrings introduce an example by two colons, as in reStructuredText
+    api.write_text(api.read_text(encoding="utf-8").replace("::</p>", ":</p>"), encoding="utf-8")
     wrong = list(problems(SITE))
     for problem in wrong:
         print(problem, file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -219,3 +221,19 @@ def no_objects_left() -> Iterator[None]:
 
     yield
     live_objects._objects.clear()
+
+
+def test_curves_are_drawn_without_changing_the_backend_of_a_notebook(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from turnwise.terminal.curves import draw_loss, draw_rewards
+names = ("reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "loss")
+lines = [{"step": step, **dict.fromkeys(names, 0.1 * step)} for step in (1, 2)]
+draw_rewards(Path("rewards.png"), lines, lines)
+draw_loss(Path("loss.png"), lines, lines)
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / "rewards.png").stat().st_size > 10_000
+    assert (tmp_path / "loss.png").stat().st_size > 5_000

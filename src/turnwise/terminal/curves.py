@@ -17,14 +17,12 @@ Lines = Sequence[Mapping[str, Any]]
 
 def draw_rewards(path: Path, metrics: Lines, evaluations: Lines) -> None:
     """Draw reward, turns and tool use over the steps. If the file cannot be written, a warning is logged."""
-    plt = _pyplot()
     known = [step for step in metrics if step["reward/mean"] is not None]
     if not known:
         return
     steps = [step["step"] for step in known]
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1.4), layout="constrained"
-    )
+    figure = _figure(8, 6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
     means, widths = [step["reward/mean"] for step in known], [step["reward/std"] for step in known]
     above.plot(steps, means, color="tab:green", label="training, mean")
     low, high = zip(*((mean - width, mean + width) for mean, width in zip(means, widths, strict=True)), strict=True)
@@ -42,16 +40,16 @@ def draw_rewards(path: Path, metrics: Lines, evaluations: Lines) -> None:
     below.set_xlabel("step")
     below.set_ylabel("per conversation")
     below.legend(loc="lower center", bbox_to_anchor=(0.5, 0.97), ncols=3, frameon=False)
-    _save(plt, figure, (above, below), path)
+    _save(figure, (above, below), path)
 
 
 def draw_loss(path: Path, metrics: Lines, evaluations: Lines) -> None:
     """Draw the loss over the steps. If the file cannot be written, a warning is logged."""
-    plt = _pyplot()
     known = [step for step in metrics if step["loss"] is not None]
     if not known:
         return
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure = _figure(8, 4)
+    axes = figure.subplots()
     axes.plot([step["step"] for step in known], [step["loss"] for step in known], color="tab:green", label="training")
     held_out = [line for line in evaluations if line["loss"] is not None]
     if held_out:
@@ -59,16 +57,14 @@ def draw_loss(path: Path, metrics: Lines, evaluations: Lines) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss (negative log-likelihood per token)")
     axes.legend(loc="upper right", frameon=False)
-    _save(plt, figure, (axes,), path)
+    _save(figure, (axes,), path)
 
 
-def _pyplot() -> Any:
-    import matplotlib
+def _figure(width: float, height: float) -> Any:
+    """A figure that needs no display. Not made by pyplot, whose backend belongs to the notebook that calls `turnwise.api`."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")  # draws without a display
-    import matplotlib.pyplot as plt
-
-    return plt
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _plot_held_out(axes: Any, evaluations: Lines, name: str) -> None:
@@ -76,7 +72,7 @@ def _plot_held_out(axes: Any, evaluations: Lines, name: str) -> None:
     axes.plot(steps, values, "o--", color="tab:blue", label="held out")
 
 
-def _save(plt: Any, figure: Any, axes: Sequence[Any], path: Path) -> None:
+def _save(figure: Any, axes: Sequence[Any], path: Path) -> None:
     for part in axes:
         part.grid(alpha=0.25)
         part.spines[["top", "right"]].set_visible(False)
@@ -84,4 +80,3 @@ def _save(plt: Any, figure: Any, axes: Sequence[Any], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         _log.warning("the curve could not be written to %s: %s", path, error)
-    plt.close(figure)

@@ -132,7 +132,7 @@ class LoopWatch:
         _log.warning(
             "%s %s the event loop for %.1f s%s, and all other conversations waited (their deadlines are extended by this "
             "time). Use `await` instead of blocking calls, write a sync function, or run it in a thread (docs/environments.md, "
-            "What can go wrong)",
+            "Errors)",
             stretch.name,
             "has blocked" if still else "blocked",
             seconds,
