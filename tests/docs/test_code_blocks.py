@@ -45,6 +45,7 @@ NOT_RUN = {
 """Page -> the number of its blocks that cannot run here. Each has its reason in the page. Their commands are parsed."""
 SMALL = {
     "train": ["train.steps=1", "train.batch_size=2", "train.group_size=2"],
+    "demo": ["train.steps=1", "train.batch_size=2", "train.group_size=2", "eval.max_rows=2", "replace=true"],
     "sft": ["sft.epochs=1", "sft.batch_size=2", "data.max_rows=4"],
     "rollout": ["rollout.max_rows=2"],
     "eval": ["eval.max_rows=2"],
@@ -52,7 +53,7 @@ SMALL = {
 """Appended to commands that train or sample, to make them short."""
 ONLY_PARSED = {"docs/server.md"}
 """Pages whose commands need a server, or data that is not here."""
-PROGRAMS = {"export", "source", "cd", "git", "make", "sha256sum"}
+PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum"}
 """Programs of the shell whose arguments are not checked."""
 
 
@@ -275,7 +276,7 @@ def short(command: str, options: Any) -> list[str]:
 
 def rows_exist(command: str, options: Any) -> bool:
     """Whether the model and the rows of a command's recipe are here."""
-    if command not in SMALL:
+    if command not in SMALL or command == "demo":
         return True
     config = config_of(options)
     data = config.data.eval if command == "eval" else config.data.train
