@@ -30,7 +30,7 @@ LANGUAGES = {"python", "yaml", "sh", "json", "text", "layers"}
 NOT_RUN = {
     "docs/agents.md": 1,
     "docs/engines.md": 2,
-    "docs/gallery.md": 1,
+    "docs/examples.md": 1,
     "docs/guides/evaluation.md": 1,
     "docs/guides/from_swift.md": 1,
     "docs/guides/from_trl.md": 1,

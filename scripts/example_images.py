@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/gallery.md from the runs of its commands: `python scripts/gallery_images.py [RUNS]`.
+"""Draws the pictures of docs/examples.md from the runs of its commands: `python scripts/example_images.py [RUNS]`.
 
-RUNS is the directory of the runs, by default runs/gallery. Runs that are not there are left out.
+RUNS is the directory of the runs, by default runs/examples. Runs that are not there are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from turnwise.record.reader import read_lines
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images" / "gallery"
+IMAGES = Path(__file__).parent.parent / "docs" / "images" / "examples"
 
 
 def series(run: Path, name: str, file: str = "metrics.jsonl") -> tuple[list[float], list[float]]:
@@ -96,4 +96,4 @@ def main(runs: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/gallery"))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs/examples"))
