@@ -219,6 +219,33 @@ def test_a_client_that_disconnects_ends_its_conversations(recipe: Path, tmp_path
         assert "turnwise_conversations_cancelled_total 2.0" in server.request("GET", "/metrics")[1].decode()
 
 
+def test_trajectories_are_streamed_as_they_finish_and_clients_do_not_share_ids(recipe: Path) -> None:
+    """Two clients use the same ids. Each receives its own conversations, and the first one before the last has begun."""
+    with running(recipe, "max_concurrent=2", f"environment={PLACES}:waits") as server:
+        arrived: dict[str, list[tuple[float, str, str]]] = {}
+
+        async def client(name: str) -> None:
+            client = client_of(server)
+            await client.start()
+            body = {"conversations": [conversation(f"a/{n}", f"{name} {n}?") for n in range(4)]}
+            async for event in client._server.events("/rollouts", body):
+                trajectory = event["trajectory"]
+                arrived.setdefault(name, []).append(
+                    (time.monotonic(), trajectory["id"], trajectory["messages"][0]["content"])
+                )
+            await client.close()
+
+        async def both() -> None:
+            await asyncio.gather(client("x"), client("y"))
+
+        asyncio.run(both())
+        for name, events in arrived.items():
+            assert sorted((id, text) for _, id, text in events) == [(f"a/{n}", f"{name} {n}?") for n in range(4)]
+        times = sorted(moment for events in arrived.values() for moment, _, _ in events)
+        assert times[-1] - times[0] > 3 * 0.3  # two at a time, each waits for 0.3 s: the last is three rounds later
+        assert server.ask("GET", "/health")[1] == {"status": "ok", "version": 0, "running": 0, "waiting": 0}
+
+
 def test_a_failing_conversation_leaves_its_siblings_alone(recipe: Path) -> None:
     with running(recipe, f"environment={PLACES}:raises_now_and_then") as server:
         events = {event["trajectory"]["id"]: event["trajectory"] for event in server.rollouts("0/0", "1/0", "2/0")}

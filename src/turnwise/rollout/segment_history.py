@@ -26,7 +26,7 @@ from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Message, Segment, TemplateMismatch, ToolSchema
 
-__all__ = ["SegmentHistory"]
+__all__ = ["LiveSegments", "SegmentHistory"]
 
 
 class SegmentHistory:
@@ -173,3 +173,26 @@ class SegmentHistory:
             injected_places=self._injected,
             turns_with_calls=[number for number, index in enumerate(turns) if self._messages[index].get("tool_calls")],
         )
+
+
+class LiveSegments:
+    """The segment that the conversation continues now, and the segments that it may return to."""
+
+    def __init__(self, context: RolloutContext) -> None:
+        self.current = SegmentHistory(context)
+        self.earlier: dict[int, SegmentHistory] = {}
+        """By the index of their history in `Trajectory.previous_histories`."""
+        self._context = context
+
+    def replace(self, index: int, returns_to: int | None) -> None:
+        """Keep the current segment as that of history `index`; continue in a new segment, or in that of an earlier history.
+
+        Raises ValueError, with nothing changed, if the earlier history cannot be continued.
+        """
+        if returns_to is not None and returns_to not in self.earlier:
+            raise ValueError(
+                f"Reply(returns_to=EarlierHistory(index={returns_to})): the histories that can be continued are "
+                f"{sorted(self.earlier)}"
+            )
+        self.earlier[index] = self.current
+        self.current = SegmentHistory(self._context) if returns_to is None else self.earlier.pop(returns_to)

@@ -19,7 +19,7 @@ from turnwise.chat.turn_messages import ParsedTurn
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.replies import annotate_turns, check_opening, presentable, turn_seed
-from turnwise.rollout.segment_history import SegmentHistory
+from turnwise.rollout.segment_history import LiveSegments, SegmentHistory
 from turnwise.types import (
     Completion,
     EarlierHistory,
@@ -76,10 +76,8 @@ class Session:
         """The limit that bounded the last turn: why the conversation ends if that turn was cut."""
         self._context = context
         """Engine, renderer, sampling, limits and thinking policy. Never changes."""
-        self._history = SegmentHistory(context)
-        """The current segment and its messages. Replaced when the environment rewrites the history."""
-        self._earlier: dict[int, SegmentHistory] = {}
-        """Segments that may continue, by the index of their history in `Trajectory.previous_histories`."""
+        self._segments = LiveSegments(context)
+        """The current segment and its messages, and those that the environment may return to."""
         self._new_messages: list[Message] = []
         """Messages of `trajectory.messages` that have no tokens yet, in order."""
         self._partial = _NEW_TURN
@@ -172,7 +170,7 @@ class Session:
     def finish(self, stop: Stop) -> None:
         """The conversation has ended: compare its segments with the template, and apply the masks."""
         self.trajectory.stop = stop
-        for history in (*self._earlier.values(), self._history):
+        for history in (*self._segments.earlier.values(), self._history):
             self._check_tokens(history)
         for index, positions in self._masked.items():
             for segment in self.trajectory.segments:
@@ -181,6 +179,11 @@ class Session:
     def release(self) -> None:
         """Free what the engine keeps for the conversation."""
         self._context.engine.release(self.trajectory.id)
+
+    @property
+    def _history(self) -> SegmentHistory:
+        """The current segment and its messages."""
+        return self._segments.current
 
     # the prompt of a turn
 
@@ -337,19 +340,14 @@ class Session:
 
     def _replace_history(self, messages: Sequence[Message], returns_to: EarlierHistory | None) -> None:
         """Continue with other messages: in a new segment, or in that of an earlier history."""
-        trajectory, present = self.trajectory, len(self.trajectory.previous_histories)
+        trajectory = self.trajectory
         with boundary("environment"):
-            if returns_to is not None and returns_to.index not in self._earlier:
-                raise ValueError(
-                    f"Reply(returns_to={returns_to!r:.80}): the histories that can be continued are {sorted(self._earlier)}"
-                )
+            self._segments.replace(len(trajectory.previous_histories), None if returns_to is None else returns_to.index)
         trajectory.previous_histories.append(list(trajectory.messages))
-        self._earlier[present] = self._history
         if returns_to is None:
-            self._history, self._new_messages = SegmentHistory(self._context), list(messages)
+            self._new_messages = list(messages)
             trajectory.messages[:] = messages
             return
-        self._history = self._earlier.pop(returns_to.index)
         self._new_messages = list(messages[returns_to.first_new :])
         trajectory.messages[:] = [*trajectory.previous_histories[returns_to.index], *self._new_messages]
 
