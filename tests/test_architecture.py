@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"types", "errors", "config", "data.images", "json_yaml"},
     "terminal": {"types", "errors", "config", "evaluation", "record", "json_yaml"},
     "serve": {"errors", "json_yaml"},
-    "view": {"errors", "record", "json_yaml", "sampling", "serve.http"},
+    "view": {"errors", "evaluation", "record", "json_yaml", "sampling", "serve.http"},
     "loggers": {"types", "errors"},
     "starter": {"errors"},
     "compat": {

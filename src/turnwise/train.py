@@ -155,7 +155,8 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
     update = critic = None
     if training is None or training.trains_policy(run.step):
         update = await _update(run, batches)
-        set_trainer_logprobs([t for group in groups for t in group.trajectories], batches, update.logprobs)
+        if run.config.record.trainer_logprobs:
+            set_trainer_logprobs([t for group in groups for t in group.trajectories], batches, update.logprobs)
         reference = run.config.reference
         if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
             run.learner.mix_reference(reference.sync_weight)

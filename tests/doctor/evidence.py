@@ -180,6 +180,10 @@ TESTED: Mapping[str, str] = {
     "health.constant_reward": "runs/test_learning_watch.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
+    **{
+        f"record.{name}": "runs/test_recorded_conversations.py::test_a_run_records_what_the_recipe_says"
+        for name in ("every", "best_and_worst", "compression", "trainer_logprobs")
+    },
     "rollout_server.url": f"{_SERVED}a_run_with_a_server_is_the_run_in_one_process",
     "rollout_server.token_env": f"{_SERVED}a_wrong_token_is_refused",
     "rollout_server.timeout": f"{_SERVED}the_time_limit_is_that_of_the_recipe",

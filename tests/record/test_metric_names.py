@@ -44,13 +44,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "train": {
             "steps": 1,
             "batch_size": 2,
-            "group_size": 2,
+            "group_size": 3,
             "lr": 0.01,
             "dynamic_sampling": 1,
             "max_staleness": 1,
             "group_timeout": 600,
         },
         "eval": {"max_rows": 2},
+        "record": {"best_and_worst": 1},
         "output": str(place / "train"),
     }
     sft = {

@@ -41,6 +41,9 @@ def test_the_metrics_of_a_few_conversations() -> None:
     assert metrics == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(2 / 3)),
+        "reward/q10": 0.0,
+        "reward/median": 1.0,
+        "reward/q90": 2.0,
         "segments/mean": 1.0,
         "turns/mean": pytest.approx(5 / 3),
         "tool_calls/mean": pytest.approx(4 / 3),

@@ -72,7 +72,29 @@ def write_run(path: Path, *, shift: float = 0.0) -> Path:
         for s in (1, 2, 3)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    timeline = [_timeline(step) for step in (1, 2, 3)]
+    (path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timeline))
     return path
+
+
+def _timeline(step: int) -> dict:
+    """The groups of a step started during the step before."""
+    asked = 100.0 + 3 * step
+    common = {"version": step - 1, "newest": step - 1, "use": "trained", "timed_out": False}
+    groups = [
+        {"id": f"{step}.0:{row}", "position": row, "started": asked - 2, "ended": asked + row, **common}
+        for row in (0, 1)
+    ]
+    times = {"asked": asked, "taken": asked + 1, "trained": asked + 2}
+    return {
+        "step": step,
+        "version": step - 1,
+        **times,
+        "waited_for": f"{step}.0:1",
+        "running": 2,
+        "omitted": 0,
+        "groups": groups,
+    }
 
 
 @pytest.fixture

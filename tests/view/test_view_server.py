@@ -63,8 +63,9 @@ def test_what_it_answers(server: ViewServer) -> None:
     assert conversation["token_texts"] == [[None] * 12]
     assert get_json(server, "/api/runs/0/search/train?query=owned") == [23]
     timeline = get_json(server, "/api/runs/0/timeline/2")
-    assert len(timeline) == 8
-    assert timeline[0]["turns"] == [[100.0, 0.5, 0.25], [101.0, 0.5, 0.25]]
+    assert len(timeline["conversations"]) == 8  # type: ignore[index]
+    assert timeline["conversations"][0]["turns"] == [[100.0, 0.5, 0.25, 0.1], [101.0, 0.5, 0.25, 0]]  # type: ignore[index]
+    assert [line["step"] for line in timeline["steps"]] == [1, 2]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich.text import Text
 from turnwise.commands.command import Context
 from turnwise.errors import ConfigError, RunError
 from turnwise.evaluation.results import read_results
+from turnwise.record.compression import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines
 from turnwise.record.token_texts import token_texts
@@ -127,16 +128,20 @@ class Selection:
             return RecordedTrajectories(file)[-self.last :]  # without reading the others
         matching = [
             trajectory
-            for trajectory in read(file)
-            if (self.step is None or trajectory.step == self.step)
-            and (self.id is None or trajectory.id == self.id)
-            and (not self.failed or trajectory.error is not None)
+            for trajectory in self._candidates(file)
+            if (self.step is None or trajectory.step == self.step) and (not self.failed or trajectory.error is not None)
         ]
         if self.worst or self.best:
             scored = [(trajectory.reward, trajectory) for trajectory in matching if trajectory.reward is not None]
             scored.sort(key=lambda pair: pair[0], reverse=bool(self.best))
             return [trajectory for _, trajectory in scored[: self.worst or self.best]]
         return matching[-self.last :] if self.last else matching
+
+    def _candidates(self, file: Path) -> Iterable[Trajectory]:
+        """The conversations with this id or of this step, without reading the others; otherwise all."""
+        if self.id is not None:
+            return RecordedTrajectories(file).with_id(self.id)
+        return read(file) if self.step is None else RecordedTrajectories(file).of_step(self.step)
 
 
 def show(
@@ -155,8 +160,8 @@ def show(
     if (models := evaluated_runs(run)) and _show_evaluation(console, run, models, selection):
         return
     run = models[0] if models else run
-    path = run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl")
-    if not (run / "trajectories.jsonl").is_file():
+    path = existing_file(run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl"))
+    if not existing_file(run / "trajectories.jsonl").is_file():
         raise RunError(
             f"{run.absolute()} is not a run: it contains no trajectories.jsonl. `turnwise train`, `sft` and `rollout` write "
             f"runs"
@@ -250,8 +255,12 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
         if trajectory.error is not None:
             errors[f"{trajectory.error.kind}: {trajectory.error.message}"] += 1
     yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {count}" for stop, count in stops.most_common()))
+    if dropped := sum(line.get("record/dropped") or 0 for line in metrics):
+        yield Text(
+            f"  {dropped} conversations are not recorded (record.every, record.best_and_worst); metrics are of all"
+        )
     for error, count in errors.most_common(5):
         yield Text(f"  {count} x {error}", style="red")
     if last:
-        held_out = "" if path.name == "trajectories.jsonl" else " --eval"
+        held_out = "" if path.name.startswith("trajectories") else " --eval"
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")

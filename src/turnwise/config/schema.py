@@ -32,6 +32,7 @@ from turnwise.config.loggers import LoggerSection, TraceSection
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
 from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
+from turnwise.config.record import RecordSection
 from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
 from turnwise.config.rollout_server import RolloutServerSection
@@ -57,6 +58,7 @@ __all__ = [
     "ModelSection",
     "OpenAIEngineSection",
     "OptimizationSection",
+    "RecordSection",
     "ReferenceSection",
     "RewardSection",
     "RewardUse",
@@ -172,6 +174,7 @@ class Config(Section):
     sft: SftSection = SftSection()
     checkpoint: CheckpointSection = CheckpointSection()
     cluster: ClusterSection = ClusterSection()
+    record: RecordSection = RecordSection()
     health: HealthSection = HealthSection()
     loggers: list[LoggerSection] = []
     """Experiment trackers that receive the metrics, such as `[wandb, tensorboard]`. The run's directory has all metrics without

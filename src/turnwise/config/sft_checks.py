@@ -125,6 +125,11 @@ def _other_sections(config: Config) -> list[Problem]:
                 else "remove it"
             )
             problems.append((True, f"{section}.{name} has no effect in fine-tuning ({reason}); {fix}"))
+    for name in sorted(set(changed_options(config.record)) - {"compression"}):
+        fix = "use sft.max_recorded_rows" if name == "every" else "remove it"
+        problems.append(
+            (True, f"record.{name} has no effect in fine-tuning (it is an option of `turnwise train`); {fix}")
+        )
     for name in sorted(set(changed_options(config.limits)) - {"context"}):
         reason = "(the data sets the length of a conversation, and only limits.context is used)"
         problems.append((True, f"limits.{name} has no effect in fine-tuning {reason}; remove it"))

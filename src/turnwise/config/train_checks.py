@@ -10,6 +10,7 @@ from turnwise.config.health_checks import health_problems
 from turnwise.config.kl_checks import kl_problems
 from turnwise.config.loss import LossSection
 from turnwise.config.optimization import OptimizerSection
+from turnwise.config.record_checks import record_problems
 from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
 from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
@@ -52,6 +53,7 @@ def refuse_without_effect(config: Config) -> None:
         *_rollout_server_problems(config),
         *health_problems(config),
         *cluster_problems(config, config.train),
+        *record_problems(config),
         *file_problems(config.data),
         *weight_problems(config.data),
     ]

@@ -6,6 +6,7 @@ row raises an error with its number before the run starts.
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records"]
 
-FILES = (".jsonl", ".json", ".ndjson", ".parquet")
-"""Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does."""
+FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
+"""Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does. `.gz` is a file of lines that is
+compressed with gzip, as a run with `record.compression: gzip` writes it."""
 
 
 def read_rows(
@@ -190,7 +192,7 @@ def _load(datasets: Any, path: Path, source: str, split: str, subset: str | None
 
 
 def _lines(path: Path) -> Iterator[SourceRecord]:
-    with path.open("rb") as lines:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

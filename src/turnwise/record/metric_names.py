@@ -56,6 +56,18 @@ METRICS = (
         same=("reward", "rewards/mean", "mean_reward", "critic/rewards/mean", "critic/score/mean"),
     ),
     Metric(
+        "reward/q10", "reward", "10 % quantile over finished conversations",
+        "10 % of the conversations of the step have at most this total reward.",
+    ),
+    Metric(
+        "reward/median", "reward", "median over finished conversations", "The median of the total rewards of the step.",
+        same=("reward_median",),
+    ),
+    Metric(
+        "reward/q90", "reward", "90 % quantile over finished conversations",
+        "90 % of the conversations of the step have at most this total reward.",
+    ),
+    Metric(
         "reward/std", "reward", "standard deviation over finished conversations",
         "Standard deviation of the total rewards of all groups of the step together.", near=("reward_std",),
     ),
@@ -93,6 +105,11 @@ METRICS = (
         "groups/replaced", "count", "",
         "Groups that were replaced by groups of other rows: by `train.dynamic_sampling`, because their rewards were all the "
         "same, or by `train.replace_failed`, because too many of their conversations failed.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "record/dropped", "count", "",
+        "Conversations of the step that are not in `trajectories.jsonl`, because of `record.every` or `record.best_and_worst`.",
         lines=_TRAIN,
     ),
     Metric(

@@ -36,6 +36,9 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     metrics: dict[str, float | int | None] = {
         "reward/mean": mean(rewards),
         "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "reward/q10": _quantile(rewards, 0.1),
+        "reward/median": _quantile(rewards, 0.5),
+        "reward/q90": _quantile(rewards, 0.9),
         "reward/correlation": None if (lowest := lowest_correlation(finished)) is None else lowest[0],
         "segments/mean": mean([len(trajectory.segments) for trajectory in finished]),
         "turns/mean": mean([len(trajectory.turns) for trajectory in finished]),
@@ -172,6 +175,11 @@ def _all_equal(group: Group) -> bool:
 def mean(values: Sequence[float]) -> float | None:
     """The mean, or None without values."""
     return statistics.fmean(values) if values else None
+
+
+def _quantile(values: Sequence[float], share_below: float) -> float | None:
+    """The value at the nearest rank, or None without values: `_quantile([1, 2, 4], 0.5)` is 2."""
+    return sorted(values)[round(share_below * (len(values) - 1))] if values else None
 
 
 def share(flags: Iterable[bool]) -> float:

@@ -5,32 +5,33 @@ Every defect of a file is a `RunError` with the file and the line. What a line h
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json
+from turnwise.record.compression import existing_file, open_lines
 from turnwise.record.decode import decode_trajectory
-from turnwise.record.line_index import line_offsets
+from turnwise.record.line_file import LineFile
 from turnwise.types import Trajectory
 
-__all__ = ["RecordedTrajectories", "evaluated_runs", "read", "read_lines", "trajectories_file"]
+__all__ = ["RecordedTrajectories", "evaluated_runs", "parse_line", "read", "read_lines", "trajectories_file"]
 
 
 def trajectories_file(run_or_file: str | Path) -> Path:
-    """`trajectories.jsonl` of a run directory, or the file itself. For an evaluation of a single model: that of the model.
+    """`trajectories.jsonl` of a run directory, or the file itself; the compressed file `.jsonl.gz` if only that exists. For an
+    evaluation of a single model: that of the model.
 
     Raises RunError if there is no such file.
     """
     path = Path(run_or_file)
-    file = path / "trajectories.jsonl" if path.is_dir() else path
+    file = existing_file(path / "trajectories.jsonl" if path.is_dir() else path)
     if path.is_dir() and not file.is_file() and (models := evaluated_runs(path)):
         if len(models) > 1:
             names = ", ".join(str(model) for model in models)
             raise RunError(f"{path.absolute()} is an evaluation of {len(models)} models: read one of {names}")
-        file = models[0] / "trajectories.jsonl"
+        file = existing_file(models[0] / "trajectories.jsonl")
     if not file.is_file():
         raise RunError(f"there is no file {file.absolute()}; give a run directory or a file of trajectories")
     return file
@@ -38,11 +39,10 @@ def trajectories_file(run_or_file: str | Path) -> Path:
 
 def evaluated_runs(path: Path) -> list[Path]:
     """The run directories of the models in the directory of an evaluation; empty for another directory."""
-    if (path / "trajectories.jsonl").is_file():
+    if existing_file(path / "trajectories.jsonl").is_file():
         return []
-    return sorted(
-        file.parent for file in path.glob("*/evaluation.json") if (file.parent / "trajectories.jsonl").is_file()
-    )
+    folders = (file.parent for file in path.glob("*/evaluation.json"))
+    return sorted(folder for folder in folders if existing_file(folder / "trajectories.jsonl").is_file())
 
 
 def read(run_or_file: str | Path) -> Iterator[Trajectory]:
@@ -60,7 +60,7 @@ def read(run_or_file: str | Path) -> Iterator[Trajectory]:
 class RecordedTrajectories(Sequence[Trajectory]):
     """The trajectories of a run or of one of its files, by number: `RecordedTrajectories("runs/demo")[-1]`.
 
-    Opening the file finds where each line begins (`line_index`); a trajectory is read when it is asked for, without reading the
+    Opening the file finds where each line begins (`LineFile`); a trajectory is read when it is asked for, without reading the
     others. Lines that are appended later are not seen.
 
     Raises RunError if the file is missing or cannot be read; on access, if the line is damaged or has a newer schema.
@@ -69,12 +69,20 @@ class RecordedTrajectories(Sequence[Trajectory]):
     def __init__(self, run_or_file: str | Path) -> None:
         self.path = trajectories_file(run_or_file)
         try:
-            self._offsets: array[int] = line_offsets(self.path)
+            self._lines = LineFile(self.path)
         except OSError as error:
             raise _unreadable(self.path, error) from None
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._lines)
+
+    def with_id(self, id: str) -> list[Trajectory]:
+        """The trajectories with this id. In a file of several evaluations, each evaluation has one."""
+        return [self._read(number) for number in self._lines.numbers_of_id(id)]
+
+    def of_step(self, step: int) -> list[Trajectory]:
+        """The trajectories of a training step."""
+        return [self._read(number) for number in self._lines.numbers_of_step(step)]
 
     @overload
     def __getitem__(self, index: int) -> Trajectory: ...
@@ -91,15 +99,12 @@ class RecordedTrajectories(Sequence[Trajectory]):
         return self._read(number)
 
     def _read(self, number: int) -> Trajectory:
-        begin, end = self._offsets[number], self._offsets[number + 1]
         where = f"{self.path}:{number + 1}"
         try:
-            with self.path.open("rb") as file:
-                file.seek(begin)
-                line = file.read(end - begin)
+            line = self._lines.line(number)
         except OSError as error:
             raise _unreadable(self.path, error) from None
-        return decode_trajectory(_parsed(line, where), where=where, media=self.path.parent / "media")
+        return decode_trajectory(parse_line(line, where), where=where, media=self.path.parent / "media")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,20 +121,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of each line, and its object."""
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    value = _parsed(line, f"{path}:{number}")
-                except RunError:
-                    if line.endswith(b"\n"):
-                        raise
-                    return  # the last line, and not finished
-                yield number, value
+        for number, line in enumerate(open_lines(path), 1):
+            try:
+                value = parse_line(line, f"{path}:{number}")
+            except RunError:
+                if line.endswith(b"\n"):
+                    raise
+                return  # the last line, and not finished
+            yield number, value
     except OSError as error:
         raise _unreadable(path, error) from None
 
 
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The object of a line. `where` names the line in errors. Raises RunError if it is not a JSON object in UTF-8."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ notes their lengths and checksums, and resuming cuts them back to that, so that 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -17,7 +18,9 @@ from typing import Any
 from turnwise.config.schema import Config
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.record.compression import SUFFIX
 from turnwise.record.encode import encode_line
+from turnwise.record.line_file import LineFile
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing
 from turnwise.types import Trajectory
@@ -28,10 +31,10 @@ __all__ = ["RunDirectory", "move_away", "refuse_run_directory"]
 class RunDirectory:
     """`runs/<name>/`: the resolved recipe, metrics, trajectories, checkpoints and images of one run.
 
-    `kind` is the command whose run it is: `train` or `sft`.
+    `kind` is the command whose run it is: `train` or `sft`. `compressed` is whether the files of conversations are.
     """
 
-    def __init__(self, path: str | Path, *, kind: str = "train") -> None:
+    def __init__(self, path: str | Path, *, kind: str = "train", compressed: bool = False) -> None:
         self.path = Path(path)
         self.kind = kind
         self.config = self.path / "config.yaml"
@@ -39,9 +42,10 @@ class RunDirectory:
         self.about = self.path / "run.json"
         """Kind of the run, and the step of its newest checkpoint."""
         self.metrics = self.path / "metrics.jsonl"
-        self.trajectories = self.path / "trajectories.jsonl"
+        suffix = SUFFIX if compressed else ""
+        self.trajectories = self.path / f"trajectories.jsonl{suffix}"
         self.evaluations = self.path / "evaluations.jsonl"
-        self.eval_trajectories = self.path / "eval_trajectories.jsonl"
+        self.eval_trajectories = self.path / f"eval_trajectories.jsonl{suffix}"
         self.timeline = self.path / "timeline.jsonl"
         paths = (self.metrics, self.trajectories, self.evaluations, self.eval_trajectories, self.timeline)
         self.appended = {path.name: AppendedFile(path) for path in paths}
@@ -58,8 +62,11 @@ class RunDirectory:
                 self.run_lock = RunLock(self.path)
 
     def release(self) -> None:
-        """Let other processes write to the directory."""
+        """Let other processes write to the directory. Writes the index of the conversations (`line_file`)."""
         if self.run_lock is not None:
+            for path in (self.trajectories, self.eval_trajectories):
+                with contextlib.suppress(OSError, RunError):  # whoever reads the file builds the index
+                    LineFile(path)
             self.run_lock.release()
             self.run_lock = None
 

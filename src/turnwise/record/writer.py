@@ -17,6 +17,7 @@ import yaml
 
 from turnwise.config.schema import Config
 from turnwise.errors import RunError
+from turnwise.record.compression import compressed_parts, is_compressed
 from turnwise.record.encode import trajectory_line
 from turnwise.record.media_store import MediaStore
 from turnwise.types import Trajectory
@@ -25,9 +26,11 @@ __all__ = ["AppendedFile", "replace_file", "trajectory_lines", "write_config", "
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], *, step: int | None = None) -> None:
-    """Append trajectories to a jsonl file; their images go into `media` beside it. `step` is set on each of them if given."""
+    """Append trajectories to a jsonl file, which is compressed if its name ends in `.gz`; their images go into `media` beside it.
+    `step` is set on each of them if given."""
+    lines = trajectory_lines(path, trajectories, step=step)
     with path.open("ab") as file:
-        file.writelines(trajectory_lines(path, trajectories, step=step))
+        file.writelines(compressed_parts(lines) if is_compressed(path) else lines)
 
 
 def trajectory_lines(path: Path, trajectories: Iterable[Trajectory], *, step: int | None = None) -> Iterator[bytes]:
@@ -62,12 +65,12 @@ class AppendedFile:
         """Checksum of that part."""
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Write lines at the end of the file."""
+        """Write lines at the end of the file, compressed if its name ends in `.gz`."""
         with self.path.open("ab") as file:
-            for line in lines:
-                file.write(line)
-                self.digest.update(line)
-                self.bytes += len(line)
+            for data in compressed_parts(lines) if is_compressed(self.path) else lines:
+                file.write(data)
+                self.digest.update(data)
+                self.bytes += len(data)
 
     def mark(self) -> dict[str, Any]:
         """Length and checksum of the file: `{"bytes": ..., "sha256": ...}`. The file is on the disk when this returns."""

@@ -13,6 +13,7 @@ from rich.console import Console
 from turnwise import build
 from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.errors import DataError, RolloutError
+from turnwise.record.compression import SUFFIX, existing_file, is_compressed
 from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
 from turnwise.record.run_directory import refuse_run_directory
 from turnwise.record.run_lock import RunLock
@@ -42,7 +43,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     async with conversation_context(conversations, scripts=scripts) as context:
         started = time.perf_counter()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        writer = _OrderedWriter(out, trajectories)
+        writer = _OrderedWriter(out, trajectories, compressed=config.record.compression == "gzip")
         score = conversations.scorer.scoring_callback(groups)
         with progress(console, len(trajectories)) as advance:
 
@@ -102,9 +103,9 @@ def _print(console: Console, lines: Sequence[str], *, style: str) -> None:
 class _OrderedWriter:
     """Writes trajectories in a given order: each as soon as it and all before it have ended."""
 
-    def __init__(self, out: Path, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, out: Path, trajectories: Sequence[Trajectory], *, compressed: bool) -> None:
         self._out = out
-        self._path = out / "trajectories.jsonl"
+        self._path = out / f"trajectories.jsonl{SUFFIX if compressed else ''}"
         self._ended: set[str] = set()
         self._waiting = list(reversed(trajectories))
         refuse_run_directory(out)
@@ -129,6 +130,8 @@ class _OrderedWriter:
 
     def _keep_previous(self) -> None:
         """Rename the trajectories of an earlier call instead of overwriting them."""
-        if self._path.exists():
-            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self._path.stat().st_mtime))
-            self._path.rename(self._path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl"))
+        path = existing_file(self._out / "trajectories.jsonl")
+        if path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            suffix = SUFFIX if is_compressed(path) else ""
+            path.rename(path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl{suffix}"))

@@ -24,7 +24,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length
 from turnwise.record.encode import encode_line, trajectory_record
-from turnwise.record.reader import read, trajectories_file
+from turnwise.record.reader import RecordedTrajectories, trajectories_file
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationContext, TextContext
@@ -78,12 +78,14 @@ async def replay(
     run = file.parent
     _refuse_fine_tuning(run)
     config, _ = load(run / "config.yaml", overrides)
-    recorded = list(read(file))
-    selected = [trajectory for trajectory in recorded if id is None or trajectory.id == id]
+    recorded = RecordedTrajectories(file)
+    selected = list(recorded) if id is None else recorded.with_id(id)
     if not selected:
         raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
     scorer = build.scorer(config)
     _refuse_engine_rewards(scorer)
+    if not evaluation:
+        _refuse_incomplete_groups(config, scorer)
     needed = _scored_with(scorer, selected, recorded)
     renderer = None if isinstance(config.engine, OpenAIEngineSection) else build.renderer(config, _source(run, config))
     held_out = evaluation or (run / "evaluation.json").is_file()
@@ -118,16 +120,33 @@ def _refuse_engine_rewards(scorer: Scorer) -> None:
             )
 
 
+def _compares_groups(scorer: Scorer) -> bool:
+    """Whether a reward function compares the conversations of a group."""
+    of_one = (*scorer.trajectory, *scorer.turns)
+    return bool(scorer.batch or scorer.groups) or any(reward.plan.needs_group for reward in of_one)
+
+
+def _refuse_incomplete_groups(config: Config, scorer: Scorer) -> None:
+    kept = config.record.best_and_worst
+    if kept is not None and _compares_groups(scorer):
+        raise RunError(
+            f"the run has recorded a part of each group (record.best_and_worst={kept}), and its reward compares the "
+            f"conversations of a group: it cannot be computed again. Record a run without record.best_and_worst"
+        )
+
+
 def _scored_with(scorer: Scorer, selected: Sequence[Trajectory], recorded: Sequence[Trajectory]) -> list[Trajectory]:
     """The selected conversations, and those that the reward functions compare with them."""
 
     def together(trajectory: Trajectory) -> Any:
         if scorer.batch:
             return trajectory.step
-        if scorer.groups or any(reward.plan.needs_group for reward in (*scorer.trajectory, *scorer.turns)):
+        if _compares_groups(scorer):
             return trajectory.step, trajectory.group
         return id_of(trajectory)
 
+    if not _compares_groups(scorer):
+        return list(selected)
     wanted = {together(trajectory) for trajectory in selected}
     return [trajectory for trajectory in recorded if together(trajectory) in wanted]
 

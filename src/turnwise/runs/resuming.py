@@ -186,7 +186,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     Raises RunError if the run in it cannot be resumed with this recipe, ConfigError for a wrong `resume_changes`.
     """
     refuse_unknown_names(config)
-    directory = RunDirectory(config.output, kind=kind)
+    directory = RunDirectory(config.output, kind=kind, compressed=config.record.compression == "gzip")
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
     opened = OpenedRun(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
     directory.lock()

@@ -16,6 +16,7 @@ from turnwise.data.order import RowOrder
 from turnwise.errors import RunError
 from turnwise.loggers.logger import Loggers
 from turnwise.record.metrics import template_mismatches
+from turnwise.record.retention import Retention
 from turnwise.record.run_directory import RunDirectory
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.assembly import RunInputs
@@ -64,6 +65,8 @@ class RunState:
     """The critic, where credit needs one."""
     loggers: Loggers = field(default_factory=Loggers)
     """The experiment trackers and traces of the recipe."""
+    retention: Retention = field(init=False)
+    """Which conversations are recorded."""
     notes: list[str] = field(init=False)
     """Notes that are printed when the run starts."""
     order: RowOrder = field(init=False)
@@ -86,6 +89,7 @@ class RunState:
     def __post_init__(self) -> None:
         inputs, opened = self.inputs, self.inputs.opened
         self.notes = [*inputs.notes, *opened.notes]
+        self.retention = Retention(self.config.record.every, self.config.record.best_and_worst)
         self.order = build.row_order(inputs.config, inputs.rows)
         self.step = self.saved = opened.step
         self.evaluated = opened.number("evaluated", -1)
@@ -174,7 +178,8 @@ class RunState:
     ) -> dict[str, Any]:
         """Write down a step, with a checkpoint if one is due. Returns the step's line of metrics.jsonl.
 
-        `trajectories` are those of the step, and `recorded` those that are written (all unless given). `seconds` are the times
+        `trajectories` are those of the step, and `recorded` those that loggers receive and `retention` chooses from (all unless
+        given). `seconds` are the times
         of the parts of the step; `started` is when it started, by `time.perf_counter`.
 
         The step's line is written after the large files of the checkpoint and before its last file: it holds the time that the
@@ -190,6 +195,10 @@ class RunState:
             "lr": self.learning_rate,
             **{f"seconds/{name}": round(value, 4) for name, value in seconds.items()},
         }
+        written = trajectories if recorded is None else recorded
+        kept = self.retention.kept(written, step=self.step + 1, steps=self.steps)
+        if self.retention.drops:
+            line["record/dropped"] = len(written) - len(kept)
         before = time.perf_counter()
         due = self.step + 1 == self.steps or checkpoint_due(
             self.step + 1,
@@ -201,8 +210,8 @@ class RunState:
         now = time.perf_counter()
         line["seconds/checkpoint"] = round(now - before, 4) if due else 0.0
         line["seconds/step"] = round(now - started, 4)
-        self.directory.write_step(line, trajectories if recorded is None else recorded)
-        self.loggers.step(line, trajectories if recorded is None else recorded)
+        self.directory.write_step(line, kept)
+        self.loggers.step(line, written)
         self.step += 1
         self.advance_data()
         self.updating = False

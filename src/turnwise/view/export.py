@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, RunError
+from turnwise.view.evaluations import evaluations
 from turnwise.view.page import LIBRARIES, STATIC
 from turnwise.view.runs import FILES, ViewedRun, times
 
@@ -31,13 +32,13 @@ def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Seque
     if most < 1:
         raise ConfigError(f"--most is {most}; it must be at least 1")
     for run in runs:
-        for index in run.indexes.values():
+        for index in run.indexes.values():  # a damaged record is an error here
             index.update()
     parts = [_run(run, most, ids) for run in runs]
     missing = set(ids) - {found for part in parts for columns in part["columns"].values() for found in columns["id"]}
     if missing:
         raise RunError(f"no run has a conversation with the id {min(missing)!r}; turnwise view lists the ids")
-    html = _html({"runs": parts})
+    html = _html({"runs": parts, "evaluations": evaluations(runs)})
     try:
         file.write_text(html, encoding="utf-8")
     except OSError as error:
@@ -60,19 +61,23 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
                 images[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
     counts = {kind: len(found) for kind, found in conversations.items()}
     return {
-        "summary": {**run.summary(), "path": run.path.name, "conversations": counts, "lines": counts},
+        "summary": {**run.summary(), "path": run.name, "conversations": counts, "lines": counts},
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "columns": columns,
         "conversations": conversations,
-        "timelines": _timelines(conversations["train"]),
+        "timelines": _timelines(run, conversations["train"]),
         "images": images,
     }
 
 
-def _timelines(conversations: dict[int, Any]) -> dict[str, list[dict[str, Any]]]:
-    steps: dict[str, list[dict[str, Any]]] = {}
+def _timelines(run: ViewedRun, conversations: dict[int, Any]) -> dict[str, dict[str, Any]]:
+    """The timeline of each step of which a conversation is exported."""
+    steps: dict[str, dict[str, Any]] = {}
     for number, record in conversations.items():
-        steps.setdefault(str(record.get("step")), []).append(times(record, number))
+        step = record.get("step")
+        if str(step) not in steps:
+            steps[str(step)] = {"conversations": [], "steps": run.steps_until(step)}
+        steps[str(step)]["conversations"].append(times(record, number))
     return steps
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import RunError
-from turnwise.record.line_index import line_offsets
+from turnwise.record.compression import existing_file
+from turnwise.record.line_file import LineFile
 
 __all__ = ["COLUMNS", "ConversationIndex"]
 
@@ -50,8 +51,8 @@ _MOST_TEXT = 200_000  # characters of a conversation that the full-text index ta
 class ConversationIndex:
     """The index of one file of trajectories, such as `runs/demo/trajectories.jsonl`.
 
-    `update` may run in another thread than the readers. The database is `<file>.view`; where the directory cannot be written, it
-    is in memory.
+    `path` is the plain file; if only the compressed file exists, that is read. `update` may run in another thread than the
+    readers. The database is `<file>.view`; where the directory cannot be written, it is in memory.
 
     Raises RunError if the record cannot be read.
     """
@@ -60,6 +61,7 @@ class ConversationIndex:
         self.path = path
         self.lines = 0
         """Lines of the record when `update` last looked. More than `len(self)` while the index is being built."""
+        self._file: LineFile | None = None
         self._writing = threading.Lock()
         self._database = _open(path.with_name(f"{path.name}.view"))
 
@@ -105,46 +107,38 @@ class ConversationIndex:
 
     def line(self, number: int) -> bytes:
         """The line of a conversation. Raises RunError if there is none of this number."""
-        row = self._database.execute(
-            "SELECT begin_byte, end_byte FROM conversations WHERE number = ?", (number,)
-        ).fetchone()
-        if row is None:
+        file = self._file
+        if number >= len(self) or file is None or number >= len(file):
             raise RunError(f"{self.path} has no conversation {number}; {len(self)} conversations are indexed")
-        begin, end = row
         try:
-            with self.path.open("rb") as file:
-                file.seek(begin)
-                return file.read(end - begin)
+            return file.line(number)
         except OSError as error:
-            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from None
+            raise RunError(f"{file.path} cannot be read: {error.strerror or error}") from None
 
     def close(self) -> None:
         self._database.close()
 
     def _extend(self) -> None:
-        offsets = line_offsets(self.path) if self.path.is_file() else [0]
-        self.lines = len(offsets) - 1
+        path = existing_file(self.path)
+        file = LineFile(path) if path.is_file() else None
+        self._file, self.lines = file, 0 if file is None else len(file)
         indexed = len(self)
-        with self.path.open("rb") if self.path.is_file() else contextlib.nullcontext() as file:
-            if indexed and (file is None or not self._is_prefix(file, offsets, indexed)):
-                self._clear()
-                indexed = 0
-            while file is not None and indexed < self.lines:
-                last = min(indexed + _CHUNK, self.lines)
-                file.seek(offsets[indexed])
-                lines = [file.read(offsets[n + 1] - offsets[n]) for n in range(indexed, last)]
-                self._add(indexed, offsets, lines)
-                indexed = last
+        if indexed and (file is None or not self._is_prefix(file, indexed)):
+            self._clear()
+            indexed = 0
+        while file is not None and indexed < self.lines:
+            last = min(indexed + _CHUNK, self.lines)
+            self._add(indexed, file.offsets, list(file.lines(indexed, last)))
+            indexed = last
 
-    def _is_prefix(self, file: Any, offsets: Any, indexed: int) -> bool:
+    def _is_prefix(self, file: LineFile, indexed: int) -> bool:
         """Whether the record still begins with the lines that are indexed: the last of them is at its place, unchanged."""
         begin, end, checksum = self._database.execute(
             "SELECT begin_byte, end_byte, checksum FROM conversations WHERE number = ?", (indexed - 1,)
         ).fetchone()
-        if indexed > self.lines or (offsets[indexed - 1], offsets[indexed]) != (begin, end):
+        if indexed > self.lines or (file.offsets[indexed - 1], file.offsets[indexed]) != (begin, end):
             return False
-        file.seek(begin)
-        return _checksum(file.read(end - begin)) == checksum
+        return _checksum(file.line(indexed - 1)) == checksum
 
     def _clear(self) -> None:
         with self._database as database:

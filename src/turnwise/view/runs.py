@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from turnwise.errors import RunError
+from turnwise.record.compression import existing_file
+from turnwise.record.decode import decode_trajectory
 from turnwise.record.metric_names import metric_of
-from turnwise.record.reader import read_lines
+from turnwise.record.reader import parse_line, read_lines
 from turnwise.record.token_texts import recorded_options, token_texts
 from turnwise.sampling import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
@@ -44,7 +46,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (*FILES.values(), *_METRICS.values()))
+    return any(existing_file(path / name).is_file() for name in (*FILES.values(), *_METRICS.values()))
 
 
 class ViewedRun:
@@ -54,15 +56,37 @@ class ViewedRun:
         self.path = path
         self.indexes = {kind: ConversationIndex(path / name) for kind, name in FILES.items()}
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self.problem: str | None = None
+        """Why a file of the run cannot be read; None if there is no problem."""
+        evaluated = (path / "evaluation.json").is_file()
+        self.name = f"{path.absolute().parent.name}/{path.name}" if evaluated else path.absolute().name
+        """The name of the directory; of a model of an evaluation, with the name of the evaluation."""
+
+    def update(self) -> None:
+        """Index what was appended to the files of conversations."""
+        self.problem = None
+        for index in self.indexes.values():
+            try:
+                index.update()
+            except RunError as error:
+                self.problem = str(error)
 
     def summary(self) -> dict[str, Any]:
         """Name, path, and how much there is of everything. The page asks for it again while the run goes on."""
+        problem, counts = self.problem, dict.fromkeys(_METRICS, 0)
+        for kind in _METRICS:
+            try:
+                counts[kind] = len(self.metrics(kind))
+            except RunError as error:  # one damaged run does not hide the others
+                problem = str(error)
         return {
-            "name": self.path.name,
+            "name": self.name,
             "path": str(self.path.absolute()),
+            "problem": problem,
+            "recorded": self._recorded,
             "conversations": {kind: len(index) for kind, index in self.indexes.items()},
             "lines": {kind: index.lines for kind, index in self.indexes.items()},
-            "metrics": {kind: len(self.metrics(kind)) for kind in _METRICS},
+            "metrics": counts,
         }
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
@@ -91,17 +115,10 @@ class ViewedRun:
         """A conversation as it was recorded, with the text of each token (`token_texts`, one list for each segment).
 
         `exact_logprobs` is whether the engine's log-probabilities are those of the sampled distribution, as the trainer's are.
-        Raises RunError if there is none of this number, or its line is damaged.
+        Raises RunError if there is none of this number, or its line is damaged or has a newer schema.
         """
-        index = self.indexes[kind]
-        try:
-            record = json.loads(index.line(number))
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{index.path}:{number + 1} is damaged: {error}") from None
-        segments = record.get("segments") if isinstance(record, dict) else None
-        if not isinstance(segments, list):
-            raise RunError(f"{index.path}:{number + 1} is damaged: it is not a conversation")
-        texts = [self._texts(segment.get("token_ids") or []) for segment in segments]
+        record = self._record(kind, number)
+        texts = [self._texts(segment["token_ids"]) for segment in record["segments"]]
         exact = record.get("logprob_kind") in self._exact_kinds
         return {**record, "number": number, "token_texts": texts, "exact_logprobs": exact}
 
@@ -110,18 +127,33 @@ class ViewedRun:
         path = self.path / "media" / f"{name}.png"
         return path if len(name) == 64 and name.isalnum() and path.is_file() else None
 
-    def timeline(self, step: int) -> list[dict[str, Any]]:
-        """What happened when in a training step: for each conversation, the times of its turns, in Unix seconds."""
-        numbers = self.indexes["train"].numbers_of(step)
-        return [times(self.conversation_record("train", number), number) for number in numbers]
+    def timeline(self, step: int) -> dict[str, Any]:
+        """What happened when in a training step, in Unix seconds: the times of its conversations (`conversations`), and the lines
+        of timeline.jsonl of this step and of the steps in which these conversations ran (`steps`).
+        """
+        conversations: list[dict[str, Any]] = []
+        for number in self.indexes["train"].numbers_of(step):
+            with contextlib.suppress(RunError):  # shown when the conversation is opened
+                conversations.append(times(self._record("train", number), number))
+        return {"conversations": conversations, "steps": self.steps_until(step)}
 
-    def conversation_record(self, kind: str, number: int) -> dict[str, Any]:
+    def steps_until(self, step: int | None) -> list[dict[str, Any]]:
+        """The line of timeline.jsonl of a step, and those of the steps since its first group was started."""
+        lines = [line for line in read_lines(self.path / "timeline.jsonl") if _is_timeline(line)]
+        (line,) = [line for line in lines if line.get("step") == step][:1] or [None]
+        if line is None:
+            return []
+        started = [group["started"] for group in line["groups"] if _is_number(group.get("started"))]
+        begin = min([*started, line["asked"]])
+        return [other for other in lines if other["step"] <= step and other["trained"] >= begin]
+
+    def _record(self, kind: str, number: int) -> dict[str, Any]:
         """A conversation as it was recorded. Raises RunError."""
-        try:
-            record = json.loads(self.indexes[kind].line(number))
-        except (ValueError, RecursionError):
-            return {}
-        return record if isinstance(record, dict) else {}
+        index = self.indexes[kind]
+        where = f"{index.path}:{number + 1}"
+        record = parse_line(index.line(number), where)
+        decode_trajectory(record, where=where)  # the page relies on the format
+        return record
 
     def close(self) -> None:
         for index in self.indexes.values():
@@ -135,9 +167,26 @@ class ViewedRun:
             return None
 
     @cached_property
+    def _recorded(self) -> dict[str, Any]:
+        """Which conversations the run records: the options `record.every` and `record.best_and_worst`, and the group size."""
+        try:
+            options = recorded_options(self.path)
+        except RunError:
+            return {}
+        record, train = options.get("record"), options.get("train")
+        record, train = record if isinstance(record, dict) else {}, train if isinstance(train, dict) else {}
+        every, extremes = record.get("every") or 1, record.get("best_and_worst")
+        if every == 1 and extremes is None:
+            return {}
+        return {"every": every, "best_and_worst": extremes, "group_size": train.get("group_size")}
+
+    @cached_property
     def _exact_kinds(self) -> Collection[str]:
         """The kinds of log-probability that the recipe's sampling makes equal to those of the sampled distribution."""
-        options = recorded_options(self.path).get("sampling")
+        try:
+            options = recorded_options(self.path).get("sampling")
+        except RunError:
+            options = None
         if not isinstance(options, dict):
             return {LogprobKind.SAMPLED}
         known = {name: options[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in options}
@@ -150,15 +199,30 @@ class ViewedRun:
         return [cache[token] for token in token_ids]
 
 
+def _is_timeline(line: dict[str, Any]) -> bool:
+    """Whether a line of timeline.jsonl has what the page needs."""
+    groups = line.get("groups")
+    of_groups = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    return of_groups and all(_is_number(line.get(name)) for name in ("step", "asked", "taken", "trained"))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 def times(record: dict[str, Any], number: int) -> dict[str, Any]:
-    """The times of a recorded conversation and of its turns, in Unix seconds and in seconds."""
+    """The times of a recorded conversation and of its turns: `[started, engine, environment, tools]`, in Unix seconds and in
+    seconds. The time of tools is a part of that of the environment; tools that run in parallel count at most as much."""
     turns = []
     for turn in record.get("turns") or []:
         seconds = turn.get("seconds") or {}
-        turns.append([turn.get("started"), seconds.get("engine") or 0, seconds.get("environment") or 0])
+        environment = seconds.get("environment") or 0
+        tools = sum(call.get("seconds") or 0 for call in turn.get("tool_calls") or [])
+        turns.append([turn.get("started"), seconds.get("engine") or 0, environment, min(tools, environment)])
     return {
         "number": number,
         "id": record.get("id"),
+        "group": record.get("group"),
         "started": record.get("started"),
         "seconds": record.get("seconds"),
         "turns": turns,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import RunError
 from turnwise.serve.http import bearer_token, equal_secrets, listen, missing_library, uvicorn_server
+from turnwise.view.evaluations import evaluations
 from turnwise.view.page import STATIC, import_map, page
 from turnwise.view.runs import FILES, ViewedRun
 
@@ -93,6 +94,7 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
             Route("/", _page),
             Route("/static/{path:path}", _static),
             json_route("/api/runs", answers.runs),
+            json_route("/api/evaluations", answers.evaluations),
             json_route("/api/runs/{run:int}/metrics/{kind}", answers.metrics),
             json_route("/api/runs/{run:int}/columns/{kind}", answers.columns),
             json_route("/api/runs/{run:int}/search/{kind}", answers.search),
@@ -109,9 +111,7 @@ async def _watch(runs: Sequence[ViewedRun]) -> None:
     """Index what the runs append, for as long as the server runs."""
     while True:
         for run in runs:
-            for index in run.indexes.values():
-                with contextlib.suppress(RunError):  # shown when a conversation is opened
-                    await asyncio.to_thread(index.update)
+            await asyncio.to_thread(run.update)
         await asyncio.sleep(_SECONDS)
 
 
@@ -123,6 +123,9 @@ class _Answers:
 
     def runs(self, request: Request) -> Any:
         return [run.summary() for run in self._runs]
+
+    def evaluations(self, request: Request) -> Any:
+        return evaluations(self._runs)
 
     def metrics(self, request: Request) -> Any:
         return self._run(request).metric_table(_kind(request))

@@ -5,10 +5,11 @@ import { Curves } from "./curves.js";
 import { Conversations } from "./conversations.js";
 import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
 import { Compare } from "./compare.js";
+import { Evaluations } from "./evaluations.js";
 import { Timeline } from "./timeline.js";
 
 const KEYS = [
-  ["1 2 3 4", "curves, conversations, timeline, comparison"], ["j k", "next and previous conversation"],
+  ["1 2 3 4 5", "curves, conversations, timeline, comparison of runs, evaluations"], ["j k", "next and previous conversation"],
   ["Enter", "open the conversation"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
   ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
@@ -79,7 +80,7 @@ function useTheme() {
   return [dark, () => setTheme(dark ? "light" : "dark")];
 }
 
-const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"]];
+const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
 const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
 
 function App() {
@@ -90,26 +91,27 @@ function App() {
   useKeys((event) => {
     if (event.key === "?") setHelp(true);
     else if (event.key === "d") toggleTheme();
-    else if ("1234".includes(event.key)) go({ view: VIEWS[Number(event.key) - 1][0] });
+    else if ("12345".includes(event.key)) go({ view: VIEWS[Number(event.key) - 1][0] });
   });
   if (!runs) return problem ? html`<${Problem} text=${problem} />` : html`<p class="loading">Loading…</p>`;
   const run = Math.min(Number(address.run) || 0, runs.length - 1);
   const kind = address.kind === "eval" ? "eval" : "train";
   const section = SECTION[address.view] || address.view;
   const shared = { runs, run, kind, address, go, dark };
-  const views = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, pair: PairPage };
+  const views = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
   const View = views[address.view] || Curves;
   return html`
     <header>
       <h1>turnwise</h1>
       <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${`#/${name}`} aria-current=${section === name ? "page" : undefined}
         onClick=${(event) => { event.preventDefault(); go({ view: name }); }}>${text}</a>`)}</nav>
-      ${section !== "curves" && section !== "compare" && html`
+      ${["conversations", "timeline"].includes(section) && html`
         <label>Run <select value=${run} onChange=${(event) => go({ run: event.target.value, number: null, view: section })}>
           ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
         <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
       <span class="spacer"></span>
       ${runs.some((item) => item.lines.train > item.conversations.train) && html`<span class="muted" role="status">indexing ${runs.map((item) => item.conversations.train).reduce((a, b) => a + b, 0).toLocaleString("en")} conversations…</span>`}
+      ${runs.filter((item) => item.problem).map((item) => html`<span key=${item.path} class="bad" role="alert" title=${item.problem}>${item.name}: a file cannot be read</span>`)}
       ${problem && html`<span class="bad" role="alert">${problem}</span>`}
       ${data.isExport && html`<span class="muted">exported</span>`}
       <button onClick=${toggleTheme}>${dark ? "Light" : "Dark"}</button>

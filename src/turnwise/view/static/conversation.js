@@ -129,7 +129,8 @@ export function GroupPage({ runs, run, kind, address, go }) {
   return html`
     <div class="bar"><button onClick=${() => go({ view: "conversation" })}>← Conversation</button>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
-      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${number(mean)}, highest first</span></div>
+      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${number(mean)}, highest first</span>
+      ${runs[run].recorded?.best_and_worst && html`<span class="muted">the run records a part of each group (record.best_and_worst=${runs[run].recorded.best_and_worst}), so this is not the mean of the group</span>`}</div>
     <div class="columns" tabindex="0" role="region" aria-label="Group">${numbers.slice(0, 32).map((place) => html`<${Pane} key=${place} run=${run} kind=${kind} number=${place} title=${columns.id[place]} mode=${mode} address=${address} go=${go} />`)}</div>`;
 }
 

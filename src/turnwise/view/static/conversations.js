@@ -84,6 +84,7 @@ export function Conversations({ runs, run, kind, address, go }) {
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${(columns?.id.length ?? 0).toLocaleString("en")}</span>
+      ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
       ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
     <div class="scroll" ref=${scroll} tabindex="0" aria-label="Conversations">

@@ -15,6 +15,11 @@ export async function runs() {
   return exported ? exported.runs.map((run) => run.summary) : get("/api/runs");
 }
 
+/** The evaluations of `turnwise eval` that are among the runs. */
+export async function evaluations() {
+  return exported ? exported.evaluations : get("/api/evaluations");
+}
+
 export async function metrics(run, kind) {
   return exported ? exported.runs[run].metrics[kind] : get(`/api/runs/${run}/metrics/${kind}`);
 }
@@ -44,7 +49,7 @@ export async function search(run, kind, query) {
 }
 
 export async function timeline(run, step) {
-  return exported ? exported.runs[run].timelines[step] || [] : get(`/api/runs/${run}/timeline/${step}`);
+  return exported ? exported.runs[run].timelines[step] || { conversations: [], steps: [] } : get(`/api/runs/${run}/timeline/${step}`);
 }
 
 export function imageUrl(run, reference) {

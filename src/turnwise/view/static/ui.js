@@ -22,6 +22,14 @@ export function signed(value) {
 /** Okabe and Ito's colours, which people without full colour vision can tell apart. */
 export const RUN_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00", "#7a5195"];
 export const runColor = (run) => RUN_COLORS[run % RUN_COLORS.length];
+/** Patterns of lines: they tell lines apart without colour. */
+const DASHES = [[], [7, 3], [2, 2], [9, 3, 2, 3], [12, 4], [4, 2, 1, 2], [1, 3], [6, 6]];
+export const lineDash = (place) => DASHES[place % DASHES.length];
+
+/** A short piece of the line of a run. */
+export function LineSample({ place }) {
+  return html`<svg class="sample" width="26" height="10" aria-hidden="true"><line x1="0" x2="26" y1="5" y2="5" stroke=${runColor(place)} stroke-width="3" stroke-dasharray=${lineDash(place).join(" ")} /></svg>`;
+}
 
 /** Blue (negative) over grey to orange (positive): `share` from -1 to 1. */
 export function diverging(share) {
