@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test test-slow test-engines test-cluster lint check docs format wheel bench mutants clean
+.PHONY: help demo test test-slow test-engines test-cluster test-view lint check docs format wheel bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,8 +15,8 @@ demo: $(VENV)/ready  ## install, train the tiny model, print the results
 test: $(VENV)/ready-dev  ## install, run the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not engines and not cluster'
 
-test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs
-	$(BIN)/python -m pytest -m 'slow and not engines and not cluster'
+test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs (those of the viewer: make test-view)
+	$(BIN)/python -m pytest -m 'slow and not engines and not cluster' --ignore tests/view/test_browser.py
 
 test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
 	$(BIN)/python scripts/engine_env.py
@@ -24,6 +24,8 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
 	$(BIN)/python -m pytest -m cluster
+test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
+	$(BIN)/python -m pytest tests/view/test_browser.py -rs
 
 lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from turnwise.data.images import digest
+from turnwise.evaluation.results import EvaluationResult, compare, summarize
+from turnwise.record.reader import read
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"
 
@@ -32,12 +38,13 @@ def conversation(number: int, *, step: int = 1, reward: float | None = 0.5, text
     segment = {
         "token_ids": list(range(12)),
         "logprobs": [0, 0, 0, 0, -0.1, -2.5, -0.3, 0, 0, -1.0, -0.2, -0.1],
+        "trainer_logprobs": [0, 0, 0, 0, -0.1, -2.4, -0.35, 0, 0, None, None, None],
         "turn": [-1] * 4 + [0] * 3 + [-1] * 2 + [1] * 3,
         "version": [-1] * 4 + [2] * 3 + [-1] * 2 + [3] * 3,
     }
     failure = {"kind": "environment", "message": "no luck", "traceback": ""}
     return {
-        "schema": 2,
+        "schema": 3,
         "step": step,
         "id": f"{step}.0:{row}/{place}",
         "group": f"{step}.0:{row}",
@@ -66,6 +73,11 @@ def write_run(path: Path, *, shift: float = 0.0) -> Path:
             reward = None if (step, number) == (2, 3) else step / 10 + number / 100 + shift
             lines.append(conversation(number, step=step, reward=reward))
     lines[-1] = conversation(7, step=3, reward=0.9, text=HOSTILE)
+    image = Image.new("RGB", (8, 8), "red")
+    (path / "media").mkdir()
+    image.save(path / "media" / f"{digest(image)}.png")
+    picture = {"type": "image", "image": f"sha256:{digest(image)}", "size": [8, 8]}
+    lines[0]["messages"][0]["content"] = [picture, {"type": "text", "text": "What is 2+2?"}]
     (path / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metrics = [
         {"step": s, "reward/mean": s / 10 + shift, "kl": 1e-9 * s, "stop/done": 1.0, "seconds/step": 2.0}
@@ -105,3 +117,33 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     return write_run(tmp_path / "second", shift=0.05)
+
+
+@pytest.fixture
+def evaluation(run: Path, other: Path) -> Path:
+    """The file of an evaluation whose models are the two runs."""
+    models = [
+        summarize(
+            read(path),
+            name=path.name,
+            model=path.name,
+            engine="local",
+            single_turn=False,
+            samples=12,
+            pass_reward=0.3,
+            source_of={},
+        )
+        for path in (run, other)
+    ]
+    result = EvaluationResult(
+        data="rows.jsonl",
+        rows=2,
+        samples_per_row=12,
+        seed=0,
+        pass_reward=0.3,
+        models=models,
+        comparisons=[compare(models[1], models[0])],
+    )
+    file = run.parent / "eval.json"
+    file.write_text(json.dumps(dataclasses.asdict(result)))
+    return file

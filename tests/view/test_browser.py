@@ -20,15 +20,23 @@ from turnwise.view.server import ViewServer
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-VIEWS = [
-    "#/curves",
-    "#/conversations",
-    "#/conversation?number=3",
-    "#/conversation?number=3&show=tokens&color=advantage",
-    "#/group?number=3",
-    "#/timeline",
-    "#/compare?left=0&right=1&kind=train",
-]
+VIEWS = {
+    "curves": "#/curves",
+    "curves of one run": "#/curves?shown=0",
+    "conversations": "#/conversations",
+    "conversation": "#/conversation?number=3",
+    "tokens": "#/conversation?number=3&show=tokens&color=advantage",
+    "trainer and engine": "#/conversation?number=3&show=tokens&color=ratio",
+    "image": "#/conversation?number=0",
+    "hostile text": "#/conversation?number=23",
+    "group": "#/group?number=3",
+    "timeline": "#/timeline",
+    "comparison of runs": "#/compare?left=0&right=1&kind=train",
+    "pair": "#/pair?left=0&right=1&kind=train&first=3&second=3",
+    "evaluations": "#/evaluations",
+}
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+"""Screenshots of all pages in light and dark, to be looked at."""
 AXE = "https://registry.npmjs.org/axe-core/-/axe-core-4.14.1.tgz"
 
 
@@ -50,7 +58,14 @@ def page(browser: Any) -> Iterator[Any]:
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    # the page may ask once more when the server has ended
+    ended = "ERR_CONNECTION_REFUSED"
+    page.on(
+        "console",
+        lambda message: (
+            problems.append(message.text) if message.type == "error" and ended not in message.text else None
+        ),
+    )
     page.set_default_timeout(60_000)
     yield page
     context.close()
@@ -58,7 +73,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def address(run: Path, other: Path) -> Iterator[str]:
+def address(run: Path, other: Path, evaluation: Path) -> Iterator[str]:
     runs = [ViewedRun(run), ViewedRun(other)]
     server = ViewServer(runs)
     thread = threading.Thread(target=server.serve_forever)
@@ -176,6 +191,70 @@ def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path,
     assert {url.partition(":")[0] for url in requests} <= {"file", "data"}
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_fits_its_window(page: Any, address: str, scheme: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.emulate_media(color_scheme=scheme)
+    for name, view in VIEWS.items():
+        open_view(page, address, view)
+        page.wait_for_selector("main :is(section, article, .body .row, .token, svg, table)")
+        page.wait_for_timeout(500)
+        page.screenshot(path=SCREENSHOTS / f"{name.replace(' ', '-')}-{scheme}.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1300, name
+        assert page.locator("[role=alert]").count() == 0, name
+
+
+def test_the_ratio_of_trainer_and_engine(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversation?number=0&show=tokens&color=ratio")
+    page.hover(".token >> nth=5")
+    page.wait_for_selector("text=trainer/engine 1.105")  # exp(0.1)
+    assert page.get_attribute(".token >> nth=5", "style") is not None
+    assert page.get_attribute(".token >> nth=10", "style") is None  # not trained on: unknown
+
+
+def test_images_are_shown(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversation?number=0")
+    image = page.wait_for_selector("img[alt='image in the message']")
+    assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
+
+
+def test_the_timeline_says_what_the_trainer_waited_for(page: Any, address: str) -> None:
+    open_view(page, address, "#/timeline?step=2")
+    page.wait_for_selector("svg rect.train")
+    text = page.inner_text("[aria-label=Timeline]")
+    assert "The trainer waited 1 s for the conversations, and trained 1 s." in text
+    assert "The last group to end was 2.0:1" in text
+    assert (
+        page.locator("[aria-label=Timeline] rect.train").count() == 2
+    )  # step 1 was trained while conversations of step 2 ran
+    assert page.locator("[aria-label=Timeline] rect.tools").count() >= 8
+
+
+def test_the_page_of_evaluations(page: Any, address: str, evaluation: Path) -> None:
+    result = json.loads(evaluation.read_text())
+    open_view(page, address, "#/evaluations")
+    page.wait_for_selector("caption:has-text('Models: means over 2 rows')")
+    rows = page.locator("table >> nth=0").locator("tbody tr").all_inner_texts()
+    assert [row.split()[0] for row in rows] == ["first", "second"]
+    assert f"{result['models'][0]['reward']['mean']:.4g} (" in rows[0]
+    comparison = page.locator("table >> nth=1").locator("tbody tr").inner_text()
+    difference = result["comparisons"][0]["test"]["difference"]["mean"]
+    assert comparison.split()[:3] == ["second", "first", f"+{difference:.4g}"]
+    page.keyboard.press("1")
+    page.wait_for_selector("section[aria-label='reward/mean']")
+    page.keyboard.press("5")
+    page.click("text=row by row")
+    page.wait_for_selector(".body .row")
+    assert "2 rows in both" in page.inner_text(".bar")
+
+
+def test_lines_differ_without_colour(page: Any, address: str) -> None:
+    open_view(page, address, "#/curves")
+    page.wait_for_selector(".sample line")
+    dashes = [line.get_attribute("stroke-dasharray") for line in page.locator(".sample line").all()]
+    assert len(set(dashes)) == len(dashes) == 2
+
+
 def test_accessible_in_both_themes(browser: Any, address: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         with urllib.request.urlopen(AXE, timeout=30) as answer:
@@ -189,7 +268,7 @@ def test_accessible_in_both_themes(browser: Any, address: str, tmp_path_factory:
     problems = []
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        for view in VIEWS:
+        for view in VIEWS.values():
             open_view(page, address, view)
             page.wait_for_timeout(1500)
             page.evaluate(script)

@@ -14,6 +14,11 @@ const TOGETHER = [
 ];
 const QUANTILES = ["reward/q90", "reward/q10", "reward/median"];
 
+/** Distances of marks on the axis of steps. */
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000];
+/** A text of the documentation without its marks: backticks and links. */
+const plain = (text) => text?.replace(/\[([^\]]+)\]\([^)]*\)/g, "$1").replaceAll("`", "");
+
 /** An exponential moving average, without the bias of its beginning; gaps stay gaps. */
 export function smooth(values, weight) {
   if (!weight) return values;
@@ -71,7 +76,7 @@ function Plot({ title, meaning, x, series, bands, dark, unit }) {
     const axis = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line, width: 0.5 } };
     const options = {
       width: element.clientWidth, height: 190, scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2] : uPlot.rangeNum(low, high, 0.1, true)) } },
-      axes: [axis, { ...axis, size: (_, texts) => Math.max(44, 18 + 8 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map(number) }], cursor: { sync: { key: "steps" } },
+      axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: (_, texts) => Math.max(44, 18 + 8 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map(number) }], cursor: { sync: { key: "steps" } },
       series: [{ label: "step" }, ...series.map(({ label, stroke, dash, width = 1.5 }) => ({ label, stroke, dash, width, spanGaps: true, points: { show: x.length < 30, size: 4 }, value: (_, value) => number(value) }))],
       bands, legend: { markers: { dash: (self, place) => { const [first] = self.series[place].dash ?? []; return first ? (first <= 2 ? "dotted" : "dashed") : "solid"; } } },
       hooks: { setCursor: [(self) => { if (self.cursor.idx === null || self.cursor.idx === undefined) latest(self); }] },
@@ -146,7 +151,7 @@ export function Curves({ runs, address, go, dark }) {
           series.push({ ...thin, label: "90 %", values: smooth(parts[0], weight) }, { ...thin, label: "10 %", values: smooth(parts[1], weight) }, { label: "median", stroke: series[0].stroke, dash: [3, 3], width: 1, values: smooth(parts[2], weight) });
           bands = [{ series: [2, 3], fill: `${series[0].stroke}22` }];
         }
-        return html`<${Plot} key=${name} title=${name} unit=${about[name]?.unit} meaning=${about[name]?.meaning} x=${x} series=${series} bands=${bands} dark=${dark} />`;
+        return html`<${Plot} key=${name} title=${name} unit=${about[name]?.unit} meaning=${plain(about[name]?.meaning)} x=${x} series=${series} bands=${bands} dark=${dark} />`;
       })}${together.map((chart) => {
         const table = tables[shown[0]].columns;
         const series = chart.names.map((name, place) => ({ label: name.split("/").at(-1), stroke: runColor(place), dash: lineDash(place), values: smooth(table[name].map((value) => (typeof value === "number" ? value : null)), weight) }));

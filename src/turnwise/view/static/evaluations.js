@@ -22,14 +22,21 @@ function Models({ evaluation, go }) {
   const { models, runs } = evaluation;
   const bounds = models.flatMap(({ reward }) => [reward.low ?? reward.mean, reward.high ?? reward.mean]).filter((value) => value !== null);
   const low = Math.min(0, ...bounds), high = Math.max(1e-9, ...bounds);
-  const ks = Object.keys(models[0]?.pass_at ?? {});
   return html`<table class="pairs"><caption>Models: means over ${evaluation.rows} rows, with ${100 * evaluation.confidence} % confidence intervals</caption>
-    <thead><tr><th>model</th><th>reward</th><th></th><th>pass rate</th>${ks.slice(1).map((k) => html`<th key=${k}>pass@${k}</th>`)}${ks.slice(1).map((k) => html`<th key=${`all${k}`}>pass^${k}</th>`)}<th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
+    <thead><tr><th>model</th><th>reward</th><th></th><th>pass rate</th><th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
     <tbody>${models.map((model) => html`<tr key=${model.name}>
       <td>${runs[model.name] === undefined ? model.name : html`<a href=${`#/conversations?run=${runs[model.name]}`} onClick=${(event) => { event.preventDefault(); go({ view: "conversations", run: runs[model.name], kind: null }); }}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
       <td>${interval(model.reward)}</td><td><${Whisker} estimate=${model.reward} low=${low} high=${high} /></td><td>${interval(model.pass_rate, percent)}</td>
-      ${ks.slice(1).map((k) => html`<td key=${k}>${percent(model.pass_at[k]?.mean)}</td>`)}${ks.slice(1).map((k) => html`<td key=${`all${k}`}>${percent(model.pass_all[k]?.mean)}</td>`)}
       <td>${number(model.turns_mean)}</td><td class=${model.failed ? "bad" : ""}>${model.failed} of ${model.conversations}</td><td>${number(model.cost.tokens_per_conversation)}</td><td>${number(model.cost.seconds_per_conversation)}</td></tr>`)}</tbody></table>`;
+}
+
+/** pass@k: at least one of k conversations passes. pass^k: all of them do. */
+function PassAt({ evaluation }) {
+  const ks = Object.keys(evaluation.models[0]?.pass_at ?? {});
+  if (ks.length < 2) return null;
+  return html`<table class="pairs"><caption>pass@k (at least one of k conversations passes) and pass^k (all k pass)</caption>
+    <thead><tr><th>model</th>${ks.map((k) => html`<th key=${k}>pass@${k}</th>`)}${ks.slice(1).map((k) => html`<th key=${`all${k}`}>pass^${k}</th>`)}</tr></thead>
+    <tbody>${evaluation.models.map((model) => html`<tr key=${model.name}><td>${model.name}</td>${ks.map((k) => html`<td key=${k}>${percent(model.pass_at[k]?.mean)}</td>`)}${ks.slice(1).map((k) => html`<td key=${`all${k}`}>${percent(model.pass_all[k]?.mean)}</td>`)}</tr>`)}</tbody></table>`;
 }
 
 function verdict(test) {
@@ -67,7 +74,7 @@ export function Evaluations({ address, go }) {
       <b>${evaluation.name}</b>${!evaluation.problem && html`<span>${evaluation.rows} rows of ${evaluation.data}, ${evaluation.samples_per_row} conversations on each row, seed ${evaluation.seed}, passed from reward ${number(evaluation.pass_reward)}</span>`}</div>
     <div class="scroll" tabindex="0" role="region" aria-label="Evaluation">
       ${evaluation.problem ? html`<${Problem} text=${evaluation.problem} />` : html`
-        <${Models} evaluation=${evaluation} go=${go} /><${Comparisons} evaluation=${evaluation} go=${go} />
+        <${Models} evaluation=${evaluation} go=${go} /><${Comparisons} evaluation=${evaluation} go=${go} /><${PassAt} evaluation=${evaluation} />
         <${Parts} evaluation=${evaluation} part="turns" title="By number of turns" /><${Parts} evaluation=${evaluation} part="sources" title="By data source" />`}
     </div>`;
 }
