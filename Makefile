@@ -24,6 +24,7 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
 	$(BIN)/python -m pytest -m cluster
+
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rs
 

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,10 @@ def test_what_it_answers(server: ViewServer) -> None:
     assert conversation["id"] == "1.0:0/3"
     assert conversation["token_texts"] == [[None] * 12]
     assert get_json(server, "/api/runs/0/search/train?query=owned") == [23]
-    timeline = get_json(server, "/api/runs/0/timeline/2")
-    assert len(timeline["conversations"]) == 8  # type: ignore[index]
-    assert timeline["conversations"][0]["turns"] == [[100.0, 0.5, 0.25, 0.1], [101.0, 0.5, 0.25, 0]]  # type: ignore[index]
-    assert [line["step"] for line in timeline["steps"]] == [1, 2]  # type: ignore[index]
+    timeline: Any = get_json(server, "/api/runs/0/timeline/2")
+    assert len(timeline["conversations"]) == 8
+    assert timeline["conversations"][0]["turns"] == [[100.0, 0.5, 0.25, 0.1], [101.0, 0.5, 0.25, 0]]
+    assert [line["step"] for line in timeline["steps"]] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,6 @@ def test_the_page_may_run_its_own_scripts_only(server: ViewServer) -> None:
 
 def test_images(server: ViewServer, run: Path) -> None:
     name = "a" * 64
-    (run / "media").mkdir()
     (run / "media" / f"{name}.png").write_bytes(b"PNG")
     assert get(server, f"/api/runs/0/media/{name}")[2] == b"PNG"
     for wrong in ("b" * 64, "..%2f..%2fmetrics.jsonl", "x"):

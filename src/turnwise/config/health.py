@@ -34,12 +34,12 @@ class HealthSection(Section):
     window: Positive = 10
     """The number of latest steps whose mean is compared with the limits. `tool_use` and `length` compare this mean with the mean
     of the same number of steps at the start of the run."""
-    zero_std: Share | None = 0.9
+    zero_std: Share | None = 0.95
     """The largest share of groups without reward differences (`groups/zero_std`). Null: no warning."""
     tool_use: Share | None = 0.2
     """The smallest number of tool calls of a conversation, as a share of the number in the first steps (`tool_calls/mean`). Null:
     no warning."""
-    duplicates: Share | None = 0.9
+    duplicates: Share | None = 0.99
     """The largest share of conversations whose answers equal those of another conversation of the group (`groups/duplicates`).
     Null: no warning."""
     length: Annotated[float, Field(gt=1)] | None = 3.0
