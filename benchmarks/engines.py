@@ -18,13 +18,13 @@ Part d compares with two limits. "Seen before" are all tokens of a prompt that t
 earlier prompt and all sampled tokens but the last, whose keys and values no engine has computed. vLLM reuses complete blocks of
 its cache only (32 tokens, the smallest size on a CPU), so "reusable" is the part of these tokens that lies in complete blocks.
 
-In part f, each other engine alternates with the embedded engine, measurement by measurement: the ratios are more reliable than
-the numbers. While the embedded engine runs, the other engine's server is stopped (SIGSTOP). `--threads` holds for all engines;
-SGLang always runs with one thread on a CPU.
+In part f, each other engine alternates with the embedded engine, measurement by measurement. In parts c and f, the fastest of
+the repeats counts: other processes disturb it least. While the embedded engine runs in part f, the other engine's server is
+stopped (SIGSTOP). `--threads` holds for all engines; SGLang always runs with one thread on a CPU.
 
 Prints a table for each part. The last line is `engines_<part> <figure>`: the smallest throughput of the client relative to that
-of the engine at 32 conversations, by CPU time (c), the smallest share of the reusable tokens (d), the largest number of memory
-copies that take as long as an update (e), and the embedded engine's throughput divided by that of the fastest other engine at 32
+of the engine at 32 conversations (c), the smallest share of the reusable tokens (d), the largest number of memory copies that
+take as long as an update (e), and the embedded engine's throughput divided by that of the fastest other engine at 32
 conversations (f).
 """
 
@@ -190,9 +190,10 @@ async def pair(
     seed: int,
     cpu: Callable[[], float] = time.process_time,
 ) -> tuple[float, float, float]:
-    """Sampled tokens per second of two ways to serve a batch: the medians of the repeats. The ways alternate.
+    """Sampled tokens per second of two ways to serve a batch. The ways alternate, and the fastest repeat of each counts: other
+    processes disturb it least.
 
-    The third figure is the CPU time of the second way, divided by that of the first (medians).
+    The third figure is the smallest CPU time of the second way, divided by that of the first.
     """
     speeds: tuple[list[float], list[float]] = ([], [])
     used: tuple[list[float], list[float]] = ([], [])
@@ -203,7 +204,7 @@ async def pair(
             await work(batch)
             speeds[way].append(count * options.tokens / (time.perf_counter() - started))
             used[way].append(cpu() - before)
-    return median(speeds[0]), median(speeds[1]), median(used[1]) / median(used[0])
+    return max(speeds[0]), max(speeds[1]), min(used[1]) / min(used[0])
 
 
 def cpu_seconds(engine: Engine) -> float:
@@ -369,7 +370,7 @@ async def overhead(options: argparse.Namespace, console: Console) -> float:
                 subject.name, str(count), f"{through:,.0f}", f"{without:,.0f}", f"{ratio:.2f}", f"{by_cpu:.2f}"
             )
             if count == 32:
-                at_32.append(by_cpu)
+                at_32.append(ratio)
 
     for name in options.engines:
         if name != "generate":
