@@ -152,6 +152,7 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
         max_requests=math.ceil(config.max_concurrent / options.replicas),
         cpu=on_cpu(config.model.device),
         lora_rank=config.model.lora.rank if adapter else None,
+        vision="vision_config" in model_facts(config),
         sleep=options.sleep,
         arguments=options.arguments,
         logs=Path(config.output) / "engine",

@@ -7,6 +7,8 @@ VLLM_SERVER_DEV_MODE=1.
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -17,10 +19,11 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, S
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.weights import WeightUpdate
+from turnwise.engines.vllm.images import image_features
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Request, Sampling
 
-__all__ = ["ADAPTER", "MODEL", "Labels", "VllmApi", "refuse_media", "sampling_params"]
+__all__ = ["ADAPTER", "MODEL", "Labels", "VllmApi", "sampling_params"]
 
 MODEL = "policy"
 """The name under which a server that turnwise starts serves the model."""
@@ -84,6 +87,8 @@ class VllmApi:
         self._adapter = adapter
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
+        self._checked_pixels: set[str] = set()
+        """Servers that take the pixels of images as the trainer has them."""
 
     async def info(self, server: HttpServer) -> ServerInfo:
         models = (await server.get("/v1/models"))["data"]
@@ -96,10 +101,13 @@ class VllmApi:
         )
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
-        refuse_media(request)
+        features = image_features(request)
+        if features is not None:
+            await self._check_pixels(server, request)
         body = {
             "model": self._served_model(server),
             "token_ids": list(request.token_ids),
+            "features": features,
             "sampling_params": {
                 **sampling_params(request.sampling, request.seed),
                 "stream_interval": _STREAM_INTERVAL,
@@ -187,6 +195,24 @@ class VllmApi:
             )
         return LogprobKind.SAMPLED if min(logprobs) > -1e-6 else LogprobKind.RAW
 
+    async def _check_pixels(self, server: HttpServer, request: Request) -> None:
+        """Refuse a server that expects raw pixels and normalizes them itself, which is vLLM's default. Asked once.
+
+        The server is asked to process an image of the request: with its default, the result has whole numbers.
+        """
+        if server.url in self._checked_pixels:
+            return
+        image = {"type": "image_url", "image_url": {"url": _png(request.media[0].source)}}
+        body = {"model": self._models[server.url], "messages": [{"role": "user", "content": [image]}]}
+        answer = await server.post("/v1/chat/completions/render", body)
+        (data,) = answer["features"]["kwargs_data"]["image"]
+        if b"uint8" in base64.b64decode(data):
+            raise EngineError(
+                f"{server.url} normalizes the pixels of images, which turnwise has normalized: start the server with "
+                f"--no-mm-device-do-normalize (docs/engines.md)"
+            )
+        self._checked_pixels.add(server.url)
+
     async def _rpc(self, server: HttpServer, method: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Call a method of `worker.WeightReceiver` in all workers of a server. Raises EngineError if one reports an error."""
         answer = await server.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
@@ -196,15 +222,6 @@ class VllmApi:
                 kind = ServerLost if result.get("broken") else EngineError
                 raise kind(f"{server.url}: {result['error']}")
         return results
-
-
-def refuse_media(request: Request) -> None:
-    """Raise EngineError for a request with images or videos."""
-    if request.media:
-        raise EngineError(
-            f"the request contains {len(request.media)} images or videos, and engine.name=vllm accepts text only. Use "
-            f"engine.name=local for conversations with images"
-        )
 
 
 def sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -238,6 +255,13 @@ def _part(server: HttpServer, choice: Mapping[str, Any]) -> Part:
         logprobs=[entry.get("logprob") for entry in content],
         finish=finishes[finish],
     )
+
+
+def _png(image: Any) -> str:
+    """A PIL image as a data URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _cached_tokens(event: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,8 @@ from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.weights import WeightUpdate
-from turnwise.engines.vllm.api import ADAPTER, Labels, refuse_media, sampling_params
+from turnwise.engines.vllm.api import ADAPTER, Labels, sampling_params
+from turnwise.engines.vllm.images import image_features
 from turnwise.engines.vllm.launch import VllmLaunch, engine_arguments
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
@@ -79,13 +80,12 @@ class InProcessApi:
         )
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
-        refuse_media(request)
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         llm = _llm(server)
         params = SamplingParams(**sampling_params(request.sampling, request.seed), output_kind=RequestOutputKind.DELTA)
-        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": self._labels.of(version)}
+        prompt = _prompt(request, self._labels.of(version))
         outputs = llm.generate(prompt, params, f"turnwise-{next(self._request_ids)}", lora_request=self._lora)
         count = 0
         try:
@@ -172,6 +172,30 @@ def _start(options: VllmLaunch) -> Any:
         return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
     except (ValueError, RuntimeError) as error:
         raise EngineError(f"vLLM's engine could not be started in this process: {error}") from error
+
+
+def _prompt(request: Request, salt: str) -> Any:
+    """The prompt of a request, with its images, as vLLM's engine takes it. `salt` is the key of its prefix cache."""
+    features = image_features(request)
+    if features is None:
+        return {"prompt_token_ids": list(request.token_ids), "cache_salt": salt}
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import (  # pyright: ignore[reportMissingImports]
+        decode_mm_kwargs_item,
+    )
+    from vllm.inputs import mm_input  # pyright: ignore[reportMissingImports]
+    from vllm.multimodal.inputs import (  # pyright: ignore[reportMissingImports]
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    items = [decode_mm_kwargs_item(data) for data in features["kwargs_data"]["image"]]
+    return mm_input(
+        prompt_token_ids=list(request.token_ids),
+        mm_kwargs=MultiModalKwargsItems({"image": items}),
+        mm_hashes=features["mm_hashes"],
+        mm_placeholders={"image": [PlaceholderRange(**place) for place in features["mm_placeholders"]["image"]]},
+        cache_salt=salt,
+    )
 
 
 def _logprobs(ids: Sequence[int], logprobs: Sequence[Any] | None) -> list[float]:

@@ -40,6 +40,8 @@ class VllmLaunch:
     """Whether the server runs on the CPU."""
     lora_rank: int | None
     """The rank of the trained adapter; None if all weights are trained."""
+    vision: bool
+    """Whether the model takes images."""
     sleep: bool
     """Whether the server can free the device's memory during training."""
     arguments: Sequence[str]
@@ -70,6 +72,9 @@ def engine_arguments(options: VllmLaunch) -> list[str]:
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
     if options.lora_rank is not None:
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_supported_rank(options.lora_rank))]
+    if options.vision:
+        # turnwise sends pixels as the trainer has them, normalized; it sends no videos
+        arguments += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
     if options.sleep:
         arguments += ["--enable-sleep-mode"]
     return arguments
