@@ -33,6 +33,8 @@ from pathlib import Path
 RECIPES = Path(__file__).parent / "engines"
 MARKER = "turnwise.json"
 TORCH = "torch==2.13.0"
+TORCHVISION = "torchvision==0.28.0"
+"""What the engines import for vision models. In a directory of its own: text models must not find it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,21 @@ def make(engine: str) -> Path:
         (directory / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
         _say(f"{engine}: {directory} is complete, after {time.monotonic() - started:.0f} s")
     return python(engine)
+
+
+def make_vision() -> Path:
+    """Make the directory with torchvision, if it is not there. Put it on PYTHONPATH to start an engine with a vision model."""
+    directory = root() / TORCHVISION
+    if (directory / MARKER).exists():
+        return directory
+    with _lock("vision"):
+        if not (directory / MARKER).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            if _pip("vllm", "install", "--no-deps", "--target", str(directory), TORCHVISION) != 0:
+                sys.exit(f"vision: {TORCHVISION} could not be installed; see the output of pip above")
+            shutil.copyfile(RECIPES / "vision" / "sitecustomize.py", directory / "sitecustomize.py")
+            (directory / MARKER).write_text("{}\n", encoding="utf-8")
+    return directory
 
 
 def _complete(recipe: Recipe) -> str:
@@ -243,6 +260,7 @@ def main() -> int:
         return 1 if incomplete else 0
     for name in engines:
         make(name)
+    make_vision()
     return 0
 
 

@@ -107,6 +107,7 @@ TESTED: Mapping[str, str] = {
         f"engine.{name}": f"{_VLLM}weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says"
         for name in ("weight_folder", "check_weights_every", "sleep")
     },
+    "engine.weight_transfer": f"{_VLLM}weights_are_broadcast_where_the_recipe_says_so",
     "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
     "eval.pass_reward": "runs/test_evaluate.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,

@@ -17,11 +17,12 @@ from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import Part
-from turnwise.engines.sglang.api import SglangApi, sampling_params
-from turnwise.engines.sglang.checksums import check_checksums, read_shapes
+from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
+from turnwise.engines.sglang.checksums import check_checksums, file_contents, read_shapes
+from turnwise.engines.sglang.images import decode_images
 from turnwise.engines.sglang.launch import SglangLaunch, kv_token_bytes, server_command
 from turnwise.errors import ConfigError, EngineError
-from turnwise.types import Request, Sampling
+from turnwise.types import Media, Request, Sampling
 
 SERVER = HttpServer("http://127.0.0.1:1")
 META: dict[str, Any] = {
@@ -126,14 +127,42 @@ def test_sampling_parameters() -> None:
     assert "stop" not in params
 
 
-def test_images_are_refused() -> None:
-    async def sample() -> None:
-        request = Request(conversation="a", token_ids=[5], media=[object()], sampling=Sampling())  # type: ignore[list-item]
-        async for _ in make_api().sample(SERVER, request, 0):
-            pass
+def image(start: int, **inputs: torch.Tensor) -> Media:
+    return Media(kind="image", start=start, length=2, source=None, inputs=inputs)
 
-    with pytest.raises(EngineError, match=r"engine\.name=sglang accepts text only"):
-        asyncio.run(sample())
+
+def test_images_become_one_text_that_the_server_reads() -> None:
+    grids = [torch.tensor([[1, 4, 2]]), torch.tensor([[1, 2, 4]])]
+    pixels = [torch.rand(8, 6), torch.rand(8, 6)]
+    media = [image(1 + 3 * n, pixel_values=pixels[n], image_grid_thw=grids[n]) for n in range(2)]
+    request = Request(conversation="a", token_ids=[5, 9, 9, 5, 9, 9, 5], media=media, sampling=Sampling())
+    (text,) = image_data(request) or ()
+    decoded = decode_images(text)
+    assert decoded["format"] == "processor_output"
+    assert decoded["offsets"] == [[1, 2], [4, 5]]
+    assert torch.equal(decoded["pixel_values"], torch.cat(pixels))
+    assert torch.equal(decoded["image_grid_thw"], torch.cat(grids))
+    assert decode_images("https://example.org/a.png") == "https://example.org/a.png"
+    assert image_data(Request(conversation="a", token_ids=[5], sampling=Sampling())) is None
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        (
+            image(0, pixel_values=torch.zeros(1, 3, 4, 4)),
+            r"returns pixel_values for an image, and engine\.name=sglang takes",
+        ),
+        (
+            image(2, pixel_values=torch.zeros(8, 6), image_grid_thw=torch.ones(1, 3)),
+            "other tokens between its placeholders",
+        ),
+        (Media(kind="video", start=0, length=2, source=None, inputs={}), "contains a video"),
+    ],
+)
+def test_images_that_servers_do_not_take_are_refused(media: Media, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        image_data(Request(conversation="a", token_ids=[9, 9, 9, 5], media=[media], sampling=Sampling()))
 
 
 # weights
@@ -171,18 +200,18 @@ def as_served(weights: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def test_checksums_of_a_server_are_compared_with_the_file(tmp_path: Path) -> None:
     file = saved(tmp_path, WEIGHTS)
-    check_checksums("S", as_served(WEIGHTS), file)
+    check_checksums("S", as_served(WEIGHTS), file_contents(file))
     for name in WEIGHTS:
         changed = {**WEIGHTS, name: WEIGHTS[name].clone()}
         changed[name].view(-1)[-1] += 1
         with pytest.raises(EngineError, match="S has other values of model"):
-            check_checksums("S", as_served(changed), file)
+            check_checksums("S", as_served(changed), file_contents(file))
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path) -> None:
     tied = {**WEIGHTS, "lm_head.weight": torch.zeros(10, 3)}
     shapes = read_shapes([saved(tmp_path, tied)])
-    shapes.check(saved(tmp_path, WEIGHTS))
+    shapes.check(file_contents(saved(tmp_path, WEIGHTS)).shapes)
     norm = "model.norm.weight"
     without = {name: tensor for name, tensor in WEIGHTS.items() if name != norm}
     for weights, message in (
@@ -191,7 +220,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path
         ({**WEIGHTS, "model.more": torch.ones(4)}, r"are not the model's: model\.more"),
     ):
         with pytest.raises(EngineError, match=message):
-            shapes.check(saved(tmp_path, weights))
+            shapes.check(file_contents(saved(tmp_path, weights)).shapes)
 
 
 # the command

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
     name, _, mode = engine.partition(" ")
     python = engine_env.python(name) if mode else sys.executable  # in the process: turnwise runs in vLLM's environment
-    command = [str(python), "-m", "turnwise", "train", "recipes/calculator.yaml", f"engine.name={name}"]
+    recipe = f"recipes/{name}.yaml"
+    command = [str(python), "-m", "turnwise", "train", recipe]
     options = {
-        **({"engine.mode": mode} if mode else {"engine.python": engine_env.python(name)}),
-        "engine.memory_gb": 0.1,
+        **({"engine.mode": mode, "engine.python": "null"} if mode else {"engine.python": engine_env.python(name)}),
         "model.device": "cpu",
         "train.steps": 2,
         "train.batch_size": 4,

@@ -163,6 +163,9 @@ class FakeApi:
     def __init__(self, owner: str = "a") -> None:
         self.owner = owner
 
+    def close(self) -> None:
+        pass
+
     async def info(self, server: HttpServer) -> ServerInfo:
         return ServerInfo(vocab_size=VOCAB, context=CONTEXT, logprob_kind=LogprobKind.SAMPLED)
 

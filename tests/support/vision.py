@@ -80,23 +80,43 @@ def vision_model(seed: int = 0, **options: Any) -> Qwen2_5_VLForConditionalGener
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def image_processor() -> Qwen2VLImageProcessorPil:
-    """Qwen's own, for images of 8 x 8 to 32 x 32 pixels: one to sixteen tokens."""
+def image_processor(patch: int = 4) -> Qwen2VLImageProcessorPil:
+    """Qwen's own, for images of one to sixteen tokens: with patches of 4 pixels, of 8 x 8 to 32 x 32 pixels."""
+    token = 4 * patch**2
     return Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+        patch_size=patch,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": token, "longest_edge": 16 * token},
     )
+
+
+def served_vision_model(path: Path, *, seed: int = 0) -> Path:
+    """A model directory for vLLM and SGLang, which need heads of 32 numbers, and patches of 14 pixels as Qwen's models have."""
+    config = vision_model().config
+    text, vision = config.text_config, config.vision_config
+    text.hidden_size, text.num_attention_heads, text.num_key_value_heads = 64, 2, 1
+    text.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    vision.hidden_size = vision.intermediate_size = vision.out_hidden_size = 64
+    vision.patch_size, vision.window_size = 14, 56
+    torch.manual_seed(seed)
+    return _saved(path, Qwen2_5_VLForConditionalGeneration(config), image_processor(14))
 
 
 def save_vision_model(path: Path, *, seed: int = 0) -> Path:
     """A whole model directory: weights, tokenizer, template, image processor."""
-    tokenizer, model = vision_tokenizer(), vision_model(seed)
+    return _saved(path, vision_model(seed), image_processor())
+
+
+def _saved(path: Path, model: Any, processor: Any) -> Path:
+    tokenizer = vision_tokenizer()
     # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end; not with a blank or
     # a line end, which stand inside turns
     inside = tokenizer.encode(" \n", add_special_tokens=False)
     model.generation_config.eos_token_id = [2, *(one for one in range(188, 259) if one not in inside)]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    image_processor().save_pretrained(path)
+    processor.save_pretrained(path)
     return path
 
 

@@ -13,12 +13,13 @@ from turnwise.config.engine_checks import refuse_engine
 from turnwise.config.schema import Config, ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.engines.engine import Engine
 from turnwise.engines.publisher import CopiedWeights, SharedWeights, WeightPublisher
+from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_api import ServerApi
-from turnwise.engines.remote.weights import WeightFiles
+from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, vocabulary_size
@@ -40,6 +41,7 @@ def server_engine(
     The servers are started by `Engine.start`. Raises ConfigError.
     """
     refuse_engine(config)
+    _refuse_sleep_on_cpu(config, options)
     facts = model_facts(config)
     vocab_size = vocabulary_size(facts)
     if vocab_size is None:
@@ -48,15 +50,44 @@ def server_engine(
         )
     adapter = trained and config.model.lora.rank is not None
     api, replicas = _servers(config, options, vocab_size, trained=trained, adapter=adapter)
-    folder = None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute()
     return RemoteEngine(
         api,
         replicas,
         decode=renderer.decode,
-        files=WeightFiles(folder) if trained else None,
+        files=_weight_store(options) if trained else None,
         version=version,
         patience=options.start_timeout,
     )
+
+
+def _python(options: ServerEngineSection) -> str:
+    """The interpreter that runs the servers."""
+    return sys.executable if options.python is None else os.path.expanduser(options.python)
+
+
+def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
+    """Raise ConfigError if servers that turnwise would start cannot free their memory."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    if options.sleep and options.url is None and on_cpu(config.model.device):
+        raise ConfigError(
+            f"engine.sleep=true needs a GPU: on the CPU, vLLM 0.32 ignores it and SGLang 0.5.23 does not start. The model is on "
+            f"the CPU (model.device={config.model.device}): remove engine.sleep"
+        )
+
+
+def _weight_store(options: ServerEngineSection) -> WeightStore:
+    """Where weights are kept on their way to the servers."""
+    if options.weight_transfer == "collective":
+        return WeightCopies()
+    return WeightFiles(None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute())
+
+
+def _backend(config: Config) -> Backend:
+    """The backend of broadcasts: NCCL if the servers that turnwise would start are on GPUs."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    return "gloo" if on_cpu(config.model.device) else "nccl"
 
 
 def _servers(
@@ -71,9 +102,9 @@ def _servers(
     if options.mode == "in_process":
         from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
 
-        api = InProcessApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+        api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config))
         return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
-    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter)
+    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config))
     return api, _vllm_replicas(config, options, adapter=adapter)
 
 
@@ -144,7 +175,7 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
     from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
 
     return VllmLaunch(
-        python=options.python or sys.executable,
+        python=_python(options),
         model=str(Path(config.model.path).expanduser().absolute()),
         dtype="bfloat16" if config.model.autocast else config.model.dtype,
         context=config.limits.context or longest_context(config),
@@ -180,12 +211,13 @@ def _sglang(
         adapter=adapter,
         pause=options.update_mode,
         shapes=model_shapes(model) if trained and not adapter else None,
+        backend=_backend(config),
     )
     if options.url is not None:
         return api, given_servers(options, HEALTH)
     dtype = "bfloat16" if config.model.autocast else config.model.dtype
     launch = SglangLaunch(
-        python=options.python or sys.executable,
+        python=_python(options),
         model=str(model),
         dtype=dtype,
         cpu=on_cpu(config.model.device),

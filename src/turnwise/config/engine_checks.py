@@ -45,6 +45,15 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
             "remove it",
         ),
         (
+            engine.weight_transfer == "collective" and engine.weight_folder is not None,
+            "engine.weight_folder has no effect with engine.weight_transfer=collective, which writes no files: remove one",
+        ),
+        (
+            engine.weight_transfer == "collective" and config.model.lora.rank is not None,
+            "engine.weight_transfer=collective cannot be combined with model.lora.rank, because adapters are loaded from "
+            "files: remove engine.weight_transfer",
+        ),
+        (
             config.deterministic,
             f"deterministic=true cannot be combined with engine.name={name}, because the order of its requests depends on "
             f"timing: use engine.name=local",

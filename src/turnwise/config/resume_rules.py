@@ -64,7 +64,11 @@ RULES: Mapping[str, Rule] = {
     ),  # endpoints train nothing
     **_all("free", "engine.", "requests_per_minute tokens_per_minute"),
     **_all("free", "rollout_server.", "url token_env timeout weights_directory"),
-    **_all("free", "engine.", "mode python replicas arguments weight_folder check_weights_every sleep start_timeout"),
+    **_all(
+        "free",
+        "engine.",
+        "mode python replicas arguments weight_transfer weight_folder check_weights_every sleep start_timeout",
+    ),
     **_all("free", "engine.", "keep_seeds update_mode"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),

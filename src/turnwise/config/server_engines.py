@@ -28,6 +28,10 @@ class ServerEngineSection(Section):
     """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default."""
+    weight_transfer: Literal["files", "collective"] = "files"
+    """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
+    torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other
+    machines need `collective`, or a `weight_folder` that all machines share."""
     weight_folder: NonEmpty | None = None
     """The directory in which new weights are written for the servers. It must be readable by them under the same path. Null:
     shared memory (`/dev/shm`), or the temporary directory if the weights do not fit."""

@@ -191,7 +191,8 @@ METRICS = (
     ),
     Metric(
         "entropy", "nats", "mean over the sampled tokens of finished conversations",
-        "Estimate of the entropy: -log p of each sampled token. Null if the engine reports no log-probabilities for it.",
+        "Estimate of the entropy: -log p of each sampled token. Null if the engine does not report log-probabilities of the "
+        "sampled distribution, as SGLang and `openai` do not (docs/engines.md).",
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from support.vision import save_vision_model
 from turnwise import build
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
@@ -50,6 +53,7 @@ def test_a_started_server_gets_the_options_of_the_recipe(tmp_path: Path) -> None
     first, second = replicas_of(
         {"python": "/env/bin/python", "replicas": 2, "arguments": ["--enforce-eager"], "memory_gb": 0.5, "sleep": True,
          "start_timeout": 77.0, "timeout": 33.0},
+        model={"device": "cuda"},
         limits={"context": 300},
         max_concurrent=10,
         output=str(tmp_path),
@@ -101,7 +105,8 @@ def test_given_servers_are_used_with_their_token(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says(tmp_path: Path) -> None:
-    config = recipe({"weight_folder": str(tmp_path / "w"), "check_weights_every": 4, "sleep": True})
+    options = {"weight_folder": str(tmp_path / "w"), "check_weights_every": 4, "sleep": True}
+    config = recipe(options, model={"device": "cuda"})
     engine = build.engine(config, build.renderer(config), object())
     assert isinstance(engine, RemoteEngine)
     assert engine._files is not None
@@ -110,6 +115,38 @@ def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as
     assert [update for update in range(10) if publisher._probe.due(update)] == [0, 1, 2, 4, 8]
     assert publisher._probe.tolerance == 1e-4
     assert publisher._sleep
+
+
+def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
+    config = recipe({"weight_transfer": "collective"})
+    engine = build.engine(config, build.renderer(config), object())
+    assert isinstance(engine, RemoteEngine)
+    weights = {"weight": torch.ones(3), "other": torch.zeros(2, 2)}
+    assert engine._files is not None
+    update = engine._files.write(4, weights)
+    weights["weight"].add_(1.0)  # the trainer changes its weights in place
+    assert update.tensors is not None
+    assert update.path is None
+    assert update.tensors["weight"].tolist() == [1.0, 1.0, 1.0]
+    assert (
+        update.checksum == f"{zlib.crc32(b''.join(tensor.numpy().tobytes() for tensor in update.tensors.values())):08x}"
+    )
+    sender = engine._api._sender  # type: ignore[attr-defined]
+    assert sender._backend == "gloo"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_sleep_is_refused_on_the_cpu(name: str) -> None:
+    config = recipe({"sleep": True, "name": name})
+    with pytest.raises(ConfigError, match=r"engine\.sleep=true needs a GPU.*model\.device=cpu"):
+        build.engine(config, build.renderer(config), object())
+
+
+def test_a_server_for_a_vision_model_takes_normalized_pixels(tmp_path: Path) -> None:
+    arguments, _ = command_of(replicas_of(model={"path": str(save_vision_model(tmp_path))})[0])
+    assert "--no-mm-device-do-normalize" in arguments
+    assert value(arguments, "--limit-mm-per-prompt") == '{"video": 0}'
+    assert "--no-mm-device-do-normalize" not in command_of(replicas_of()[0])[0]
 
 
 def test_the_engine_in_this_process_needs_vllm_here() -> None:
@@ -130,6 +167,16 @@ def test_the_engine_in_this_process_needs_vllm_here() -> None:
         ({}, {"sampling": {"top_p": 0.9, "min_p": 0.1}}, "applies min_p before top_p"),
         ({}, {"sampling": {"temperature": 2.5}}, "a sampling temperature of 2.5 is above 2"),
         ({}, {"model": {"lora": {"rank": 4, "dora": True}}}, "model.lora.dora=true cannot be combined"),
+        (
+            {"weight_transfer": "collective", "weight_folder": "w"},
+            {},
+            "engine.weight_folder has no effect with engine.weight_transfer=collective",
+        ),
+        (
+            {"weight_transfer": "collective"},
+            {"model": {"lora": {"rank": 4}}},
+            "engine.weight_transfer=collective cannot be combined with model.lora.rank",
+        ),
         ({}, {"deterministic": True}, "deterministic=true cannot be combined with engine.name=vllm"),
     ],
 )

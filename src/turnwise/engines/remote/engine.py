@@ -18,7 +18,7 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import JoinedCompletion
 from turnwise.engines.remote.replicas import Replica, Replicas
 from turnwise.engines.remote.server_api import ServerApi, ServerInfo
-from turnwise.engines.remote.weights import Probe, WeightFiles, WeightUpdate
+from turnwise.engines.remote.weights import Probe, WeightStore, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 
@@ -39,7 +39,7 @@ WriteAdapter = Callable[[Path], None]
 class RemoteEngine:
     """An `Engine` on one or several servers of one kind.
 
-    `files` writes the weights for the servers; None for an engine whose weights never change. `decode` turns token ids into
+    `files` keeps the weights for the servers; None for an engine whose weights never change. `decode` turns token ids into
     text, for stop texts. `version` is the version of the weights that the servers have after their start.
     """
 
@@ -49,7 +49,7 @@ class RemoteEngine:
         replicas: Sequence[Replica],
         *,
         decode: Callable[[Sequence[int]], str],
-        files: WeightFiles | None = None,
+        files: WeightStore | None = None,
         version: int = 0,
         patience: float = 60.0,
     ) -> None:
@@ -161,6 +161,7 @@ class RemoteEngine:
                     await self._api.release(replica.server)
                 except EngineError as error:
                     _log.warning("%s", error)
+        self._api.close()
         await self._replicas.close()
         if self._files is not None:
             self._files.close()

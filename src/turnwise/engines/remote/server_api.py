@@ -78,3 +78,7 @@ class ServerApi(Protocol):
     async def release(self, server: HttpServer) -> None:
         """After the last request: give up what `claim` took."""
         ...
+
+    def close(self) -> None:
+        """After all servers: free what is left in this process."""
+        ...

@@ -99,7 +99,8 @@ class ServerProcess:
         if not (os.path.isfile(program) and os.access(program, os.X_OK)):
             raise EngineError(
                 f"{command.name} cannot be started: there is no program {program}. Set engine.python to the Python interpreter "
-                f"of the environment in which the engine is installed (docs/engines.md)"
+                f"of the environment in which the engine is installed: pip install 'turnwise[vllm]' or 'turnwise[sglang]' "
+                f"makes one (docs/engines.md)"
             )
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)

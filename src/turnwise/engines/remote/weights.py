@@ -1,6 +1,7 @@
-"""Weights as files that a server process reads: in shared memory on the same machine, or on a disk.
+"""Weights on their way to servers: files that a server reads, in shared memory or on a disk, or copies that are broadcast.
 
-A file stays until the next weights have arrived, so that a server can get its weights again after a failed update or a restart.
+The weights of an update stay until the next weights have arrived, so that a server can get them again after a failed update or
+a restart.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from turnwise.errors import EngineError
 
-__all__ = ["Probe", "WeightFiles", "WeightUpdate", "checksum_of"]
+__all__ = [
+    "Probe",
+    "WeightCopies",
+    "WeightFiles",
+    "WeightStore",
+    "WeightUpdate",
+    "checksum_of",
+    "checksum_of_tensors",
+]
 
 SHARED_MEMORY = Path("/dev/shm")
 _SPARE = 1.1
@@ -30,11 +39,14 @@ class WeightUpdate:
     """Weights that servers load."""
 
     version: int
-    path: Path
-    """A safetensors file with Hugging Face's names of the state dict; for an adapter, a directory in peft's format."""
+    path: Path | None = None
+    """A safetensors file with Hugging Face's names of the state dict; for an adapter, a directory in peft's format. None if
+    `tensors` are broadcast."""
+    tensors: Mapping[str, Any] | None = None
+    """The weights on the CPU, by the same names; None if they are in a file."""
     adapter: bool
     checksum: str
-    """CRC-32 of the file with the weights. A server computes it again from what it has read."""
+    """CRC-32 of the file, or of the bytes of all tensors. A worker computes it again from what it has received."""
     size: int
     """Bytes of the weights."""
 
@@ -51,6 +63,46 @@ class Probe:
     """The trainer's own `log_softmax(logits)` of each token after the first."""
     tolerance: float
     """The largest difference that is rounding."""
+
+
+class WeightStore(Protocol):
+    """Keeps the weights of updates until no server needs them any more. All methods raise EngineError."""
+
+    def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
+        """Keep a copy of tensors: names of the state dict to tensors, without tied copies."""
+        ...
+
+    def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
+        """Keep an adapter: `write(folder)` writes its files into a new directory."""
+        ...
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Free an update that no server needs any more."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class WeightCopies:
+    """Keeps weights in the memory of this process, for broadcasts (`engine.weight_transfer: collective`)."""
+
+    def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
+        """A copy of the tensors on the CPU: the trainer's own change in place."""
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        checksum = checksum_of_tensors(tensors.values())
+        return WeightUpdate(version=version, tensors=tensors, adapter=False, checksum=checksum, size=size)
+
+    def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
+        raise EngineError("an adapter is sent as files: set engine.weight_transfer=files")
+
+    def discard(self, update: WeightUpdate) -> None:
+        """Nothing to do: the copy is freed with the update."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
 
 class WeightFiles:
@@ -89,6 +141,7 @@ class WeightFiles:
 
     def discard(self, update: WeightUpdate) -> None:
         """Remove the files of an update that no server needs any more."""
+        assert update.path is not None
         if update.adapter:
             shutil.rmtree(update.path, ignore_errors=True)
         else:
@@ -120,6 +173,16 @@ def checksum_of(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+def checksum_of_tensors(tensors: Iterable[Any]) -> str:
+    """CRC-32 of the bytes of tensors on the CPU, one after the other, as 8 hexadecimal digits."""
+    import torch
+
+    value = 0
+    for tensor in tensors:
+        value = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), value)
     return f"{value:08x}"
 
 

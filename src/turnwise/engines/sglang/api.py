@@ -15,11 +15,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.images import checked_images
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.weights import WeightUpdate
-from turnwise.engines.sglang.checksums import WeightShapes, check_checksums, read_shapes
+from turnwise.engines.sglang.broadcast import Broadcasts
+from turnwise.engines.sglang.checksums import Contents, WeightShapes, check_checksums, contents_of, read_shapes
+from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Request, Sampling
 
@@ -41,7 +45,7 @@ class SglangApi:
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
     sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
     defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
-    an adapter.
+    an adapter. `backend` is that of weights that are broadcast.
     """
 
     name = "SGLang"
@@ -55,6 +59,7 @@ class SglangApi:
         adapter: bool = False,
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
+        backend: Backend = "gloo",
     ) -> None:
         self.vocab_size = vocab_size
         self._context = context
@@ -62,6 +67,7 @@ class SglangApi:
         self._adapter = adapter
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
+        self._broadcasts = Broadcasts(backend)
         self._owner = secrets.token_hex(4)
         """Distinguishes this run from others that use the same server."""
         self._facts: dict[str, Mapping[str, Any]] = {}
@@ -71,6 +77,9 @@ class SglangApi:
         self._aborts: set[asyncio.Task[Any]] = set()
         """Requests to free cancelled requests. The event loop keeps only weak references to tasks."""
 
+    def close(self) -> None:
+        self._broadcasts.close()
+
     async def info(self, server: HttpServer) -> ServerInfo:
         facts = await server.get("/server_info")
         longest_prompt = facts.get("max_req_input_len") if isinstance(facts, dict) else None
@@ -78,6 +87,7 @@ class SglangApi:
             raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_req_input_len")
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
+        self._broadcasts.drop(server.url)  # the workers are new if the server was started again
         return ServerInfo(
             vocab_size=self.vocab_size,
             context=min(self._context, longest_prompt + 1),
@@ -85,15 +95,12 @@ class SglangApi:
         )
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
-        if request.media:
-            raise EngineError(
-                f"the request contains {len(request.media)} images or videos, and engine.name=sglang accepts text only. Use "
-                f"engine.name=local for conversations with images"
-            )
+        images = image_data(request)
         facts, rid = self._facts[server.url], f"{self._owner}-{secrets.token_hex(8)}"
         body = {
             "rid": rid,
             "input_ids": list(request.token_ids),
+            "image_data": images,
             "sampling_params": sampling_params(
                 request.sampling, request.seed if facts.get("enable_deterministic_inference") else None
             ),
@@ -110,6 +117,13 @@ class SglangApi:
                 known += len(part.token_ids)
                 complete = part.finish is not None
                 yield part
+        except ServerRefused as error:
+            if images is None:
+                raise
+            raise EngineError(
+                f"{server.url} takes no processed images: start it with SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE="
+                f"turnwise.engines.sglang.processors, with turnwise's source on PYTHONPATH (docs/engines.md): {error}"
+            ) from error
         finally:
             if not complete:
                 self._abort(server, rid)
@@ -134,10 +148,12 @@ class SglangApi:
         if update.adapter:
             await self._load_adapter(server, update)
         else:
+            contents = contents_of(update)
             if self._shapes is not None:
-                self._shapes.check(update.path)
+                self._shapes.check(contents.shapes)
             await self._load_weights(server, update)
-            self._shapes = self._shapes or read_shapes([update.path])
+            await self._check_checksums(server, contents)
+            self._shapes = self._shapes or WeightShapes(contents.shapes)
         await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
@@ -254,24 +270,34 @@ class SglangApi:
     # weights
 
     async def _load_weights(self, server: HttpServer, update: WeightUpdate) -> None:
-        """Let the server read the file. SGLang reads directories: the file gets a directory of its own for that time."""
+        """Let the server read the file, or receive the tensors. SGLang reads directories: the file gets one for that time."""
+        facts, flush = self._facts[server.url], self._pause_mode != "in_place"
+        if update.tensors is not None:
+            workers = facts.get("tp_size", 1) * facts.get("pp_size", 1)
+            await self._broadcasts.send(server, update.tensors, workers=workers, flush_cache=flush)
+            return
+        assert update.path is not None
         folder = update.path.with_suffix(".sglang")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         (folder / "model.safetensors").symlink_to(update.path)
-        body = {"model_path": str(folder), "flush_cache": self._pause_mode != "in_place"}
         try:
-            answer = await server.post("/update_weights_from_disk", body)
+            answer = await server.post("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": flush})
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if not (answer or {}).get("success"):
             raise EngineError(f"{server.url} has not loaded the weights: {answer}")
-        if self._facts[server.url].get("device") == "cpu" and self._facts[server.url].get("tp_size") == 1:
+
+    async def _check_checksums(self, server: HttpServer, contents: Contents) -> None:
+        """Compare the weights of a server on the CPU with those of the update."""
+        facts = self._facts[server.url]
+        if facts.get("device") == "cpu" and facts.get("tp_size") == 1:
             (rank,) = (await server.post("/weights_checker", {"action": "checksum"}))["ranks"]
-            check_checksums(server.url, rank["checksums"], update.path)
+            check_checksums(server.url, rank["checksums"], contents)
 
     async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
         """Load an adapter under a new name, and unload the previous one."""
+        assert update.path is not None
         name = f"{self._owner}-{update.path.name}"
         try:
             await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(update.path)})
@@ -289,6 +315,17 @@ class SglangApi:
 
     async def _set_label(self, server: HttpServer, label: str) -> None:
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+
+def image_data(request: Request) -> list[str] | None:
+    """The field `image_data` of a request; None without images. Raises EngineError for images that SGLang does not take."""
+    images = checked_images(request, "sglang")
+    if not images:
+        return None
+    import torch
+
+    tensors = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
+    return [encode_images(tensors, [(image.start, image.start + image.length - 1) for image in images])]
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:

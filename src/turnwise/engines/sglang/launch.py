@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
-from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
+from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
 
 __all__ = ["HEALTH", "SglangLaunch", "kv_token_bytes", "server_command", "started_replicas"]
 
@@ -100,7 +100,12 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         arguments += ["--lora-target-modules", *_MODULES]
         if options.cpu:
             arguments.append("--lora-backend=torch_native")
-    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    environment = {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # processed images (engines/sglang/images.py); SGLang reads it for vision models only
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "turnwise.engines.sglang.processors",
+        "PYTHONPATH": python_path(),
+    }
     if options.cpu:  # torch's operations on small tensors gain nothing from a second thread
         environment["OMP_NUM_THREADS"] = "1"
     return ServerCommand(

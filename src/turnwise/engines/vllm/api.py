@@ -13,13 +13,16 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.engines.vllm.images import image_features
+from turnwise.engines.vllm.weights import WeightSender
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Request, Sampling
 
@@ -77,18 +80,23 @@ class VllmApi:
     """The `ServerApi` of vLLM. `vocab_size` is that of the model of the recipe.
 
     `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
+    `backend` is that of weights that are broadcast.
     """
 
     name = "vLLM"
 
-    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False) -> None:
+    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False, backend: Backend = "gloo") -> None:
         self._vocab_size = vocab_size
         self._labels = Labels(on=labels)
         self._adapter = adapter
+        self._sender = WeightSender(self._labels.owner, _LEASE, backend)
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
         self._checked_pixels: set[str] = set()
         """Servers that take the pixels of images as the trainer has them."""
+
+    def close(self) -> None:
+        self._sender.close()
 
     async def info(self, server: HttpServer) -> ServerInfo:
         models = (await server.get("/v1/models"))["data"]
@@ -133,7 +141,7 @@ class VllmApi:
 
     async def claim(self, server: HttpServer) -> None:
         try:
-            await self._rpc(server, "turnwise_claim", {"owner": self._labels.owner, "lease": _LEASE})
+            await self._sender.claim(server.url, partial(self._rpc, server))
         except ServerRefused as error:
             raise _without_dev_mode(server) if error.status == 404 else error from error
 
@@ -148,11 +156,7 @@ class VllmApi:
             body = {"lora_name": ADAPTER, "lora_path": str(update.path), "load_inplace": True}
             await server.post_text("/v1/load_lora_adapter", body)
         else:
-            path, checksum = str(update.path), update.checksum
-            arguments = {"owner": self._labels.owner, "lease": _LEASE, "path": path, "checksum": checksum}
-            for answer in await self._rpc(server, "turnwise_load", arguments):
-                if answer.get("checksum") != checksum:
-                    raise EngineError(f"{server.url} has loaded other weights than {path}: it reports {answer}")
+            await self._sender.send(server.url, update, partial(self._rpc, server))
         await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
@@ -214,14 +218,9 @@ class VllmApi:
         self._checked_pixels.add(server.url)
 
     async def _rpc(self, server: HttpServer, method: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Call a method of `worker.WeightReceiver` in all workers of a server. Raises EngineError if one reports an error."""
+        """Call a method of `worker.WeightReceiver` in all workers of a server."""
         answer = await server.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)})
-        results = [result for result in (answer or {}).get("results", []) if isinstance(result, dict)]
-        for result in results:
-            if "error" in result:
-                kind = ServerLost if result.get("broken") else EngineError
-                raise kind(f"{server.url}: {result['error']}")
-        return results
+        return [result for result in (answer or {}).get("results", []) if isinstance(result, dict)]
 
 
 def sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
+from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
@@ -20,6 +22,7 @@ from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.engines.vllm.api import ADAPTER, Labels, sampling_params
 from turnwise.engines.vllm.images import image_features
 from turnwise.engines.vllm.launch import VllmLaunch, engine_arguments
+from turnwise.engines.vllm.weights import WeightSender
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
 
@@ -64,13 +67,16 @@ class InProcessApi:
 
     name = "vLLM"
 
-    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False) -> None:
+    def __init__(self, *, vocab_size: int, labels: bool, backend: Backend = "gloo") -> None:
         self._vocab_size = vocab_size
         self._labels = Labels(on=labels)
-        self._adapter = adapter
+        self._sender = WeightSender(self._labels.owner, _LEASE, backend)
         self._request_ids = itertools.count()
         self._lora: Any | None = None
         """vLLM's request for the trained adapter; None before the first update."""
+
+    def close(self) -> None:
+        self._sender.close()
 
     async def info(self, server: HttpServer) -> ServerInfo:
         return ServerInfo(
@@ -111,7 +117,7 @@ class InProcessApi:
             raise ServerLost(f"vLLM's engine failed: {error}") from error
 
     async def claim(self, server: HttpServer) -> None:
-        await self._rpc(server, "turnwise_claim", self._labels.owner, _LEASE)
+        await self._sender.claim(server.url, partial(_rpc, server))
 
     async def release(self, server: HttpServer) -> None:
         pass
@@ -127,7 +133,7 @@ class InProcessApi:
             await _llm(server).add_lora(lora)
             self._lora = lora
         else:
-            await self._rpc(server, "turnwise_load", self._labels.owner, _LEASE, str(update.path), update.checksum)
+            await self._sender.send(server.url, update, partial(_rpc, server))
         await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
@@ -142,11 +148,10 @@ class InProcessApi:
     async def wake(self, server: HttpServer) -> None:
         await _llm(server).wake_up()
 
-    async def _rpc(self, server: HttpServer, method: str, *arguments: Any) -> None:
-        for result in await _llm(server).collective_rpc(method, args=arguments):
-            if "error" in result:
-                kind = ServerLost if result.get("broken") else EngineError
-                raise kind(f"vLLM's engine in this process: {result['error']}")
+
+async def _rpc(server: HttpServer, method: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Call a method of `worker.WeightReceiver` in all workers."""
+    return list(await _llm(server).collective_rpc(method, kwargs=dict(arguments)))
 
 
 def _llm(server: HttpServer) -> Any:
@@ -163,8 +168,9 @@ def _start(options: VllmLaunch) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({error}): install turnwise in vLLM's "
-            f"environment, or use engine.mode=server with engine.python (docs/engines.md)"
+            f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({error}): pip install "
+            f"'turnwise[vllm]', or install turnwise in vLLM's environment, or use engine.mode=server with engine.python "
+            f"(docs/engines.md)"
         ) from None
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args([*engine_arguments(options), *options.arguments])

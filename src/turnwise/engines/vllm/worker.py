@@ -1,4 +1,5 @@
-"""Code that runs inside vLLM's worker processes: receives weights from files. Started with `--worker-extension-cls`.
+"""Code that runs inside vLLM's worker processes: receives weights from files or broadcasts. Started with
+`--worker-extension-cls`.
 
 It is imported in vLLM's environment, where only the source of turnwise is on the path: no module of turnwise that needs other
 packages may be imported here. Errors are returned as data, because an exception in a worker can end the server.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,11 @@ class WeightReceiver:
     turnwise_owner: str | None = None
     turnwise_claimed_until: float = 0.0
     turnwise_good: str | None = None
-    """The file with the weights that the model has; None: those of the model directory."""
+    """The file with the weights that the model has; None: those of the model directory, or of a broadcast."""
+    turnwise_received: bool = False
+    """Whether the model has the weights of a broadcast, which only the trainer can send again."""
+    turnwise_group: Any = None
+    """The group of torch.distributed with the trainer; None before `turnwise_join`."""
     turnwise_names: dict[str, list[int]] | None = None
     """Names and shapes of the weights of the last successful update."""
 
@@ -55,35 +61,80 @@ class WeightReceiver:
         if refused:
             return refused
         started = time.monotonic()
-        try:
-            tensors = _read(path, checksum)
-            self._turnwise_compare(tensors)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
-        try:
-            self._turnwise_replace(tensors)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            try:
-                good = self.turnwise_good
-                self._turnwise_replace(None if good is None else _read(good, None))
-            except Exception as second:
-                return {"error": f"{message}; the previous weights could not be restored: {second}", "broken": True}
-            return {"error": message}
-        self.turnwise_good = path
+        tensors: dict[str, Any] = {}
+        if error := _error_of(lambda: tensors.update(self._turnwise_checked(path, checksum))):
+            return {"error": error}
+        if error := _error_of(lambda: self._turnwise_replace(tensors)):
+            good = self.turnwise_good
+            second = _error_of(lambda: self._turnwise_replace(None if good is None else _read(good, None)))
+            if second or self.turnwise_received:
+                return {"error": f"{error}; the previous weights are not restored: {second}", "broken": True}
+            return {"error": error}
+        self.turnwise_good, self.turnwise_received = path, False
         self.turnwise_names = {name: list(tensor.shape) for name, tensor in tensors.items()}
         return {"checksum": checksum, "seconds": time.monotonic() - started}
 
-    def _turnwise_compare(self, tensors: dict[str, Any]) -> None:
-        """Raise ValueError unless all weights of the model are there, with finite values."""
+    def turnwise_join(self, owner: str, lease: float, address: dict[str, Any]) -> dict[str, Any]:
+        """Join the trainer's group (`collective.GroupAddress`, as a dictionary), after leaving an earlier one."""
+        refused = self.turnwise_claim(owner, lease)
+        if refused:
+            return refused
+        from turnwise.engines.remote.collective import GroupAddress, join
+
+        def enter() -> None:
+            self._turnwise_leave()
+            self.turnwise_group = join(GroupAddress(**address), 1 + self.rank)  # type: ignore[attr-defined]
+
+        error = _error_of(enter)
+        return {"error": f"the worker could not join the trainer's group: {error}"} if error else {}
+
+    def turnwise_expect(self, owner: str, lease: float, weights: list[list[Any]]) -> dict[str, Any]:
+        """Whether weights with these names, dtypes and shapes can be received. Nothing is sent before."""
+        refused = self.turnwise_claim(owner, lease)
+        if refused:
+            return refused
+        error = _error_of(lambda: self._turnwise_compare_names({name: list(shape) for name, _, shape in weights}))
+        return {"error": error} if error else {}
+
+    def turnwise_receive(self, weights: list[list[Any]], checksum: str, backend: str) -> dict[str, Any]:
+        """Receive weights [name, dtype, shape], in this order, and replace the model's weights by them.
+
+        Returns `error` if that failed. With `broken`, the model may have some of the new weights.
+        """
+        started = time.monotonic()
+        tensors: dict[str, Any] = {}
+        if error := _error_of(lambda: tensors.update(_receive(self.turnwise_group, weights, backend))):
+            _error_of(self._turnwise_leave)
+            return {"error": error}
+        if error := _error_of(lambda: _check_values(tensors, checksum)):
+            return {"error": error}
+        if error := _error_of(lambda: self._turnwise_replace(tensors)):
+            return {"error": error, "broken": True}
+        self.turnwise_good, self.turnwise_received = None, True
+        self.turnwise_names = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        return {"checksum": checksum, "seconds": time.monotonic() - started}
+
+    def _turnwise_leave(self) -> None:
+        group, self.turnwise_group = self.turnwise_group, None
+        if group is not None:
+            from turnwise.engines.remote.collective import leave
+
+            leave(group)
+
+    def _turnwise_checked(self, path: str, checksum: str) -> dict[str, Any]:
+        """The tensors of a file. Raises ValueError unless they are all weights of the model, with finite values."""
+        tensors = _read(path, checksum)
+        self._turnwise_compare_names({name: list(tensor.shape) for name, tensor in tensors.items()})
+        _check_finite(tensors)
+        return tensors
+
+    def _turnwise_compare_names(self, given: dict[str, list[int]]) -> None:
+        """Raise ValueError unless these are the names and shapes of all weights of the model."""
         known = self.turnwise_names
         if known is None:
             known = _names_in(self.model_runner.vllm_config.model_config.model)  # type: ignore[attr-defined]
         if known:
-            _compare_names(known, {name: list(tensor.shape) for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ValueError(f"the weight {name} has values that are not finite")
+            _compare_names(known, given)
 
     def _turnwise_replace(self, tensors: dict[str, Any] | None) -> None:
         """Load weights into the model; None: those of the model directory."""
@@ -104,6 +155,44 @@ def _read(path: str, checksum: str | None) -> dict[str, Any]:
     if checksum is not None and found != checksum:
         raise ValueError(f"the checksum of {path} is {found} here, and {checksum} where it was written")
     return load(content)
+
+
+def _error_of(action: Callable[[], object]) -> str:
+    """Run an action. The text of its error; empty if there was none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _receive(group: Any, weights: list[list[Any]], backend: str) -> dict[str, Any]:
+    """The tensors that the trainer broadcasts, on the CPU. Raises RuntimeError if the trainer is lost."""
+    import torch
+
+    if group is None:
+        raise ValueError("the worker is in no group with the trainer")
+    device = "cpu" if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype), device=device) for name, dtype, shape in weights}
+    for work in [group.broadcast(tensor, 0) for tensor in tensors.values()]:
+        work.wait()
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def _check_values(tensors: dict[str, Any], checksum: str) -> None:
+    """Raise ValueError unless all values are finite and the bytes of all tensors are those of the checksum."""
+    from turnwise.engines.remote.weights import checksum_of_tensors
+
+    found = checksum_of_tensors(tensors.values())
+    if found != checksum:
+        raise ValueError(f"the checksum of the received weights is {found}, and {checksum} where they were sent")
+    _check_finite(tensors)
+
+
+def _check_finite(tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"the weight {name} has values that are not finite")
 
 
 def _names_in(model: str) -> dict[str, list[int]]:
