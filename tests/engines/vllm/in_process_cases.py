@@ -21,7 +21,7 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.weights import Probe
+from turnwise.engines.remote.weights import Probe, WeightFiles
 from turnwise.engines.vllm.in_process import InProcessServer
 from turnwise.errors import EngineError
 from turnwise.training.published_weights import token_logprobs
@@ -144,6 +144,23 @@ class Cases:
         assert set(completion.versions) == {self.engine.version}
         self.assert_exact(request, completion)
         assert any("is lost" in warning for warning in warnings), warnings
+
+    async def case_6_weights_as_a_file_after_broadcasts(self) -> None:
+        self.engine._files = WeightFiles()
+        version, state = self.engine.version, dict(state_of(self.model))
+        change(self.model, 90)
+        await self.publish(version + 1)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        message = ""
+        try:
+            await self.engine.load_weights(version + 2, {**state, name: torch.zeros(3, 4)})
+        except EngineError as error:
+            message = str(error)
+        assert f"goes on with version {version + 1}" in message, message
+        request = self.request(seed=91, max_tokens=16)
+        completion = await self.engine.generate(request)
+        assert set(completion.versions) == {version + 1}
+        self.assert_exact(request, completion)
 
 
 async def run(folder: Path, transfer: str) -> Sequence[str]:

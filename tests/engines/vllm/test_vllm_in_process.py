@@ -29,4 +29,4 @@ def test_the_cases_of_the_engine_in_process(tmp_path: Path) -> None:
         timeout=1200,
     )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    assert "5 cases passed" in result.stdout
+    assert "6 cases passed" in result.stdout
