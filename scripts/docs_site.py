@@ -70,6 +70,7 @@ def stage(root: Path, target: Path) -> None:
         for name, content in images.items():
             (target / place).parent.mkdir(parents=True, exist_ok=True)
             (target / place).with_name(name).write_bytes(content)
+            pages[f"docs/{Path(notebook).with_name(name).as_posix()}"] = Path(place).with_name(name).as_posix()
     for place, text in texts.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
         text = with_tables(text, root)
