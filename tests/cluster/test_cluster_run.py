@@ -163,5 +163,5 @@ def rank_alive(launcher: subprocess.Popen[str], rank: int) -> bool:
     try:
         process = rank_process(launcher, rank)
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (AssertionError, FileNotFoundError):
+    except (AssertionError, OSError):  # it has ended
         return False
