@@ -88,6 +88,10 @@ class InProcessApi:
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
+            EngineDeadError,
+            EngineGenerateError,
+        )
 
         llm = _llm(server)
         params = SamplingParams(**sampling_params(request.sampling, request.seed), output_kind=RequestOutputKind.DELTA)
@@ -111,10 +115,12 @@ class InProcessApi:
                         return
         except EngineError:
             raise
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed at the request: {error}") from error
         except ValueError as error:
             raise EngineError(f"vLLM refused the request: {error}") from error
-        except RuntimeError as error:  # EngineDeadError
-            raise ServerLost(f"vLLM's engine failed: {error}") from error
+        except (EngineDeadError, RuntimeError) as error:
+            raise ServerLost(f"vLLM's engine in this process has died: {error}") from error
 
     async def claim(self, server: HttpServer) -> None:
         await self._sender.claim(server.url, partial(_rpc, server))
