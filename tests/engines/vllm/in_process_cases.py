@@ -146,7 +146,7 @@ class Cases:
         assert any("is lost" in warning for warning in warnings), warnings
 
     async def case_6_weights_as_a_file_after_broadcasts(self) -> None:
-        self.engine._files = WeightFiles()
+        self.engine._files, self.engine._current = WeightFiles(), None  # as if the recipe had said so
         version, state = self.engine.version, dict(state_of(self.model))
         change(self.model, 90)
         await self.publish(version + 1)
