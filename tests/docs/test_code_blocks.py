@@ -29,7 +29,8 @@ LANGUAGES = {"python", "yaml", "sh", "json", "text", "layers"}
 """`text` is output or a synopsis of files, and `layers` a table that test_architecture.py reads: neither is executed."""
 NOT_RUN = {
     "docs/agents.md": 1,
-    "docs/engines.md": 2,
+    "docs/cluster.md": 3,
+    "docs/engines.md": 3,
     "docs/examples.md": 1,
     "docs/guides/evaluation.md": 1,
     "docs/guides/from_swift.md": 1,
@@ -53,7 +54,7 @@ SMALL = {
 """Appended to commands that train or sample, to make them short."""
 ONLY_PARSED = {"docs/server.md"}
 """Pages whose commands need a server, or data that is not here."""
-PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum"}
+PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum", "torchrun"}
 """Programs of the shell whose arguments are not checked."""
 
 
