@@ -9,11 +9,11 @@ import pytest
 from turnwise.errors import ConfigError
 from turnwise.planning.scaling import ScalingOptions, predict_scaling
 from turnwise.planning.simulation import Setup, simulate
-from turnwise.planning.workload import EngineSpeed, TrainingSpeed, TurnCost, Workload
+from turnwise.planning.workload import EngineSpeed, MeasuredWorkload, TrainingSpeed, TurnCost
 
 TWO_TURNS = (TurnCost(0, 10, 1.0), TurnCost(0, 10, 1.0))
 """1 s in the engine and 1 s in the environment, twice."""
-SLOW = Workload(
+SLOW = MeasuredWorkload(
     groups=[[TWO_TURNS]],
     engine=EngineSpeed(request=0.0, prefill=0.0, token=0.1, sharing=0.0),
     training=TrainingSpeed(fixed=0.0, per_token=0.01, other=0.3),

@@ -104,9 +104,7 @@ def _simulate(config: Config, options: argparse.Namespace, context: Context) -> 
     try:
         devices = [int(number) for number in options.devices.split(",")]
     except ValueError:
-        raise ConfigError(
-            f"--devices {options.devices}: give whole numbers separated by commas, such as 8,64"
-        ) from None
+        raise ConfigError(f"--devices {options.devices}: give integers separated by commas, such as 8,64") from None
     scaling = ScalingOptions(
         batch_size=config.train.batch_size,
         group_size=config.train.group_size,

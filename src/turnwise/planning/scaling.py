@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from turnwise.errors import ConfigError
-from turnwise.planning.simulation import Prediction, Setup, simulate
-from turnwise.planning.workload import Workload
+from turnwise.planning.simulation import Setup, SimulationResult, simulate
+from turnwise.planning.workload import MeasuredWorkload
 
 __all__ = ["SHARES", "ScalingOptions", "ScalingRow", "predict_scaling"]
 
@@ -56,10 +56,10 @@ class ScalingRow:
     trainers: int
     """Devices that train."""
     batch_size: int
-    prediction: Prediction
+    prediction: SimulationResult
 
 
-def predict_scaling(workload: Workload, options: ScalingOptions) -> Iterator[ScalingRow]:
+def predict_scaling(workload: MeasuredWorkload, options: ScalingOptions) -> Iterator[ScalingRow]:
     """Predict each mode for each number of devices.
 
     Raises ConfigError if a number of devices is too small for an engine replica, and one trainer beside it.
@@ -94,7 +94,7 @@ def _trainers(devices: int, share: float, options: ScalingOptions) -> int:
 
 
 def _row(
-    workload: Workload, options: ScalingOptions, devices: int, *, mode: str, staleness: int, trainers: int
+    workload: MeasuredWorkload, options: ScalingOptions, devices: int, *, mode: str, staleness: int, trainers: int
 ) -> ScalingRow:
     batch_size = options.batch_size * (devices if options.scale_batch else 1)
     shared = devices == 1

@@ -1,6 +1,6 @@
 """A simulation of a training run: conversations, engine replicas, the pacing of the pipeline, and the trainer.
 
-It is a discrete-event simulation: time jumps from event to event. Conversations are drawn from a measured `Workload`. The
+It is a discrete-event simulation: time jumps from event to event. Conversations are drawn from a measured `MeasuredWorkload`. The
 engine replicas share their speed among the turns that they sample (continuous batching). Groups are started and taken by the
 functions that the real pipeline uses (`rollout/pacing.py`).
 
@@ -15,10 +15,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from turnwise.planning.workload import ConversationCost, EngineSpeed, Workload
+from turnwise.planning.workload import ConversationCost, EngineSpeed, MeasuredWorkload
 from turnwise.rollout.pacing import capacity, choose
 
-__all__ = ["Prediction", "Setup", "simulate"]
+__all__ = ["Setup", "SimulationResult", "simulate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class SimulationResult:
     """What a simulation has found. Shares are of the simulated time."""
 
     seconds: float
@@ -119,7 +119,7 @@ class _Replica:
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, setup: Setup) -> None:
+    def __init__(self, workload: MeasuredWorkload, setup: Setup) -> None:
         self.workload, self.setup = workload, setup
         self.random = random.Random(setup.seed)
         self.now = 0.0
@@ -320,7 +320,7 @@ class _Simulation:
             self.ask()
 
 
-def simulate(workload: Workload, setup: Setup) -> Prediction:
+def simulate(workload: MeasuredWorkload, setup: Setup) -> SimulationResult:
     """Predict a run of `setup.steps` training steps."""
     simulation = _Simulation(workload, setup)
     simulation.run()
@@ -330,7 +330,7 @@ def simulate(workload: Workload, setup: Setup) -> Prediction:
     for replica in simulation.replicas:
         replica.advance(simulation.now)
     busy = sum(replica.busy for replica in simulation.replicas) / len(simulation.replicas)
-    return Prediction(
+    return SimulationResult(
         seconds=ends[-1],
         steps_per_hour=3600 * (steps - skipped) / max(steady, 1e-9),
         tokens_per_second=simulation.tokens / ends[-1],

@@ -10,7 +10,7 @@ from rich.table import Table
 from turnwise.doctor.check import Check, show
 from turnwise.planning.placement import PlanLine
 from turnwise.planning.scaling import ScalingRow
-from turnwise.planning.workload import Workload
+from turnwise.planning.workload import MeasuredWorkload
 
 __all__ = ["print_plan", "print_scaling"]
 
@@ -26,7 +26,7 @@ def print_plan(console: Console, sections: Mapping[str, Sequence[PlanLine]], mem
     show([memory], console)
 
 
-def print_scaling(console: Console, workload: Workload, rows: Iterable[ScalingRow], *, source: str) -> None:
+def print_scaling(console: Console, workload: MeasuredWorkload, rows: Iterable[ScalingRow], *, source: str) -> None:
     """Print a line for each prediction, as soon as it is known."""
     engine = workload.engine
     console.print(

@@ -1,6 +1,6 @@
 """A measured workload: how long the turns, the tools and the training steps of a recorded run took.
 
-`measure` reads the record of a run and returns a `Workload`, from which `simulation` draws conversations. It keeps the number
+`measure` reads the record of a run and returns a `MeasuredWorkload`, from which `simulation` draws conversations. It keeps the number
 of turns, their tokens and the waiting times of each conversation together, because they depend on each other, and so it keeps
 the conversations of a row together.
 """
@@ -19,7 +19,15 @@ from turnwise.errors import RunError
 from turnwise.record.reader import read, read_lines
 from turnwise.types import Trajectory
 
-__all__ = ["ConversationCost", "EngineSpeed", "TrainingSpeed", "TurnCost", "Workload", "fit_engine_speed", "measure"]
+__all__ = [
+    "ConversationCost",
+    "EngineSpeed",
+    "MeasuredWorkload",
+    "TrainingSpeed",
+    "TurnCost",
+    "fit_engine_speed",
+    "measure",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,7 @@ class TrainingSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MeasuredWorkload:
     """What was measured in a run."""
 
     groups: Sequence[Sequence[ConversationCost]]
@@ -85,7 +93,7 @@ class Workload:
         return fmean(len(conversation) for group in self.groups for conversation in group)
 
 
-def measure(run: str | Path) -> Workload:
+def measure(run: str | Path) -> MeasuredWorkload:
     """The workload of a recorded training run.
 
     The first step is left out if there are more than two: it contains one-time work. Use a run with `train.max_staleness: 0`:
@@ -107,7 +115,7 @@ def measure(run: str | Path) -> Workload:
         if trajectory.step in tokens:
             tokens[trajectory.step] += sum(len(segment.token_ids) for segment in trajectory.segments)
     by_group = groupby(sorted(trajectories, key=lambda t: t.group), key=lambda t: t.group)
-    return Workload(
+    return MeasuredWorkload(
         groups=[[conversation_cost(t) for t in group] for _, group in by_group],
         engine=fit_engine_speed(trajectories),
         training=_fit_training_speed(lines, tokens),

@@ -1,6 +1,6 @@
 """Compressed jsonl files: gzip files of many small parts (members), each of which can be read without the others.
 
-`zcat` and Python's `gzip.open` read the complete file. A part has whole lines. So a file that is only appended to, and cut back
+`zcat` and Python's `gzip.open` read the complete file. A part has complete lines. So a file that is only appended to, and cut back
 to the end of a part, stays intact.
 """
 
@@ -17,7 +17,7 @@ from turnwise.errors import RunError
 
 __all__ = [
     "SUFFIX",
-    "Part",
+    "CompressedPart",
     "compressed_parts",
     "damaged_part",
     "existing_file",
@@ -34,7 +34,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CompressedPart:
     """A part of a compressed file."""
 
     begin: int
@@ -77,7 +77,7 @@ def damaged_part(path: Path, begin: int, error: zlib.error) -> RunError:
     )
 
 
-def read_parts(file: BinaryIO, path: Path, begin: int = 0) -> Iterator[Part]:
+def read_parts(file: BinaryIO, path: Path, begin: int = 0) -> Iterator[CompressedPart]:
     """The complete parts of a compressed file from the part at `begin` on. A part that a killed run has not finished is left out.
 
     Raises RunError if the file is damaged.
@@ -96,7 +96,7 @@ def read_parts(file: BinaryIO, path: Path, begin: int = 0) -> Iterator[Part]:
                 break
             if not (data := file.read(_READ_BYTES)):
                 return
-        yield Part(begin, begin + consumed, b"".join(contents))
+        yield CompressedPart(begin, begin + consumed, b"".join(contents))
         begin, data = begin + consumed, decoder.unused_data
 
 

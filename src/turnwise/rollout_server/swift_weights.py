@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.engines.vllm.trainer_group import JoinGroup, TensorPlace, TrainerGroup, split_tensors
+from turnwise.engines.vllm.trainer_group import JoinGroup, SwiftTrainerGroup, TensorPlace, split_tensors
 from turnwise.errors import Failed, boundary
 from turnwise.rollout_server.weights import Leases, WeightUpdates
 from turnwise.serve.http import RequestRefused
@@ -210,7 +210,7 @@ class _Receiver:
     A broadcast blocks until the trainer takes part. The thread is a daemon, so a trainer that has died cannot keep the process.
     """
 
-    def __init__(self, join: Callable[[], TrainerGroup], trainer: str) -> None:
+    def __init__(self, join: Callable[[], SwiftTrainerGroup], trainer: str) -> None:
         self.trainer = trainer
         self.announced = 0
         """Bytes since the last `take`."""
@@ -249,7 +249,7 @@ class _Receiver:
             )
 
     def _run(self) -> None:
-        group: TrainerGroup | None = None
+        group: SwiftTrainerGroup | None = None
         tensors: dict[str, Any] = {}
         try:
             with boundary("engine"):

@@ -105,16 +105,20 @@ def pack(
         parallel=parallel,
         share_prompts=share_prompts,
     )
-    separate = [branch for branch in merged if not share_prompts or branch.media]
     return Batch(
         micro_batches=micro_batches,
         trajectories=len(counted),
         tokens=sum(tokens for _, _, tokens in weighted),
         sequence_tokens=sum(len(branch.token_ids) for branch in merged),
-        computed_tokens=sum(len(branch.token_ids) for branch in separate)
-        + sum(micro.token_ids_BL.numel() for micro in micro_batches if micro.tree is not None),
+        computed_tokens=_computed_tokens(merged, micro_batches, share_prompts=share_prompts),
         sources={branch.number: branch.sources for branch in merged},
     )
+
+
+def _computed_tokens(branches: Sequence[Branch], micro_batches: Sequence[MicroBatch], *, share_prompts: bool) -> int:
+    """The tokens of the forward pass: those of flat rows, and those of the sequences that share no prefix."""
+    separate = sum(len(branch.token_ids) for branch in branches if not share_prompts or branch.media)
+    return separate + sum(micro.token_ids_BL.numel() for micro in micro_batches if micro.tree is not None)
 
 
 def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobKind], version: int) -> Failure | None:

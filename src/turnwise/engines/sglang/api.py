@@ -62,7 +62,7 @@ class SglangApi:
         backend: Backend = "gloo",
     ) -> None:
         self.vocab_size = vocab_size
-        self._context = context
+        self.context = context
         self._labels = labels
         self._adapter = adapter
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
@@ -90,7 +90,7 @@ class SglangApi:
         self._broadcasts.drop(server.url)  # the workers are new if the server was started again
         return ServerInfo(
             vocab_size=self.vocab_size,
-            context=min(self._context, longest_prompt + 1),
+            context=min(self.context, longest_prompt + 1),
             logprob_kind=await self._logprob_kind(server),
         )
 

@@ -202,7 +202,7 @@ class VllmApi:
     async def _check_pixels(self, server: HttpServer, request: Request) -> None:
         """Refuse a server that expects raw pixels and normalizes them itself, which is vLLM's default. Asked once.
 
-        The server is asked to process an image of the request: with its default, the result has whole numbers.
+        The server is asked to process an image of the request: with its default, the result has integers.
         """
         if server.url in self._checked_pixels:
             return

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["JoinGroup", "TensorPlace", "TrainerGroup", "join_by_nccl", "split_tensors"]
+__all__ = ["JoinGroup", "SwiftTrainerGroup", "TensorPlace", "join_by_nccl", "split_tensors"]
 
 
-class TrainerGroup(Protocol):
+class SwiftTrainerGroup(Protocol):
     """The trainer and this process, as the two members of a group."""
 
     def receive(self, count: int, dtype: str) -> Any:
@@ -22,7 +22,7 @@ class TrainerGroup(Protocol):
         ...
 
 
-JoinGroup = Callable[[str, int], TrainerGroup]
+JoinGroup = Callable[[str, int], SwiftTrainerGroup]
 """Joins a trainer's group at an address and a port of this machine. Waits for the trainer."""
 
 
@@ -79,7 +79,7 @@ class _NcclGroup:
             raise RuntimeError("vLLM's communicator found no NCCL library on this machine")
 
     def receive(self, count: int, dtype: str) -> Any:
-        """See `TrainerGroup.receive`."""
+        """See `SwiftTrainerGroup.receive`."""
         import torch
 
         numbers_N = torch.empty(count, dtype=getattr(torch, dtype), device=self._device)

@@ -131,7 +131,7 @@ class GatherWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class ComputeTokenLogprobs:
     """See `Learner.token_logprobs`."""
 
     token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""Signs of life: which rank of a training has died or hangs.
+"""Signs of life: which rank of a training has ended or does not respond.
 
 Each rank counts in the store while its process runs, and watches the counters of the others. A rank that raises writes its error
 there. Knows nothing of models.

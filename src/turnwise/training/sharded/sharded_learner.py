@@ -26,6 +26,7 @@ from turnwise.training.published_weights import published_weights
 from turnwise.training.sharded.commands import (
     Accumulate,
     Build,
+    ComputeTokenLogprobs,
     Fingerprint,
     Finish,
     GatherWeights,
@@ -37,7 +38,6 @@ from turnwise.training.sharded.commands import (
     Rank,
     RankCommand,
     SaveShards,
-    TokenLogprobs,
 )
 from turnwise.training.sharded.liveness import LostRank
 from turnwise.training.sharded.model_shard import ShardReport
@@ -183,7 +183,7 @@ class ShardedLearner:
             tensor.copy_(gathered[name])
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return self._run(TokenLogprobs(list(token_ids)))
+        return self._run(ComputeTokenLogprobs(list(token_ids)))
 
     def mix_reference(self, share: float) -> None:
         self._run(MixReference(share))
