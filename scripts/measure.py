@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 86,
-    "way: lines": 13400,
-    "way: lines that run": 3920,
-    "way without the embedded engine: files": 73,
-    "way without the embedded engine: lines": 11500,
-    "way without the embedded engine: lines that run": 3080,
+    "way: files": 88,
+    "way: lines": 13960,
+    "way: lines that run": 4110,
+    "way without the embedded engine: files": 76,
+    "way without the embedded engine: lines": 12120,
+    "way without the embedded engine: lines that run": 3250,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

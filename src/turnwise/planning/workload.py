@@ -1,8 +1,8 @@
 """A measured workload: how long the turns, the tools and the training steps of a recorded run took.
 
-`measure` reads the record of a run and returns a `MeasuredWorkload`, from which `simulation` draws conversations. It keeps the number
-of turns, their tokens and the waiting times of each conversation together, because they depend on each other, and so it keeps
-the conversations of a row together.
+`measure` reads the record of a run and returns a `MeasuredWorkload`, from which `simulation` draws conversations. The number of
+turns, their tokens and the waiting times of a conversation stay together, because they depend on each other. For the same reason,
+the conversations of a row stay together.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _least_squares(columns: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _fit_training_speed(lines: Sequence[dict], tokens: dict[int, int]) -> TrainingSpeed:
-    """Steps of one run have nearly equal numbers of tokens, so no fixed part can be told apart: the median time per token."""
+    """Steps of one run have nearly equal numbers of tokens, so the fixed part is not known: the mean time per token."""
     per_token = [line["seconds/train"] / max(1, tokens[line["step"]]) for line in lines]
     other = [max(0.0, line["seconds/step"] - line["seconds/waiting"] - line["seconds/train"]) for line in lines]
     return TrainingSpeed(fixed=0.0, per_token=fmean(per_token), other=median(other))

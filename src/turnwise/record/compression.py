@@ -1,7 +1,7 @@
 """Compressed jsonl files: gzip files of many small parts (members), each of which can be read without the others.
 
-`zcat` and Python's `gzip.open` read the complete file. A part has complete lines. So a file that is only appended to, and cut back
-to the end of a part, stays intact.
+`zcat` and Python's `gzip.open` read the complete file. A part has complete lines. So a file that is only appended
+to, and cut back to the end of a part, stays intact.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class RunDirectory:
         """Let other processes write to the directory. Writes the index of the conversations (`line_file`)."""
         if self.run_lock is not None:
             for path in (self.trajectories, self.eval_trajectories):
-                with contextlib.suppress(OSError, RunError):  # whoever reads the file builds the index
+                with contextlib.suppress(OSError, RunError):  # the next reader of the file builds the index
                     LineFile(path)
             self.run_lock.release()
             self.run_lock = None

@@ -128,6 +128,7 @@ class RolloutClient:
         if not callable(weights):
             return self._files.write(version, weights)
         update = self._files.write_adapter(version, weights)
+        assert update.path is not None  # it was written to a file
         file = update.path.with_suffix(".safetensors")
         try:
             pack_adapter(update.path, file)
@@ -273,6 +274,7 @@ class RolloutClient:
 
     async def _send_once(self, update: WeightUpdate) -> None:
         lease = self._lease or ""
+        assert update.path is not None  # this client broadcasts nothing
         if self.options.weights_directory is not None:
             body = {
                 "version": update.version,
