@@ -39,6 +39,8 @@ __all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "on_gpu", "pr
 
 _PROGRAM = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
+_PEFT = 170 * 2**20
+"""Bytes of peft, which also imports bitsandbytes where it is installed."""
 _CPU_TOKENS, _GPU_TOKENS = 2048, 16384
 """Tokens of a forward pass where the recipe gives no number, as in the learner."""
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
@@ -155,7 +157,7 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
         MemoryPart("activations", trace.activations),
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
         MemoryPart("KV cache", _kv_bytes(config, model_config, workload) if section == "train" else 0),
-        MemoryPart("program", _PROGRAM),
+        MemoryPart("program", _PROGRAM + (_PEFT if model_options.lora is not None else 0)),
     ]
     return Prediction([part for part in parts if part.bytes])
 

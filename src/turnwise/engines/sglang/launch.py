@@ -104,6 +104,8 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         # processed images (engines/sglang/images.py); SGLang reads it for vision models only
         "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "turnwise.engines.sglang.processors",
+        # the cache of image embeddings is not emptied when weights are updated: it would serve those of the old weights
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "PYTHONPATH": python_path(),
     }
     if options.cpu:  # torch's operations on small tensors gain nothing from a second thread
