@@ -80,7 +80,8 @@ def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_reported(
 
 @pytest.mark.slow
 def test_a_converted_recipe_trains(tmp_path: Path) -> None:
-    assert main(["train", str(converted(tmp_path))]) == 0
+    # the script's engine is vLLM; the embedded engine needs no server
+    assert main(["train", str(converted(tmp_path)), "engine={name: local}"]) == 0
     (metrics,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert (metrics["failed"], metrics["template_mismatch"]) == (0, 0)
     assert len(lines(tmp_path / "run" / "trajectories.jsonl")) == 4
