@@ -116,7 +116,7 @@ def uvicorn_server(application: Any, *, server: str, extra: str, seconds_to_fini
         uvicorn.Config(
             application,
             backlog=BACKLOG,
-            lifespan="off",
+            lifespan="auto",  # the viewer watches its runs as long as its server runs
             log_config=None,
             access_log=False,
             timeout_keep_alive=_IDLE_SECONDS,
