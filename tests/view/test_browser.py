@@ -250,7 +250,7 @@ def test_the_page_of_evaluations(page: Any, address: str, evaluation: Path) -> N
 
 def test_lines_differ_without_colour(page: Any, address: str) -> None:
     open_view(page, address, "#/curves")
-    page.wait_for_selector(".sample line")
+    page.wait_for_selector(".sample line", state="attached")  # a horizontal line has no height
     dashes = [line.get_attribute("stroke-dasharray") for line in page.locator(".sample line").all()]
     assert len(set(dashes)) == len(dashes) == 2
 

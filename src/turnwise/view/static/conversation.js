@@ -71,7 +71,7 @@ function Messages({ messages, conversation, history, run }) {
 
 export function Chat({ conversation, run }) {
   const previous = conversation.previous_histories || [];
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${`Messages of ${conversation.id}`}>
+  return html`<div class="scroll" tabindex="0" role="group" aria-label=${`Messages of ${conversation.id}`}>
     <${Facts} conversation=${conversation} />
     ${conversation.tools?.length > 0 && html`<details><summary class="bar">Tools: ${conversation.tools.map((tool) => (tool.function ?? tool).name).join(", ")}</summary><pre class="message">${JSON.stringify(conversation.tools, null, 1)}</pre></details>`}
     ${previous.map((messages, history) => html`<details key=${history}><summary class="bar">history ${history}, replaced by the environment (${messages.length} messages)</summary><${Messages} messages=${messages} conversation=${conversation} history=${history} run=${run} /></details>`)}

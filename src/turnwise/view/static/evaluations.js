@@ -23,7 +23,7 @@ function Models({ evaluation, go }) {
   const bounds = models.flatMap(({ reward }) => [reward.low ?? reward.mean, reward.high ?? reward.mean]).filter((value) => value !== null);
   const low = Math.min(0, ...bounds), high = Math.max(1e-9, ...bounds);
   return html`<table class="pairs"><caption>Models: means over ${evaluation.rows} rows, with ${100 * evaluation.confidence} % confidence intervals</caption>
-    <thead><tr><th>model</th><th>reward</th><th></th><th>pass rate</th><th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
+    <thead><tr><th>model</th><th>reward</th><td></td><th>pass rate</th><th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
     <tbody>${models.map((model) => html`<tr key=${model.name}>
       <td>${runs[model.name] === undefined ? model.name : html`<a href=${`#/conversations?run=${runs[model.name]}`} onClick=${(event) => { event.preventDefault(); go({ view: "conversations", run: runs[model.name], kind: null }); }}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
       <td>${interval(model.reward)}</td><td><${Whisker} estimate=${model.reward} low=${low} high=${high} /></td><td>${interval(model.pass_rate, percent)}</td>
@@ -51,7 +51,7 @@ function Comparisons({ evaluation, go }) {
     <thead><tr><th>first</th><th>second</th><th>difference of the reward</th><th>p (sign flip)</th><th>p (t-test)</th><th>rows better, equal, worse</th><th>the first is</th><th>rows</th></tr></thead>
     <tbody>${comparisons.map(({ first, second, test }) => html`<tr key=${`${first} ${second}`}><td>${first}</td><td>${second}</td><td>${interval(test.difference, signed)}</td><td>${number(test.p_sign_flip)}</td><td>${number(test.p_t)}</td>
       <td>${test.better}, ${test.equal}, ${test.worse}</td><td>${verdict(test)}</td>
-      <td>${runs[first] !== undefined && runs[second] !== undefined && html`<button onClick=${() => go({ view: "compare", left: runs[second], right: runs[first], kind: "train", from: null, to: null })} aria-label=${`Compare the rows of ${first} and ${second}`}>row by row</button>`}</td></tr>`)}</tbody></table>`;
+      <td>${runs[first] !== undefined && runs[second] !== undefined && html`<button onClick=${() => go({ view: "compare", left: runs[second], right: runs[first], kind: "train", from: null, to: null })} aria-label=${`row by row: ${first} and ${second}`}>row by row</button>`}</td></tr>`)}</tbody></table>`;
 }
 
 /** The rewards of all models by number of turns, or by data source. */
