@@ -237,7 +237,7 @@ def test_a_sample_without_log_probabilities_is_counted_and_does_not_switch_the_c
         turn.completion = replace(turn.completion, logprob_kind=LogprobKind.RAW)
     batch = pack(trajectories)
     one = learner(CorrectionConfig(action="truncate", high=1.0001))
-    prepared = prepare(one, one._loss, batch, StopFlag()).batch
+    prepared = prepare(one, batch, StopFlag()).batch
     micros = [micro.targets for micro in prepared.micro_batches]
     weight = torch.cat([micro.correction_N for micro in micros if micro.correction_N is not None])
     known = torch.cat([micro.known_N for micro in micros])
@@ -268,9 +268,7 @@ def test_the_size_of_micro_batches_changes_no_corrected_gradient(micro_batch_tok
 
     def gradient(size: int, share: bool) -> torch.Tensor:
         one = learner(config)
-        prepared = prepare(
-            one, one._loss, pack(group(), micro_batch_tokens=size, share_prompts=share), StopFlag()
-        ).batch
+        prepared = prepare(one, pack(group(), micro_batch_tokens=size, share_prompts=share), StopFlag()).batch
         one.accumulate(prepared.micro_batches, lambda: None, StopFlag())
         return torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None])
 

@@ -85,7 +85,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
     ]
     assert micro.targets.behaviour_logprob_N[micro.targets.known_N].tolist() == [-0.5, -0.5]
     one = policy(Sampling())
-    (completed,) = prepare(one, one._loss, pack(of_kind(NONE, turns=1)), StopFlag()).batch.micro_batches
+    (completed,) = prepare(one, pack(of_kind(NONE, turns=1)), StopFlag()).batch.micro_batches
     own_N = one._forward.logprobs(micro)[0].detach()
     assert torch.equal(
         completed.targets.behaviour_logprob_N,
@@ -99,7 +99,7 @@ def test_what_is_known_is_used_beside_what_is_not() -> None:
 def test_the_likelihood_needs_no_log_probabilities_of_the_engine() -> None:
     one = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(Nll()), share_prompts="never")
     batch = pack(of_kind(NONE), share_prompts=False)
-    assert prepare(one, one._loss, batch, StopFlag()).batch is batch
+    assert prepare(one, batch, StopFlag()).batch is batch
 
 
 def test_unknown_log_probabilities_of_older_weights_break_their_trajectory() -> None:

@@ -18,21 +18,19 @@ from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
-from turnwise.training.batch import Batch
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.gradients import Gradients
-from turnwise.training.learner import BatchRequirements, UpdateStats
+from turnwise.training.learner import BatchRequirements
 from turnwise.training.loss import Loss, make_loss
 from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
-from turnwise.training.policy_update import policy_loss, run_evaluation, run_logprobs, run_update
+from turnwise.training.policy_update import PassLearner, policy_loss
 from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.training.reference import Reference
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
-from turnwise.training.value_batch import StateBatch
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
@@ -42,7 +40,7 @@ _LARGE = 20_000_000
 """On a CPU, models with more parameters return freed memory to the system at once."""
 
 
-class LocalLearner:
+class LocalLearner(PassLearner):
     """A `Learner` in this process, on one device.
 
     There is a reference model if the loss has a KL term, or if `reference` is given (`Reference`); `reference_model` is its
@@ -73,11 +71,11 @@ class LocalLearner:
             f"and attention with soft caps or sinks do not)",
         )
         self._model = model
-        self._loss = loss or make_loss(PpoClip())
+        self.loss = loss or make_loss(PpoClip())
         self._threads = TorchThreads(threads)
         self._forward = Forward(model, sampling, autocast=autocast)
         self._reference = None
-        if self._loss.needs_reference or reference is not None:
+        if self.loss.needs_reference or reference is not None:
             separate = reference is not None and reference.separate
             self._reference = Reference(
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
@@ -90,7 +88,7 @@ class LocalLearner:
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
-            keep_zero=self._loss.needs_zero_advantages,
+            keep_zero=self.loss.needs_zero_advantages,
             micro_batch_tokens=default_micro_batch_tokens(model.device),
             parallel=self._gradients.parallel,
         )
@@ -139,30 +137,10 @@ class LocalLearner:
     def context_length(self) -> int | None:
         return context_length(self._model.config.to_dict())
 
-    async def update(
-        self,
-        batches: Sequence[Batch],
-        *,
-        lr: float,
-        epochs: int = 1,
-        on_micro_batch: Callable[[], None] = lambda: None,
-        on_first_step: Callable[[], None] = lambda: None,
-    ) -> UpdateStats:
-        """See `Learner.update` and `run_update`."""
-        return await run_update(
-            self,
-            self._loss,
-            batches,
-            lr=lr,
-            epochs=epochs,
-            on_micro_batch=on_micro_batch,
-            on_first_step=on_first_step,
-        )
-
     def target_logprobs(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
-        """See `Passes.target_logprobs`."""
+        """See `PassLearner.target_logprobs`."""
         logprobs: list[torch.Tensor] = []
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
@@ -176,23 +154,20 @@ class LocalLearner:
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
-        """See `Passes.accumulate`."""
+        """See `PassLearner.accumulate`."""
         sums = self._gradients.of_batch(micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
         return sum(sums, UpdateSums())
 
     def step(self, lr: float) -> float:
-        """See `Passes.step`."""
+        """See `PassLearner.step`."""
         with self._threads.during("optimizer", self._optimizer.numel):
             return self._optimizer.step(lr)
 
     def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
         reference_logprob_N = None
-        if self._reference is not None and self._loss.needs_reference:
+        if self._reference is not None and self.loss.needs_reference:
             reference_logprob_N = self._reference.logprobs(micro)
-        return policy_loss(self._forward, self._loss, micro, reference_logprob_N)
-
-    async def evaluate_loss(self, batch: Batch) -> float:
-        return await run_evaluation(self, batch)
+        return policy_loss(self._forward, self.loss, micro, reference_logprob_N)
 
     @property
     def trains_adapter(self) -> bool:
@@ -207,9 +182,6 @@ class LocalLearner:
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return token_logprobs(self._model, token_ids)
-
-    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
-        return await run_logprobs(self, batch, reference=reference)
 
     def mix_reference(self, share: float) -> None:
         self._present_reference.mix(self._model, share)

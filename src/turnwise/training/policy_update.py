@@ -1,14 +1,15 @@
 """An update of the policy: the order of passes and optimizer steps. The passes may be computed in one process or in several.
 
-`Passes` is what an update needs of a learner. A learner in one process computes all micro-batches itself; a sharded learner
-shares them out among its ranks. Knows nothing of models, devices or ranks.
+`PassLearner` is the part of a learner that is the same for both: a learner in one process computes all micro-batches itself, and a
+sharded learner shares them out among its ranks. Knows nothing of models, devices or ranks.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,12 +25,15 @@ from turnwise.training.targets import Targets
 from turnwise.training.update_sums import TargetLogprobs, UpdateSums, fresh_deviation, update_stats
 from turnwise.training.value_batch import StateBatch
 
-__all__ = ["Passes", "PreparedBatch", "policy_loss", "prepare", "run_evaluation", "run_logprobs", "run_update"]
+__all__ = ["PassLearner", "PreparedBatch", "policy_loss", "prepare"]
 
 
-class Passes(Protocol):
-    """Passes through the model, and its optimizer. All methods block."""
+class PassLearner(ABC):
+    """The methods of a `Learner` that run passes through its model. The passes themselves are abstract; they block."""
 
+    loss: Loss
+
+    @abstractmethod
     def target_logprobs(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
@@ -37,80 +41,77 @@ class Passes(Protocol):
 
         Without gradients. The list is shorter if `stop` is set. Raises ValueError if there is no reference model.
         """
-        ...
 
+    @abstractmethod
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
         """Replace the gradients by those of a batch. Returns its loss and metrics."""
-        ...
 
+    @abstractmethod
     def step(self, lr: float) -> float:
         """Take an optimizer step. Returns the norm of the gradient before clipping."""
-        ...
 
+    async def update(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        on_micro_batch: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> UpdateStats:
+        """See `Learner.update`.
 
-async def run_update(
-    passes: Passes,
-    loss: Loss,
-    batches: Sequence[Batch],
-    *,
-    lr: float,
-    epochs: int,
-    on_micro_batch: Callable[[], None],
-    on_first_step: Callable[[], None],
-) -> UpdateStats:
-    """See `Learner.update`.
+        Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
+        in the event loop's own thread, and therefore never in the middle of an engine's step.
 
-    Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
-    in the event loop's own thread, and therefore never in the middle of an engine's step.
-
-    If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
-    current micro-batch.
-    """
-    # before the first step: afterwards the weights are no longer those that sampled
-    prepared = await run_cancellable(lambda stop: [prepare(passes, loss, batch, stop) for batch in batches])
-    batches = [of_batch.batch for of_batch in prepared]
-    sums: list[UpdateSums] = []
-    norms: list[float] = []
-    for _ in range(epochs):
-        for batch in batches:
-            in_thread = run_to_completion if sums else run_cancellable
-            total = await in_thread(
-                lambda stop, batch=batch: passes.accumulate(batch.micro_batches, on_micro_batch, stop)
-            )
-            if not sums:
-                on_first_step()
-            norms.append(passes.step(lr))
-            sums.append(total)
-    logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
-    return update_stats(sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs)
-
-
-async def run_evaluation(passes: Passes, batch: Batch) -> float:
-    """See `Learner.evaluate_loss`. Computed in a thread."""
-
-    def evaluate(stop: StopFlag) -> float:
-        logprobs = passes.target_logprobs(batch.micro_batches, stop)
-        return sum(
-            float((nll(logprob_N.cpu(), micro.targets).loss_N * micro.targets.weight_N).sum())
-            for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
+        If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
+        current micro-batch.
+        """
+        # before the first step: afterwards the weights are no longer those that sampled
+        prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
+        batches = [of_batch.batch for of_batch in prepared]
+        sums: list[UpdateSums] = []
+        norms: list[float] = []
+        for _ in range(epochs):
+            for batch in batches:
+                in_thread = run_to_completion if sums else run_cancellable
+                total = await in_thread(
+                    lambda stop, batch=batch: self.accumulate(batch.micro_batches, on_micro_batch, stop)
+                )
+                if not sums:
+                    on_first_step()
+                norms.append(self.step(lr))
+                sums.append(total)
+        logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
+        return update_stats(
+            sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs
         )
 
-    return await run_cancellable(evaluate)
+    async def evaluate_loss(self, batch: Batch) -> float:
+        """See `Learner.evaluate_loss`. Computed in a thread."""
 
+        def evaluate(stop: StopFlag) -> float:
+            logprobs = self.target_logprobs(batch.micro_batches, stop)
+            return sum(
+                float((nll(logprob_N.cpu(), micro.targets).loss_N * micro.targets.weight_N).sum())
+                for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
+            )
 
-async def run_logprobs(passes: Passes, batch: StateBatch, *, reference: bool) -> list[float]:
-    """See `Learner.logprobs`. Computed in a thread."""
+        return await run_cancellable(evaluate)
 
-    def measure(stop: StopFlag) -> list[float]:
-        logprob_S = torch.zeros(batch.states, dtype=torch.float64)
-        logprobs = passes.target_logprobs(batch.micro_batches, stop, reference=reference)
-        for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False):
-            logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
-        return logprob_S.tolist()
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
+        """See `Learner.logprobs`. Computed in a thread."""
 
-    return await run_cancellable(measure)
+        def measure(stop: StopFlag) -> list[float]:
+            logprob_S = torch.zeros(batch.states, dtype=torch.float64)
+            logprobs = self.target_logprobs(batch.micro_batches, stop, reference=reference)
+            for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False):
+                logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
+            return logprob_S.tolist()
+
+        return await run_cancellable(measure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +125,17 @@ class PreparedBatch:
     """The learner's own log-probabilities of all targets, where correction needs them."""
 
 
-def prepare(passes: Passes, loss: Loss, batch: Batch, stop: StopFlag) -> PreparedBatch:
+def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch:
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
     """
-    correction = loss.correction
+    loss, correction = learner.loss, learner.loss.correction
     needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
     if not loss.needs_behaviour_logprobs or not needed:
         return PreparedBatch(batch)
     own_N = {
-        id(micro): logprob_N for micro, logprob_N in zip(needed, passes.target_logprobs(needed, stop), strict=False)
+        id(micro): logprob_N for micro, logprob_N in zip(needed, learner.target_logprobs(needed, stop), strict=False)
     }
     micro_batches = [
         _with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro

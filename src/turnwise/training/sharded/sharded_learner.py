@@ -17,11 +17,10 @@ import torch
 from turnwise.errors import RunError
 from turnwise.models.lora import save_adapter
 from turnwise.training.background import StopFlag
-from turnwise.training.batch import Batch
-from turnwise.training.learner import BatchRequirements, UpdateStats
+from turnwise.training.learner import BatchRequirements
 from turnwise.training.loss import make_loss
 from turnwise.training.packing import MicroBatch
-from turnwise.training.policy_update import run_evaluation, run_logprobs, run_update
+from turnwise.training.policy_update import PassLearner
 from turnwise.training.published_weights import published_weights
 from turnwise.training.sharded.commands import (
     Accumulate,
@@ -46,7 +45,6 @@ from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.rounds import share_out
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
-from turnwise.training.value_batch import StateBatch
 
 __all__ = ["ShardedLearner"]
 
@@ -54,7 +52,7 @@ _ABORT = 15.0
 """Seconds until an operation must have ended that was aborted."""
 
 
-class ShardedLearner:
+class ShardedLearner(PassLearner):
     """A `Learner` on all `ranks`. Raises ConfigError if the model cannot be loaded, or cannot be trained by several ranks.
 
     If a rank is lost, the running method raises RunError, and so do all later calls.
@@ -65,7 +63,7 @@ class ShardedLearner:
         self._turn = threading.Lock()
         """A cancelled update still runs in its thread until its micro-batch ends; other commands wait for it."""
         self._lost: RunError | None = None
-        self._loss = make_loss(options.loss)
+        self.loss = make_loss(options.loss)
         ranks.liveness.on_lost = self._notice
         self._report: ShardReport = self._run(Build(options))
 
@@ -109,36 +107,10 @@ class ShardedLearner:
     def trains_adapter(self) -> bool:
         return self._report.trains_adapter
 
-    async def update(
-        self,
-        batches: Sequence[Batch],
-        *,
-        lr: float,
-        epochs: int = 1,
-        on_micro_batch: Callable[[], None] = lambda: None,
-        on_first_step: Callable[[], None] = lambda: None,
-    ) -> UpdateStats:
-        """See `Learner.update` and `run_update`."""
-        return await run_update(
-            self,
-            self._loss,
-            batches,
-            lr=lr,
-            epochs=epochs,
-            on_micro_batch=on_micro_batch,
-            on_first_step=on_first_step,
-        )
-
-    async def evaluate_loss(self, batch: Batch) -> float:
-        return await run_evaluation(self, batch)
-
-    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
-        return await run_logprobs(self, batch, reference=reference)
-
     def target_logprobs(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
-        """See `Passes.target_logprobs`."""
+        """See `PassLearner.target_logprobs`."""
         shares, rounds = self._share_out(micro_batches)
         self._rank.stop = stop
         of_ranks = self._run_each(
@@ -154,7 +126,7 @@ class ShardedLearner:
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
-        """See `Passes.accumulate`."""
+        """See `PassLearner.accumulate`."""
         shares, rounds = self._share_out(micro_batches)
         self._rank.stop, self._rank.on_micro_batch = stop, on_micro_batch
         return self._run_each(
@@ -167,7 +139,7 @@ class ShardedLearner:
         return shares, max(len(share) for share in shares)
 
     def step(self, lr: float) -> float:
-        """See `Passes.step`."""
+        """See `PassLearner.step`."""
         return self._run(OptimizerStep(lr))
 
     def weights(self) -> Mapping[str, torch.Tensor]:
