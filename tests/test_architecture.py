@@ -170,8 +170,7 @@ math-verify."""
 RAISED_AGAIN = {
     "engines/remote/engine.py": 1,  # a cancelled weight update gives the old weights back as well
     "engines/remote/collective.py": 1,  # a cancelled broadcast ends its group, as a failed one does
-    "engines/sglang/broadcast.py": 1,
-    "engines/vllm/weights.py": 1,
+    "engines/remote/trainer_groups.py": 1,
     "user_code/object_references.py": 1,  # removes the half-imported module
     "compat/verl/names.py": 1,  # forgets the module, so that the next import fails in the same way
     "compat/verl/files.py": 2,  # closes the MCP servers that were started

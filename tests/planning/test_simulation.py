@@ -16,7 +16,7 @@ TWO_TURNS = (TurnCost(0, 10, 1.0), TurnCost(0, 10, 1.0))
 SLOW = MeasuredWorkload(
     groups=[[TWO_TURNS]],
     engine=EngineSpeed(request=0.0, prefill=0.0, token=0.1, sharing=0.0),
-    training=TrainingSpeed(fixed=0.0, per_token=0.01, other=0.3),
+    training=TrainingSpeed(per_token=0.01, other=0.3),
     steps=1,
 )
 ONE = Setup(batch_size=1, group_size=1, max_staleness=0, max_concurrent=8, steps=3)
@@ -63,7 +63,7 @@ def test_max_concurrent_makes_conversations_wait() -> None:
 def test_engine_and_trainer_on_the_same_device_have_half_of_the_speed_while_both_work() -> None:
     # a turn of 4 s, and an update of 1 s. Group 2 samples from 0 on, group 3 from the first update on
     turn = (TurnCost(0, 40, 0.0),)
-    workload = replace(SLOW, groups=[[turn]], training=TrainingSpeed(fixed=1.0, per_token=0.0, other=0.0))
+    workload = replace(SLOW, groups=[[turn]], training=TrainingSpeed(per_token=1 / 40, other=0.0))
     setup = replace(ONE, max_staleness=1, steps=2)
     # groups 1 and 2 end at 4, the updates follow alone: nothing is shared
     assert simulate(workload, replace(setup, shared=True)).seconds == pytest.approx(6.0)

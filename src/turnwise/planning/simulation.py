@@ -270,7 +270,7 @@ class _Simulation:
             self.staleness += sum(tokens * (self.version - version) for tokens, version in group.sampled)
             self.tokens += sum(tokens for tokens, _ in group.sampled)
             self.oldest = max(self.oldest, self.version - (group.version or 0))
-        self.train(self.workload.training.seconds(tokens) / setup.training_speedup)
+        self.train(self.workload.training.per_token * tokens / setup.training_speedup)
 
     def train(self, seconds: float) -> None:
         """Begin an update of `seconds` of a trainer that has its devices for itself."""

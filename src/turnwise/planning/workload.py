@@ -56,24 +56,15 @@ class EngineSpeed:
     token: float
     sharing: float
 
-    def seconds(self, turn: TurnCost, concurrent: float) -> float:
-        """The seconds of a turn with `concurrent` turns on the replica, this one included."""
-        per_token = self.token + self.sharing * concurrent
-        return self.request + self.prefill * turn.prompt_tokens + turn.sampled_tokens * per_token
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """The time of a training step: `fixed + per_token * tokens` seconds for all tokens of the conversations of the step."""
+    """The time of a training step."""
 
-    fixed: float
     per_token: float
+    """Seconds of the training computation for each token of the conversations of the step."""
     other: float
     """Seconds of a step in which neither the trainer computes nor waits: records, checkpoints, metrics."""
-
-    def seconds(self, tokens: float) -> float:
-        """The seconds of the training computation for a step with this number of tokens."""
-        return self.fixed + self.per_token * tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +175,7 @@ def _least_squares(columns: np.ndarray, values: np.ndarray) -> list[float]:
 
 
 def _fit_training_speed(lines: Sequence[dict], tokens: dict[int, int]) -> TrainingSpeed:
-    """Steps of one run have nearly equal numbers of tokens, so the fixed part is not known: the mean time per token."""
+    """Steps of one run have nearly equal numbers of tokens, so a part that does not depend on them is not known."""
     per_token = [line["seconds/train"] / max(1, tokens[line["step"]]) for line in lines]
     other = [max(0.0, line["seconds/step"] - line["seconds/waiting"] - line["seconds/train"]) for line in lines]
-    return TrainingSpeed(fixed=0.0, per_token=fmean(per_token), other=median(other))
+    return TrainingSpeed(per_token=fmean(per_token), other=median(other))

@@ -1,6 +1,6 @@
 """An update of the policy: the order of passes and optimizer steps. The passes may be computed in one process or in several.
 
-`PassLearner` is the part of a learner that is the same for both: a learner in one process computes all micro-batches itself, and a
+`PassLearner` is the part of a learner that is the same for both. A learner in one process computes all micro-batches itself; a
 sharded learner shares them out among its ranks. Knows nothing of models, devices or ranks.
 """
 

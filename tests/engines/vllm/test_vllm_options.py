@@ -132,7 +132,7 @@ def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
         update.checksum == f"{zlib.crc32(b''.join(tensor.numpy().tobytes() for tensor in update.tensors.values())):08x}"
     )
     sender = engine._api._sender  # type: ignore[attr-defined]
-    assert sender._backend == "gloo"
+    assert sender._groups.backend == "gloo"
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

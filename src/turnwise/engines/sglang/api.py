@@ -20,8 +20,9 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, S
 from turnwise.engines.remote.images import checked_images
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
+from turnwise.engines.remote.trainer_groups import TrainerGroups
 from turnwise.engines.remote.weights import WeightUpdate
-from turnwise.engines.sglang.broadcast import Broadcasts
+from turnwise.engines.sglang.broadcast import broadcast
 from turnwise.engines.sglang.checksums import Contents, WeightShapes, check_checksums, contents_of, read_shapes
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
@@ -67,7 +68,7 @@ class SglangApi:
         self._adapter = adapter
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
-        self._broadcasts = Broadcasts(backend)
+        self._groups = TrainerGroups(backend)
         self._owner = secrets.token_hex(4)
         """Distinguishes this run from others that use the same server."""
         self._facts: dict[str, Mapping[str, Any]] = {}
@@ -78,7 +79,7 @@ class SglangApi:
         """Requests to free cancelled requests. The event loop keeps only weak references to tasks."""
 
     def close(self) -> None:
-        self._broadcasts.close()
+        self._groups.close()
 
     async def info(self, server: HttpServer) -> ServerInfo:
         facts = await server.get("/server_info")
@@ -87,7 +88,7 @@ class SglangApi:
             raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_req_input_len")
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
-        self._broadcasts.drop(server.url)  # the workers are new if the server was started again
+        self._groups.drop(server.url)  # the workers are new if the server was started again
         return ServerInfo(
             vocab_size=self.vocab_size,
             context=min(self.context, longest_prompt + 1),
@@ -274,7 +275,7 @@ class SglangApi:
         facts, flush = self._facts[server.url], self._pause_mode != "in_place"
         if update.tensors is not None:
             workers = facts.get("tp_size", 1) * facts.get("pp_size", 1)
-            await self._broadcasts.send(server, update.tensors, workers=workers, flush_cache=flush)
+            await broadcast(self._groups, server, update.tensors, workers=workers, flush_cache=flush)
             return
         assert update.path is not None
         folder = update.path.with_suffix(".sglang")

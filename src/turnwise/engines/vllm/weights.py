@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from turnwise.engines.remote.collective import Backend, TrainerGroup
+from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import ServerLost
+from turnwise.engines.remote.trainer_groups import TrainerGroups
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 
@@ -23,13 +24,11 @@ class WeightSender:
 
     def __init__(self, owner: str, lease: float, backend: Backend) -> None:
         self._claim = {"owner": owner, "lease": lease}
-        self._backend: Backend = backend
-        self._groups: dict[str, TrainerGroup] = {}
-        """The group with the workers of each server."""
+        self._groups = TrainerGroups(backend)
 
     async def claim(self, server: str, call: WorkerCall) -> None:
         """Become the owner of the weights of the server at this URL."""
-        self._drop(server)  # the workers are new if the server was started again
+        self._groups.drop(server)  # the workers are new if the server was started again
         await _all(server, call("turnwise_claim", self._claim))
 
     async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
@@ -45,8 +44,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave all groups."""
-        for server in list(self._groups):
-            self._drop(server)
+        self._groups.close()
 
     async def _broadcast(
         self, server: str, tensors: Mapping[str, Any], checksum: str, call: WorkerCall
@@ -55,26 +53,13 @@ class WeightSender:
             [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
         ]
         workers = await _all(server, call("turnwise_expect", {**self._claim, "weights": weights}))
-        if server not in self._groups:
-            self._groups[server] = await TrainerGroup.create(
-                server,
-                len(workers),
-                self._backend,
-                lambda where: _all(server, call("turnwise_join", {**self._claim, "address": asdict(where)})),
-            )
-        arguments = {"weights": weights, "checksum": checksum, "backend": self._backend}
-        try:
-            return await self._groups[server].send(tensors.values(), _all(server, call("turnwise_receive", arguments)))
-        except BaseException as error:
-            self._drop(server)
-            if isinstance(error, RuntimeError):  # a broadcast failed: a worker has gone
-                raise ServerLost(f"{server} was lost during the broadcast of weights: {error}") from error
-            raise
-
-    def _drop(self, server: str) -> None:
-        group = self._groups.pop(server, None)
-        if group is not None:
-            group.close()
+        await self._groups.open(
+            server,
+            len(workers),
+            lambda where: _all(server, call("turnwise_join", {**self._claim, "address": asdict(where)})),
+        )
+        arguments = {"weights": weights, "checksum": checksum, "backend": self._groups.backend}
+        return await self._groups.send(server, tensors.values(), _all(server, call("turnwise_receive", arguments)))
 
 
 async def _all(server: str, call: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
