@@ -158,6 +158,10 @@ def test_images_become_one_text_that_the_server_reads() -> None:
             "other tokens between its placeholders",
         ),
         (Media(kind="video", start=0, length=2, source=None, inputs={}), "contains a video"),
+        (
+            image(0, pixel_values=torch.zeros(8, 6), image_grid_thw=torch.ones(1, 3)),
+            "has 1 tokens 9 that belong to no image",
+        ),
     ],
 )
 def test_images_that_servers_do_not_take_are_refused(media: Media, message: str) -> None:

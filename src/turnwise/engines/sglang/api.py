@@ -26,7 +26,7 @@ from turnwise.engines.sglang.broadcast import broadcast
 from turnwise.engines.sglang.checksums import Contents, WeightShapes, check_checksums, contents_of, read_shapes
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
-from turnwise.types import LogprobKind, Request, Sampling
+from turnwise.types import LogprobKind, Media, Request, Sampling
 
 __all__ = ["PauseMode", "SglangApi", "model_shapes", "sampling_params"]
 
@@ -323,10 +323,24 @@ def image_data(request: Request) -> list[str] | None:
     images = checked_images(request, "sglang")
     if not images:
         return None
+    _refuse_other_placeholders(request, images)
     import torch
 
     tensors = {name: torch.cat([image.inputs[name] for image in images]) for name in images[0].inputs}
     return [encode_images(tensors, [(image.start, image.start + image.length - 1) for image in images])]
+
+
+def _refuse_other_placeholders(request: Request, images: Sequence[Media]) -> None:
+    """Raise EngineError if the model has sampled a placeholder: SGLang would take it for the next image in its positions."""
+    placeholder = request.token_ids[images[0].start]
+    of_images = sum(image.length for image in images)
+    others = list(request.token_ids).count(placeholder) - of_images
+    if others:
+        raise EngineError(
+            f"the conversation has {others} tokens {placeholder} that belong to no image: the model sampled the placeholder of "
+            f"images, and SGLang would compute wrong positions for the images after it. Use engine.name=vllm or local if the "
+            f"model does this often"
+        )
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
