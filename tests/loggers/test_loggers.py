@@ -369,5 +369,6 @@ def test_a_collector_that_is_down_does_not_end_the_run(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", closed_port())
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     send(start_tracer("otlp", conversations=1, project="p", directory=tmp_path))
-    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    # whether the exporter finds time for a second attempt, and warns of it, depends on its random pause
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 1, errors
