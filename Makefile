@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# tests in several processes; a process that has finished its tests takes some of another one
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: help demo test test-slow test-engines test-cluster test-view lint check docs format wheel bench mutants clean
 
@@ -13,10 +15,10 @@ demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise demo replace=true
 
 test: $(VENV)/ready-dev  ## install, run the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not engines and not cluster'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not engines and not cluster'
 
 test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resume real runs (those of the viewer: make test-view)
-	$(BIN)/python -m pytest -m 'slow and not engines and not cluster' --ignore tests/view/test_browser.py
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not engines and not cluster' --ignore tests/view/test_browser.py
 
 test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
 	$(BIN)/python scripts/engine_env.py
