@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, settings
 # tiny models gain nothing from a second thread, and lose much to a busy neighbour
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# a shell starts what runs in the background with Ctrl-C ignored, and children inherit that; the tests of Ctrl-C need it
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# a shell starts what runs in the background with Ctrl-C ignored, and nohup ignores the end of the terminal; children inherit
+# that, and the tests of signals need them
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
