@@ -104,6 +104,10 @@ TESTED: Mapping[str, str] = {
         for name in ("python", "replicas", "arguments", "start_timeout")
     },
     **{
+        f"engine.{name}": "engines/remote/test_devices.py::test_each_server_sees_its_own_devices"
+        for name in ("tensor_parallel", "data_parallel", "devices")
+    },
+    **{
         f"engine.{name}": f"{_VLLM}weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says"
         for name in ("weight_folder", "check_weights_every", "sleep")
     },

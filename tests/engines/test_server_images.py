@@ -133,7 +133,9 @@ def converse(served: Served) -> None:
             assert served.engine._api.name == "SGLang"
             assert f"tokens {pad} that belong to no image" in trajectory.error.message
             assert any(
-                token == pad and turn >= 0 for s in trajectory.segments for token, turn in zip(s.token_ids, s.turn, strict=False)
+                token == pad and turn >= 0
+                for s in trajectory.segments
+                for token, turn in zip(s.token_ids, s.turn, strict=False)
             )
             trajectories.remove(trajectory)
             continue

@@ -14,6 +14,7 @@ from turnwise.config.schema import Config, ServerEngineSection, SglangEngineSect
 from turnwise.engines.engine import Engine
 from turnwise.engines.publisher import CopiedWeights, SharedWeights, WeightPublisher
 from turnwise.engines.remote.collective import Backend
+from turnwise.engines.remote.devices import devices_of_servers, visible_devices
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
@@ -74,6 +75,28 @@ def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
             f"engine.sleep=true needs a GPU: on the CPU, vLLM 0.32 ignores it and SGLang 0.5.23 does not start. The model is on "
             f"the CPU (model.device={config.model.device}): remove engine.sleep"
         )
+
+
+def _devices(config: Config, options: ServerEngineSection) -> list[str]:
+    """The GPUs of each server that turnwise starts, as `CUDA_VISIBLE_DEVICES`; empty on the CPU. Raises ConfigError."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    if on_cpu(config.model.device):
+        return []
+    return devices_of_servers(
+        options.devices,
+        servers=options.replicas,
+        per_server=options.tensor_parallel * options.data_parallel,
+        trainer=0 if options.sleep else _trainer_devices(config),
+        visible=visible_devices(),
+    )
+
+
+def _trainer_devices(config: Config) -> int:
+    """The number of GPUs of this machine that the trainer uses: those with the lowest numbers."""
+    if not config.cluster.distributed:
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or config.cluster.trainers or 1)
 
 
 def _weight_store(options: ServerEngineSection) -> WeightStore:
@@ -185,6 +208,9 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
         lora_rank=config.model.lora.rank if adapter else None,
         vision="vision_config" in model_facts(config),
         sleep=options.sleep,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+        devices=[] if options.mode == "in_process" else _devices(config, options),
         arguments=options.arguments,
         logs=Path(config.output) / "engine",
         start_timeout=options.start_timeout,
@@ -227,6 +253,9 @@ def _sglang(
         lora_rank=config.model.lora.rank if adapter else None,
         keep_seeds=options.keep_seeds,
         sleep=options.sleep,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+        devices=_devices(config, options),
         arguments=options.arguments,
         logs=Path(config.output) / "engine",
         start_timeout=options.start_timeout,

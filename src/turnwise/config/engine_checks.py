@@ -9,9 +9,18 @@ from turnwise.errors import ConfigError
 
 __all__ = ["refuse_engine"]
 
-_OF_STARTED = ("python", "replicas", "arguments", "memory_gb", "keep_seeds")
+_OF_STARTED = (
+    "python",
+    "replicas",
+    "tensor_parallel",
+    "data_parallel",
+    "devices",
+    "arguments",
+    "memory_gb",
+    "keep_seeds",
+)
 """Options of servers that turnwise starts."""
-_OF_SERVERS = ("url", "api_key_env", "python", "replicas", "timeout", "start_timeout")
+_OF_SERVERS = ("url", "api_key_env", "python", "replicas", "devices", "timeout", "start_timeout")
 """Options without effect for an engine in the process of turnwise."""
 
 
@@ -52,6 +61,15 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
             engine.weight_transfer == "collective" and config.model.lora.rank is not None,
             "engine.weight_transfer=collective cannot be combined with model.lora.rank, because adapters are loaded from "
             "files: remove engine.weight_transfer",
+        ),
+        (
+            engine.weight_transfer == "collective" and engine.data_parallel > 1,
+            f"engine.weight_transfer=collective cannot be combined with engine.data_parallel={engine.data_parallel}, because the "
+            f"copies of the model in a server have no common group: use engine.replicas",
+        ),
+        (
+            config.model.device == "cpu" and (engine.devices is not None or engine.data_parallel > 1),
+            "engine.devices and engine.data_parallel need GPUs, and the model is on the CPU (model.device=cpu): remove them",
         ),
         (
             config.deterministic,

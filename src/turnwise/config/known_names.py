@@ -114,6 +114,10 @@ CALLED: dict[str, tuple[str, ...]] = {
     "checkpoint.every": ("save_steps", "save_freq", "save_strategy"),
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
     "engine.memory_gb": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static"),
+    "engine.tensor_parallel": (
+        "tensor_parallel_size", "tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp_size",
+    ),
+    "engine.data_parallel": ("data_parallel_size", "vllm_data_parallel_size", "dp_size"),
     "engine.sleep": ("sleep_level", "vllm_enable_sleep_mode", "enable_sleep_mode", "free_cache_engine"),
     "engine.name": ("use_vllm", "rollout_backend"),
     "engine.mode": ("vllm_mode",),
@@ -149,9 +153,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
     "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
         "deepspeed", "nnodes", "n_gpus_per_node", "num_processes", "ray_init",
-    ),
-    "several devices divide weights, not the work of a layer: leave it out": (
-        "tensor_parallel_size", "tensor_model_parallel_size",
     ),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",

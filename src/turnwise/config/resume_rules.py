@@ -67,7 +67,8 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "free",
         "engine.",
-        "mode python replicas arguments weight_transfer weight_folder check_weights_every sleep start_timeout",
+        "mode python replicas tensor_parallel data_parallel devices arguments weight_transfer weight_folder check_weights_every "
+        "sleep start_timeout",
     ),
     **_all("free", "engine.", "keep_seeds update_mode"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),

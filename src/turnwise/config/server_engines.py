@@ -24,6 +24,15 @@ class ServerEngineSection(Section):
     interpreter that runs turnwise."""
     replicas: Positive = 1
     """The number of servers that turnwise starts. All turns of a conversation go to the same server."""
+    tensor_parallel: Positive = 1
+    """The number of GPUs over which each server that turnwise starts divides the model."""
+    data_parallel: Positive = 1
+    """The number of copies of the model in each server that turnwise starts. Several `replicas` are usually better: there, all
+    turns of a conversation go to the same copy, whose prefix cache holds the conversation."""
+    devices: list[Annotated[int, Field(ge=0)]] | None = None
+    """The GPUs of the servers that turnwise starts, as numbers of visible GPUs: `[1, 2, 3, 4]` with `replicas: 2` and
+    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: the GPUs behind those of the trainer if there are enough,
+    else from the first GPU on."""
     arguments: list[str] = []
     """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None

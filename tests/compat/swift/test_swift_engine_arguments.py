@@ -41,9 +41,7 @@ def valid(found: ConversionReport) -> Config:
         ("", []),
         ("--vllm_gpu_memory_utilization 0.8", ["--gpu-memory-utilization", "0.8"]),
         ("--gpu_memory_utilization 0.5", ["--gpu-memory-utilization", "0.5"]),
-        ("--vllm_tensor_parallel_size 4", ["--tensor-parallel-size", "4"]),
         ("--vllm_tensor_parallel_size 1 --vllm_data_parallel_size 1", []),
-        ("--vllm_data_parallel_size 2", ["--data-parallel-size", "2"]),
         ("--vllm_pipeline_parallel_size 2 --vllm_max_num_seqs 64",
          ["--pipeline-parallel-size", "2", "--max-num-seqs", "64"]),
         ("--vllm_enforce_eager true --vllm_disable_cascade_attn false", ["--enforce-eager"]),
@@ -60,6 +58,13 @@ def test_arguments_of_vllm_become_arguments_of_the_engine(words: str, arguments:
     assert (engine.name, engine.arguments, engine.sleep) == ("vllm", arguments, False)
     assert found.unsupported == []
     assert set(re.findall(r"--(vllm_\w+)", words)) <= set(found.converted)
+
+
+def test_the_sizes_of_parallel_engines_are_options() -> None:
+    engine: Any = valid(
+        converted(f"{FULL} --use_vllm true --vllm_tensor_parallel_size 4 --vllm_data_parallel_size 2")
+    ).engine
+    assert (engine.tensor_parallel, engine.data_parallel, engine.arguments) == (4, 2, [])
 
 
 def test_sleeping_is_for_one_gpu_with_the_trainer() -> None:
@@ -123,8 +128,8 @@ def test_the_arguments_of_swift_rollout_for_a_server() -> None:
     assert report.unsupported == []
     config = Config.model_validate(report.recipe)
     engine: Any = config.engine
-    expected = ["--gpu-memory-utilization", "0.8", "--tensor-parallel-size", "2", "--data-parallel-size", "2"]
-    assert (engine.name, engine.arguments) == ("vllm", expected)
+    assert (engine.name, engine.arguments) == ("vllm", ["--gpu-memory-utilization", "0.8"])
+    assert (engine.tensor_parallel, engine.data_parallel) == (2, 2)
     assert (config.limits.context, config.limits.turns) == (4096, 4)
     gym, _ = from_rollout_arguments(
         ["--model", "M", "--use_gym_env", "true", "--gym_env", "math", "--max_turns", "2", "--use_vllm", "false"]
@@ -158,11 +163,11 @@ def test_ms_swifts_own_scripts_with_swift_rollout(tmp_path: Path) -> None:
                 assert names.get(key, key) in reported, (name, key)
         assert recipe["engine"]["name"] == "vllm"
         arguments = recipe["engine"].get("arguments", [])
-        for key, flag in (("gpu_memory_utilization", "--gpu-memory-utilization"),
-                          ("tensor_parallel_size", "--tensor-parallel-size"),
-                          ("data_parallel_size", "--data-parallel-size")):  # fmt: skip
-            if given.get(f"vllm_{key}", "1") != "1":
-                assert arguments[arguments.index(flag) + 1] == given[f"vllm_{key}"], name
+        if (memory := given.get("vllm_gpu_memory_utilization", "1")) != "1":
+            assert arguments[arguments.index("--gpu-memory-utilization") + 1] == memory, name
+        for option in ("tensor_parallel", "data_parallel"):
+            if (size := given.get(f"vllm_{option}_size", "1")) != "1":
+                assert recipe["engine"][option] == int(size), name
         if "vllm_max_model_len" in given:
             assert recipe["limits"]["context"] == int(given["vllm_max_model_len"])
         address = f"http://{given.get('vllm_server_host', '127.0.0.1')}:{given.get('vllm_server_port', 8000)}"

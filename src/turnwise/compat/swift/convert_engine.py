@@ -12,9 +12,7 @@ __all__ = ["ENGINE_ARGUMENTS", "convert_engine"]
 
 _VALUES: Mapping[str, str] = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
-    "vllm_tensor_parallel_size": "--tensor-parallel-size",
     "vllm_pipeline_parallel_size": "--pipeline-parallel-size",
-    "vllm_data_parallel_size": "--data-parallel-size",
     "vllm_max_num_seqs": "--max-num-seqs",
     "vllm_quantization": "--quantization",
     "vllm_speculative_config": "--speculative-config",
@@ -29,7 +27,11 @@ _FLAGS: Mapping[str, str] = {
     "vllm_enable_expert_parallel": "--enable-expert-parallel",
 }
 """Arguments of vLLM without a value, which are given if the argument of ms-swift is true."""
-_PARALLEL = ("vllm_tensor_parallel_size", "vllm_pipeline_parallel_size", "vllm_data_parallel_size")
+_PARALLEL: Mapping[str, str] = {
+    "vllm_tensor_parallel_size": "engine.tensor_parallel",
+    "vllm_data_parallel_size": "engine.data_parallel",
+}
+"""Arguments that are options of the recipe."""
 _SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout")
 _ALWAYS: Mapping[str, str] = {
     "vllm_use_async_engine": "nothing: each conversation always runs on its own",
@@ -40,7 +42,7 @@ _ALWAYS: Mapping[str, str] = {
 _PORT = 8000
 
 ENGINE_ARGUMENTS = (
-    *_VALUES, *_FLAGS, *_SERVER, *_ALWAYS, "use_vllm", "vllm_mode",
+    *_VALUES, *_PARALLEL, *_FLAGS, *_SERVER, *_ALWAYS, "use_vllm", "vllm_mode",
     "vllm_enable_prefix_caching", "vllm_engine_kwargs", "sleep_level",
 )  # fmt: skip
 """The arguments that this module converts."""
@@ -56,6 +58,11 @@ def convert_engine(builder: SwiftRecipeBuilder) -> None:
         _without_vllm(builder)
         return
     builder.set("engine.name", "vllm", "use_vllm")
+    for key, option in _PARALLEL.items():
+        if (count := builder.values.get(key)) in (None, 1):
+            builder.convert("nothing: it is vLLM's default", key)
+        else:
+            builder.set(option, count, key)
     if arguments := _vllm_arguments(builder):
         builder.set("engine.arguments", arguments)
     reason = "vLLM must be installed (docs/engines.md); without it, use the embedded engine: engine={name: local}"
@@ -79,7 +86,7 @@ def _vllm_arguments(builder: SwiftRecipeBuilder) -> list[str]:
     arguments: list[str] = []
     for key, name in _VALUES.items():
         value = builder.values.get(key)
-        if value is None or (key in _PARALLEL and value == 1):
+        if value is None or (key == "vllm_pipeline_parallel_size" and value == 1):
             builder.convert("nothing: it is vLLM's default", key)
             continue
         arguments += [name, _text(value)]

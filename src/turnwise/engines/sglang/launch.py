@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.engines.remote.devices import visible
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
@@ -53,6 +54,12 @@ class SglangLaunch:
     """The rank of the trained adapter; None without an adapter."""
     keep_seeds: bool = False
     sleep: bool = False
+    tensor_parallel: int = 1
+    """GPUs over which a server divides the model."""
+    data_parallel: int = 1
+    """Copies of the model in a server."""
+    devices: Sequence[str] = ()
+    """The value of CUDA_VISIBLE_DEVICES for each server; empty: that of this process."""
     arguments: Sequence[str] = ()
     logs: Path
     """The directory of the log files."""
@@ -83,7 +90,6 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         f"--api-key={token}",
         "--incremental-streaming-output",
         "--stream-interval=16",
-        f"--base-gpu-id={index}",
         f"--context-length={options.context + _RESERVED}",
     ]
     memory_gb = options.memory_gb or (_CPU_MEMORY_GB if options.cpu else None)
@@ -95,6 +101,10 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         arguments.append("--enable-deterministic-inference")
     if options.sleep:
         arguments.append("--enable-memory-saver")
+    if options.tensor_parallel > 1:
+        arguments.append(f"--tp-size={options.tensor_parallel}")
+    if options.data_parallel > 1:
+        arguments.append(f"--dp-size={options.data_parallel}")
     if options.lora_rank is not None:
         arguments += ["--enable-lora", f"--max-lora-rank={options.lora_rank}", "--max-loras-per-batch=2"]
         arguments += ["--lora-target-modules", *_MODULES]
@@ -107,6 +117,7 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         # the cache of image embeddings is not emptied when weights are updated: it would serve those of the old weights
         "SGLANG_VLM_CACHE_SIZE_MB": "0",
         "PYTHONPATH": python_path(),
+        **visible(options.devices, index),
     }
     if options.cpu:  # torch's operations on small tensors gain nothing from a second thread
         environment["OMP_NUM_THREADS"] = "1"

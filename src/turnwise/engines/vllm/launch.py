@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from turnwise.engines.remote.devices import visible
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
@@ -44,6 +45,12 @@ class VllmLaunch:
     """Whether the model takes images."""
     sleep: bool
     """Whether the server can free the device's memory during training."""
+    tensor_parallel: int
+    """GPUs over which a server divides the model."""
+    data_parallel: int
+    """Copies of the model in a server."""
+    devices: Sequence[str]
+    """The value of CUDA_VISIBLE_DEVICES for each server; empty: that of this process."""
     arguments: Sequence[str]
     """Further arguments, which come last and therefore win."""
     logs: Path
@@ -66,7 +73,9 @@ def engine_arguments(options: VllmLaunch) -> list[str]:
         arguments += ["--kv-cache-memory-bytes", str(int(options.memory_gb * 2**30))]
     if options.cpu:
         # blocks of 128 tokens, the default on CPUs, find no common prefix in short prompts
-        arguments += ["--block-size", "32", "--distributed-executor-backend", "uni"]
+        arguments += ["--block-size", "32"]
+        if options.tensor_parallel == 1:
+            arguments += ["--distributed-executor-backend", "uni"]
         # with parts of prompts, vLLM's engine dies on a CPU: it rewinds the seeded random numbers, which CPUs cannot do
         tokens = max(_LEAST_BATCH, options.context or 0)
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
@@ -77,6 +86,10 @@ def engine_arguments(options: VllmLaunch) -> list[str]:
         arguments += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
     if options.sleep:
         arguments += ["--enable-sleep-mode"]
+    if options.tensor_parallel > 1:
+        arguments += ["--tensor-parallel-size", str(options.tensor_parallel)]
+    if options.data_parallel > 1:
+        arguments += ["--data-parallel-size", str(options.data_parallel)]
     return arguments
 
 
@@ -94,7 +107,7 @@ def started_replicas(options: VllmLaunch, count: int, limits: HttpLimits) -> lis
                 *engine_arguments(options),
                 *options.arguments,
             ],
-            environment=server_environment(token),
+            environment={**server_environment(token), **visible(options.devices, number)},
             log=options.logs / f"vllm-{number}.log",
             start_timeout=options.start_timeout,
         )
