@@ -458,10 +458,11 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     loaders = {path.relative_to(SOURCE).as_posix() for path in FILES if "models.loading" in ours(path)}
     assert loaders <= {
         "training/local_learner.py",
-        "training/sharded/model_shard.py",
+        "training/sharded/loading.py",
         "training/sharded/options.py",
         "build/learners.py",
         "build/engines.py",
+        "models/staged_loading.py",
         "doctor/examine.py",
         "models/merging.py",
         "doctor/memory.py",

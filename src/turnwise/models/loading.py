@@ -21,7 +21,7 @@ from turnwise.models.fast_linear import with_fast_linears
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
 from turnwise.models.recompute import recompute_layers
 
-__all__ = ["ModelOptions", "adapt", "load_model"]
+__all__ = ["ModelOptions", "adapt", "load_model", "model_family", "use_complete_attention"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _load_base(options: ModelOptions) -> Any:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
-            model, found = _family(path).from_pretrained(
+            model, found = model_family(path).from_pretrained(
                 path, dtype=getattr(torch, options.dtype), output_loading_info=True
             )
     except Failed as failed:
@@ -104,11 +104,11 @@ def _load_base(options: ModelOptions) -> Any:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={device} cannot be used: {error}") from error
     model.eval()  # with dropout, the learner would compute another distribution than the engine samples from
-    _use_complete_attention(model)
+    use_complete_attention(model)
     return model
 
 
-def _family(path: str) -> Any:
+def model_family(path: str) -> Any:
     """The auto class that loads the complete model at `path`, with its vision part if it has one."""
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -173,7 +173,7 @@ def _pronoun(names: Collection[str]) -> str:
     return "it" if len(names) == 1 else "they"
 
 
-def _use_complete_attention(model: Any) -> None:
+def use_complete_attention(model: Any) -> None:
     """Use transformers' eager attention if sdpa ignores something that the model's attention needs."""
     if model.config.get_text_config()._attn_implementation != "sdpa" or not (ignored := ignored_by_sdpa(model)):
         return

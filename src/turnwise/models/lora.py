@@ -25,6 +25,7 @@ __all__ = [
     "adapter_weights",
     "add_adapter",
     "has_adapter",
+    "initialize_magnitudes",
     "linear_adapter",
     "load_adapter",
     "merged",
@@ -109,6 +110,21 @@ def add_adapter(model: Any, options: LoraOptions) -> None:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()  # the new layers are in training mode
+
+
+def initialize_magnitudes(module: Any) -> None:
+    """Give the DoRA adapters inside `module` their first magnitudes: the norms of the base weights that the layers have now."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for layer in module.modules():
+        if isinstance(layer, LoraLayer) and _NAME in layer.lora_magnitude_vector:
+            base: Any = layer.get_base_layer()
+            magnitude: Any = layer.lora_magnitude_vector[_NAME]
+            # in the type of the base weights, as peft computes them for a new adapter
+            factors: list[Any] = [layer.lora_A[_NAME], layer.lora_B[_NAME]]
+            down, up = (factor.weight.to(base.weight.dtype) for factor in factors)
+            magnitude.update_layer(base_layer=base, lora_A=down, lora_B=up, scaling=layer.scaling[_NAME])
+            magnitude.weight.data = magnitude.weight.data.float()
 
 
 def save_adapter(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

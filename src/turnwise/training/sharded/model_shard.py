@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from turnwise.models.loading import load_model
-from turnwise.models.lora import adapter_weights, has_adapter, without_adapter
+from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.torch_threads import use_deterministic_algorithms
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
 from turnwise.training.loss import make_loss
-from turnwise.training.model_fingerprint import of_model, of_tensors
+from turnwise.training.model_fingerprint import of_tensors
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_update import policy_loss
 from turnwise.training.published_weights import token_logprobs
 from turnwise.training.reference import reference_model
+from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import ShardOptions
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import ShardedModel, complete
@@ -38,15 +38,14 @@ __all__ = ["ModelShard", "ShardReport"]
 
 
 class ShardedForward(Forward):
-    """`Forward` on a sharded model. `model` must be complete when the object is created; `sharded` is set after that."""
+    """`Forward` on a sharded model."""
 
-    def __init__(self, model: Any, sampling: Sampling, *, autocast: bool) -> None:
-        super().__init__(model, sampling, autocast=autocast)
-        self.sharded: ShardedModel | None = None
+    def __init__(self, sharded: ShardedModel, sampling: Sampling, *, autocast: bool) -> None:
+        self._sharded = sharded
+        sharded.probe(lambda: super(ShardedForward, self).__init__(sharded.model, sampling, autocast=autocast))
 
     def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self.sharded is not None
-        return self.sharded.run(lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy))
+        return self._sharded.run(lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy))
 
 
 class ShardedReference:
@@ -93,20 +92,19 @@ class ModelShard:
             use_deterministic_algorithms()
         self.ranks = ranks
         self._loss = make_loss(options.loss)
-        # the model is loaded into the CPU's memory: a device may be too small for all of it
-        loading = replace(options.model, device="cpu")
-        self.model: Any = load_model(loading)
-        shares = shares_prefixes(
-            self.model,
-            options.share_prompts,
-            refusal=f"{type(self.model).__name__} does not give its own log-probabilities back with shared prefixes",
+        loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=ranks.leads)
+        self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
+        self.model: Any = self._sharded.model
+        shares = self._sharded.probe(
+            lambda: shares_prefixes(
+                self.model,
+                options.share_prompts,
+                refusal=f"{type(self.model).__name__} does not give its own log-probabilities back with shared prefixes",
+            )
         )
         self.trains_adapter = has_adapter(self.model)
-        self.base_fingerprint = of_model(without_adapter(self.model)) if self.trains_adapter and ranks.leads else None
-        self._forward = ShardedForward(self.model, options.sampling, autocast=options.autocast)
-        self.reference = self._make_reference(options, loading, shares)
-        self._sharded = ShardedModel(self.model, ranks.mesh, options.sharding)
-        self._forward.sharded = self._sharded
+        self._forward = ShardedForward(self._sharded, options.sampling, autocast=options.autocast)
+        self.reference = self._make_reference(options, shares)
         self.parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
         self.requirements = BatchRequirements(
@@ -117,8 +115,8 @@ class ModelShard:
             parallel=ranks.size,
         )
 
-    def _make_reference(self, options: ShardOptions, loading: Any, shares: bool) -> ShardedReference | None:
-        """The reference model, divided among the ranks; before the trained model is divided, of which it may be a copy."""
+    def _make_reference(self, options: ShardOptions, shares: bool) -> ShardedReference | None:
+        """The reference model, divided among the ranks."""
         config = options.reference
         if not self._loss.needs_reference and config is None:
             return None
@@ -126,16 +124,14 @@ class ModelShard:
         separate = config is not None and config.separate
         if self.trains_adapter and path is None and not separate:
             return ShardedReference(self._forward, self.model, None)
-        frozen = {"lora": None, "adapter": None, "gradient_checkpointing": False}
-        model = reference_model(
-            self.model,
-            None if path is None else load_model(replace(loading, path=path, **frozen)),
-            shares=shares,
-            separate=separate,
+        # without a path, the files that the trained model was loaded from: its weights before training
+        source = replace(options.model, lora=None, adapter=None, gradient_checkpointing=False)
+        source = replace(source, path=path or source.path)
+        sharded = load_sharded(source, self.ranks.mesh, options.sharding, trained=False).sharded
+        sharded.probe(lambda: reference_model(self.model, sharded.model, shares=shares, separate=separate))
+        return ShardedReference(
+            ShardedForward(sharded, options.sampling, autocast=options.autocast), self.model, sharded
         )
-        forward = ShardedForward(model, options.sampling, autocast=options.autocast)
-        forward.sharded = ShardedModel(model, self.ranks.mesh, options.sharding)
-        return ShardedReference(forward, self.model, forward.sharded)
 
     def target_logprobs(
         self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag, *, reference: bool

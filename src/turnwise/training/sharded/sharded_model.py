@@ -34,9 +34,10 @@ _SMALL_GRADIENTS = 2**30
 class _Root(torch.nn.Module):
     """Runs a computation with the root's parameters gathered."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
         super().__init__()
         self.model = model
+        self.head = head
 
     def forward(self, compute: Callable[[], Any]) -> Any:
         return compute()
@@ -45,12 +46,23 @@ class _Root(torch.nn.Module):
 class ShardedModel:
     """Divides `model` among the ranks of `mesh`, in place. All ranks must have the same model, on the CPU or on their device.
 
+    `fill` is called with each part of the model (a layer, or at the end the model) before the part is divided; it may read the
+    part's weights. `head` is a layer beside the model, in float32, that is divided too.
+
     Raises ConfigError if the model does not name its layers.
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh, options: ShardingOptions) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mesh: DeviceMesh,
+        options: ShardingOptions,
+        *,
+        fill: Callable[[Any], object] = lambda part: None,
+        head: torch.nn.Module | None = None,
+    ) -> None:
         self.model = model
-        self._root: Any = _Root(model)
+        self._root: Any = _Root(model, head)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._sync_always = options.gradient_sync == "micro_batch" or (
             options.gradient_sync == "auto" and 4 * trained > _SMALL_GRADIENTS
@@ -69,7 +81,11 @@ class ShardedModel:
         layers = _layers(model)
         inside = {**arguments, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
         for layer in layers:
+            fill(layer)
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **inside)
+        fill(model)
+        if head is not None:
+            fully_shard(head, **{**arguments, "mp_policy": MixedPrecisionPolicy()})
         fully_shard(self._root, **arguments)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
@@ -84,6 +100,11 @@ class ShardedModel:
         if not torch.is_grad_enabled():
             self.free()
         return result
+
+    def probe(self, compute: Callable[[], T]) -> T:
+        """Run passes without gradients, that find out something about the model. May change options of the model."""
+        with torch.no_grad():
+            return self.run(compute)
 
     def free(self) -> None:
         """Free gathered weights after passes without gradients: the weights may change before the next pass."""
