@@ -20,6 +20,9 @@ from turnwise.models.torch_threads import TorchThreads
 
 __all__ = ["EngineCore"]
 
+COMPACT_AFTER = 16
+"""Moving a row costs as much as reading this number of rows in vain (measured; more with a long common prefix)."""
+
 
 class EngineCore:
     """Waiting and running requests, the cache, and the model."""
@@ -32,6 +35,8 @@ class EngineCore:
         self.scheduler = Scheduler(cache, forward, threads, self.stats)
         self.version = version
         """The version of the weights."""
+        self._unused_reads = 0
+        """Rows that attention has read in vain since rows were moved together."""
 
     def add(self, request: PendingRequest) -> None:
         """Put the request into the queue."""
@@ -75,6 +80,7 @@ class EngineCore:
             fed_B, positions_B, sampled = self._decode(step)
         self.cache.tokens_SC[step.slots_B, positions_B] = fed_B
         self.cache.length_S[step.slots_B] = positions_B + 1
+        self._unused_reads += int(step.rows_B[-1]) + 1 - len(step.rows_B)
         self.stats.decode_steps += 1
         self.stats.sampled_tokens += len(fed_B)
         finished = self.batch.append(step, sampled, self.version)
@@ -91,7 +97,7 @@ class EngineCore:
     def _next_step(self) -> DecodeStep:
         """The step for the requests that run now; every row has room for one more token."""
         step = self.batch.step
-        if step is None or step.layout != self.cache.layout:
+        if step is None or step.layout != self.cache.layout or self._should_compact(step.rows_B):
             step = self._make_step()
         if int(self.cache.length_S[step.slots_B].max()) >= self.cache.kv.capacity:
             self._grow_rows()
@@ -101,14 +107,23 @@ class EngineCore:
     def _make_step(self) -> DecodeStep:
         """A step for the requests that run now, in the order of their rows."""
         cache, running = self.cache, list(self.batch.requests)
-        # attention reads the rows from the first to the last: move rows together when many between them are unused
-        if int(cache.row_S[running].max()) >= len(running) * 5 // 4 + 2:
+        if self._should_compact(cache.row_S[running]):
             with self.threads.during("compact", len(running)):
                 cache.compact(running)
+            self._unused_reads = 0
         running.sort(key=lambda slot: cache.row_S[slot])
         return self.batch.make_step(
             running, cache.row_S[running], layout=cache.layout, common_prefix=cache.batch_prefix(np.array(running))
         )
+
+    def _should_compact(self, rows_B: np.ndarray) -> bool:
+        """Whether to move the running rows together: attention reads all rows from the first to the last.
+
+        Rows that are unused now are often used again in the next step, by the next turn of a conversation. So rows are moved
+        only after reading unused rows has cost as much as moving does.
+        """
+        moving = int((rows_B >= len(rows_B)).sum())
+        return 0 < moving * COMPACT_AFTER <= self._unused_reads
 
     def _grow_rows(self) -> None:
         """Make room for one more token in each running row; if there is not enough memory, preempt the latest requests."""

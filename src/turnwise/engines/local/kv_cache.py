@@ -72,12 +72,12 @@ class KVCache:
             self.tensors[index] = tensor
         self.num_rows, self.capacity = num_rows, capacity
 
-    def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], tokens: int) -> None:
-        """Copy the first `tokens` tokens of each source row over those of its target row."""
+    def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], stop: int, *, start: int = 0) -> None:
+        """Copy the tokens from `start` to `stop` of each source row over those of its target row, all at the same time."""
         sources, targets = self._index(sources_N), self._index(targets_N)
         for tensor in self.tensors:
-            # not index_select: from a tensor that is sliced at `tokens`, it would copy the entire tensor first
-            tensor[:, targets, :, :tokens] = tensor[:, sources, :, :tokens]
+            # not index_select: from a tensor that is sliced at `stop`, it would copy the entire tensor first
+            tensor[:, targets, :, start:stop] = tensor[:, sources, :, start:stop]
 
     def swap_rows(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
         """Exchange the first `tokens` tokens of each left row with those of its right row."""

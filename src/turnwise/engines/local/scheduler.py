@@ -11,7 +11,7 @@ Knows the queue and the cache. Does not know how tokens are sampled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from turnwise.engines.local.forward import CachedForward
 from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
-from turnwise.engines.local.prefix_index import BLOCK
 from turnwise.engines.local.requests import PendingRequest
 from turnwise.engines.local.vision import VisionForward, VisionPrompt
 from turnwise.models.torch_threads import TorchThreads
@@ -59,14 +58,24 @@ class _Placement(Enum):
     NO_ROOM = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Tokens that a slot takes over from another slot: those from `start` to `stop`."""
+
+    source: int
+    target: int
+    start: int
+    """0, or the number of tokens that a conversation's own slot has already."""
+    stop: int
+
+
 @dataclass(slots=True)
 class _Round:
     """Requests that start together."""
 
     started: list[tuple[int, PendingRequest]] = field(default_factory=list)
     """(slot, request)"""
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
-    """(source slot, target slot, tokens)"""
+    copies: list[_Copy] = field(default_factory=list)
     prefill_tokens: int = 0
 
 
@@ -118,7 +127,7 @@ class Scheduler:
         # the last token is the input of the first decode step, which gives the logits
         prefix_N = tokens_N[:-1]
         source, in_round = cache.longest_prefix(prefix_N)
-        if in_round.tokens >= source.tokens + BLOCK:
+        if in_round.tokens >= source.tokens + MIN_COPY_TOKENS:
             return _Placement.DEFERRED
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
@@ -141,7 +150,7 @@ class Scheduler:
         self._stats.copied_tokens += max(cached - own_tokens, 0)
         self._stats.prefilled_tokens += len(tokens_N) - cached
         if source.slot not in (FREE, slot):
-            plan.copies.append((source.slot, slot, cached))
+            plan.copies.append(_Copy(source.slot, slot, own_tokens if slot == own_slot else 0, cached))
         cache.start_request(slot, conversation, prefix_N, cached)
         plan.prefill_tokens += len(prefix_N) - cached
         plan.started.append((slot, request))
@@ -149,7 +158,7 @@ class Scheduler:
 
     def _find_slot(self, capacity: int, own_slot: int, source: PrefixMatch, plan: _Round) -> int | None:
         """A slot whose row is long enough: the conversation's own, the source itself if it is released, or another."""
-        pinned = {copied_from for copied_from, _, _ in plan.copies} | {source.slot, own_slot}
+        pinned = {copy.source for copy in plan.copies} | {source.slot, own_slot}
         if self._cache.ensure_capacity(capacity, pinned=pinned) is None:
             return None
         if own_slot != FREE:
@@ -159,12 +168,21 @@ class Scheduler:
         return self._cache.allocate(capacity, pinned)
 
     def _copy_prefixes(self, plan: _Round) -> None:
-        if not plan.copies:
-            return
+        # new slots first: an own slot may be the source of a new one, and must not change before
+        new = [copy for copy in plan.copies if copy.start == 0]
+        own = [copy for copy in plan.copies if copy.start > 0]
+        for copies in (new, own):
+            if copies:
+                self._copy(copies)
+
+    def _copy(self, copies: Sequence[_Copy]) -> None:
+        """Make these copies at the same time. Further tokens may be copied, too: they are equal, or overwritten later."""
         row_S = self._cache.row_S
-        sources, targets, tokens = zip(*plan.copies, strict=True)
-        with self._threads.during("copy", len(tokens) * max(tokens)):
-            self._cache.kv.copy_rows(row_S[list(sources)].tolist(), row_S[list(targets)].tolist(), max(tokens))
+        sources = row_S[[copy.source for copy in copies]].tolist()
+        targets = row_S[[copy.target for copy in copies]].tolist()
+        start, stop = min(copy.start for copy in copies), max(copy.stop for copy in copies)
+        with self._threads.during("copy", len(copies) * (stop - start)):
+            self._cache.kv.copy_rows(sources, targets, stop, start=start)
 
     def _prefill(self, plan: _Round) -> None:
         """Prefill what the rows lack: short prompts together, long ones in chunks."""
