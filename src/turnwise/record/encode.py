@@ -149,7 +149,8 @@ def _rounded(logprobs: Sequence[float], *, exact: bool) -> list[float | None]:
     """Log-probabilities; NaN is None. 9 significant digits identify a 32-bit number."""
     if exact:
         return [None if math.isnan(logprob) else float(f"{logprob:.9g}") for logprob in logprobs]
-    return [None if logprob != logprob else round(logprob, 7) for logprob in logprobs]
+    # 0, for tokens that were not sampled, is not rounded: most tokens of a record are such tokens
+    return [None if logprob != logprob else logprob and round(logprob, 7) for logprob in logprobs]
 
 
 def _estimate(estimates: Sequence[Any], index: int) -> float | list[float] | None:
