@@ -16,6 +16,10 @@ __all__ = ["AttentionDims", "DecodeAttention", "PrefillAttention"]
 
 SHARED_READS = 2500
 """Rows times common tokens from which on reading these once pays for the copies that it needs (measured)."""
+LONG_ROWS_READS = 3000
+"""Keys that must be saved for long rows to be computed separately: a second call costs as much as reading these (measured)."""
+_COPIED_READS = 2
+"""A key that is copied before it is read costs as much as this number of keys that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class DecodeAttention:
     """Attention of one token of each row, computed over the range of rows from the first to the last.
 
     If all rows have a long common prefix, its keys and values are read once, from the first row, for all rows (cascade
-    attention): a decode step is limited by how much of the cache it reads.
+    attention): a decode step is limited by how much of the cache it reads. If a few rows are much longer than the others, they
+    are computed separately, so that the other rows are not padded to their length.
     """
 
     def __init__(self, dims: AttentionDims, rows_B: np.ndarray, positions_B: np.ndarray, common_prefix: int) -> None:
@@ -52,11 +57,16 @@ class DecodeAttention:
         self._num_rows = int(rows_B[-1]) + 1
         self._rows = None if self._num_rows == len(rows_B) else dims.tensor(rows_B)
         self._prefix = common_prefix if common_prefix * len(rows_B) >= SHARED_READS else 0
-        self._length = int(positions_B.max()) + 1
+        lengths_B = positions_B + 1
+        self._length = _main_length(lengths_B, self._num_rows, self._prefix)
+        long_B = lengths_B > self._length
+        self._long = None
+        if long_B.any():
+            self._long = _LongRows(dims, np.flatnonzero(long_B), rows_B[long_B], lengths_B[long_B], self._prefix)
         self._mask_R1L = None
-        if positions_B.min() != positions_B.max():
+        if lengths_B.min() < self._length:
             lengths_R = np.zeros(self._num_rows, dtype=np.int64)
-            lengths_R[rows_B] = positions_B + 1
+            lengths_R[rows_B] = lengths_B
             hidden_RL = np.arange(self._prefix, self._length) >= lengths_R[:, None]
             # rows in between that are not decoded are computed too: with everything hidden they would give NaN
             hidden_RL[lengths_R == 0] = False
@@ -66,39 +76,88 @@ class DecodeAttention:
         """The attention output [B, H * D]. `kv` is the cache tensor [2, rows, K, capacity, D] of the layer."""
         dims = self._dims
         q_BHD = q_BHD * dims.scale
+        q_RHD = q_BHD
         if self._rows is not None:
-            q_BHD = q_BHD.new_zeros(self._num_rows, *q_BHD.shape[1:]).index_copy_(0, self._rows, q_BHD)
-        q_JGD = q_BHD.view(self._num_rows * dims.kv_heads, -1, dims.head_dim)
-        own = kv[:, : self._num_rows].flatten(1, 2)[:, :, self._prefix : self._length]
-        scores_JGL = torch.bmm(q_JGD, own[0].transpose(1, 2))
-        if self._mask_R1L is not None:
-            scores_JGL.view(self._num_rows, dims.heads, -1).add_(self._mask_R1L)
-        if self._prefix:
-            output_JGD = self._cascade(kv[:, self._first_row, :, : self._prefix], q_JGD, scores_JGL, own[1])
-        else:
-            output_JGD = torch.bmm(_softmax(scores_JGL), own[1])
-        output_RD = output_JGD.view(self._num_rows, dims.heads * dims.head_dim)
-        return output_RD if self._rows is None else output_RD.index_select(0, self._rows)
+            q_RHD = q_BHD.new_zeros(self._num_rows, *q_BHD.shape[1:]).index_copy_(0, self._rows, q_BHD)
+        prefix = kv[:, self._first_row, :, : self._prefix] if self._prefix else None
+        own = kv[:, : self._num_rows, :, self._prefix : self._length]
+        output_RD = _attend(dims, q_RHD, own, self._mask_R1L, prefix)
+        output_BD = output_RD if self._rows is None else output_RD.index_select(0, self._rows)
+        if self._long is None:
+            return output_BD
+        return self._long.replace(output_BD, kv, q_BHD, prefix)
 
-    def _cascade(
-        self, prefix: torch.Tensor, q_JGD: torch.Tensor, scores_JGL: torch.Tensor, values_JLD: torch.Tensor
+
+def _attend(
+    dims: AttentionDims,
+    q_RHD: torch.Tensor,
+    own: torch.Tensor,
+    mask_R1L: torch.Tensor | None,
+    prefix: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention [R, H * D] of one token of each of R rows, over a common prefix [2, K, P, D] and each row's own keys and values
+    [2, R, K, L, D]. The queries are scaled."""
+    rows = len(q_RHD)
+    q_JGD = q_RHD.view(rows * dims.kv_heads, -1, dims.head_dim)
+    keys_JLD, values_JLD = own.flatten(1, 2)
+    scores_JGL = torch.bmm(q_JGD, keys_JLD.transpose(1, 2))
+    if mask_R1L is not None:
+        scores_JGL.view(rows, dims.heads, -1).add_(mask_R1L)
+    if prefix is None:
+        return torch.bmm(_softmax(scores_JGL), values_JLD).view(rows, -1)
+    # one softmax over both parts
+    scores_JGP = _by_row(dims, torch.bmm(_by_head(dims, q_JGD), prefix[0].transpose(1, 2)))
+    weights_JGL = _softmax(torch.cat((scores_JGP, scores_JGL), dim=-1))
+    tokens = prefix.shape[2]
+    output_JGD = torch.bmm(weights_JGL[:, :, tokens:], values_JLD)
+    output_JGD.add_(_by_row(dims, torch.bmm(_by_head(dims, weights_JGL[:, :, :tokens]), prefix[1])))
+    return output_JGD.view(rows, -1)
+
+
+def _by_head(dims: AttentionDims, values_JGX: torch.Tensor) -> torch.Tensor:
+    """[R * K, G, X] to [K, R * G, X]: the queries of all rows for one key-value head are one matrix."""
+    values_RKGX = values_JGX.unflatten(0, (-1, dims.kv_heads))
+    return values_RKGX.transpose(0, 1).reshape(dims.kv_heads, -1, values_JGX.shape[-1])
+
+
+def _by_row(dims: AttentionDims, values_KMX: torch.Tensor) -> torch.Tensor:
+    """[K, R * G, X] to [R * K, G, X]."""
+    values_KRGX = values_KMX.unflatten(1, (-1, dims.heads // dims.kv_heads))
+    return values_KRGX.transpose(0, 1).flatten(0, 1)
+
+
+def _main_length(lengths_B: np.ndarray, num_rows: int, prefix: int) -> int:
+    """The number of tokens to which all rows are computed together. Longer rows are computed separately.
+
+    It is the length of one of the rows, and the one with which the fewest keys are read.
+    """
+    longest = int(lengths_B.max())
+    if (longest - int(lengths_B.min())) * num_rows < LONG_ROWS_READS:
+        return longest
+    sorted_B = np.sort(lengths_B)
+    longer_B = len(sorted_B) - np.searchsorted(sorted_B, sorted_B, side="right")
+    separate_B = longer_B * (longest - prefix) * (1 + _COPIED_READS) + LONG_ROWS_READS * (longer_B > 0)
+    return int(sorted_B[(num_rows * (sorted_B - prefix) + separate_B).argmin()])
+
+
+class _LongRows:
+    """Attention of the rows that are longer than the others: n rows, whose keys and values are copied."""
+
+    def __init__(
+        self, dims: AttentionDims, places_n: np.ndarray, rows_n: np.ndarray, lengths_n: np.ndarray, prefix: int
+    ) -> None:
+        self._dims = dims
+        self._places, self._rows = dims.tensor(places_n), dims.tensor(rows_n)
+        self._prefix, self._length = prefix, int(lengths_n.max())
+        self._mask_n1L = dims.mask(np.arange(prefix, self._length) >= lengths_n[:, None]).unsqueeze(1)
+
+    def replace(
+        self, output_BD: torch.Tensor, kv: torch.Tensor, q_BHD: torch.Tensor, prefix: torch.Tensor | None
     ) -> torch.Tensor:
-        """One softmax over the common prefix and each row's own tokens; `prefix` is [2, K, P, D]."""
-        scores_JGP = self._by_row(torch.bmm(self._by_head(q_JGD), prefix[0].transpose(1, 2)))
-        weights_JGL = _softmax(torch.cat((scores_JGP, scores_JGL), dim=-1))
-        weights_KMP = self._by_head(weights_JGL[:, :, : self._prefix])
-        output_JGD = torch.bmm(weights_JGL[:, :, self._prefix :], values_JLD)
-        return output_JGD.add_(self._by_row(torch.bmm(weights_KMP, prefix[1])))
-
-    def _by_head(self, values_JGX: torch.Tensor) -> torch.Tensor:
-        """[R * K, G, X] to [K, R * G, X]: the queries of all rows for one key-value head are one matrix."""
-        values_RKGX = values_JGX.unflatten(0, (self._num_rows, self._dims.kv_heads))
-        return values_RKGX.transpose(0, 1).reshape(self._dims.kv_heads, -1, values_JGX.shape[-1])
-
-    def _by_row(self, values_KMX: torch.Tensor) -> torch.Tensor:
-        """[K, R * G, X] to [R * K, G, X]."""
-        values_KRGX = values_KMX.unflatten(1, (self._num_rows, -1))
-        return values_KRGX.transpose(0, 1).flatten(0, 1)
+        """The output [B, H * D] with the right values for the long rows. The queries are scaled."""
+        own = kv[:, self._rows, :, self._prefix : self._length]
+        output_nD = _attend(self._dims, q_BHD.index_select(0, self._places), own, self._mask_n1L, prefix)
+        return output_BD.index_copy_(0, self._places, output_nD)
 
 
 class PrefillAttention:
