@@ -1,8 +1,9 @@
 """How fast is the viewer with a large run? `python benchmarks/view.py`, some minutes; needs chromium and playwright.
 
 Writes a run of 100,000 conversations and one of 32,000 tokens (benchmarks/record.py makes the conversations), and measures in
-Chromium: the first paint of the page and of the table of conversations, and the longest time between two frames while the table
-and the long conversation are scrolled. `--export RUN` also measures the size of the exported page of a run, such as `runs/demo`.
+Chromium, while the index is built: the first paint of the page, the first rows of the table of conversations, and the longest
+time between two frames while the table is scrolled. Then, with the index: the table and the long conversation. `--export RUN`
+also measures the size of the exported page of a run, such as `runs/demo`.
 The bounds: first paint 1 s, no frame longer than 1 s, export 20 MB. The last line is the first paint in seconds.
 """
 
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import record as record_benchmark
+from turnwise.record.line_file import LineFile
 from turnwise.view.export import export
 from turnwise.view.runs import ViewedRun
 from turnwise.view.server import ViewServer
@@ -39,6 +41,7 @@ FRAMES = """async ({ selector, seconds }) => {
   return { longest: longest / 1000, frames };
 }"""
 """Scrolls an element, and returns the longest time between two frames in seconds, and the number of frames."""
+TABLE = "[aria-label=Conversations].scroll"
 
 
 def main() -> None:
@@ -47,15 +50,19 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=32_000, help="tokens of the long conversation")
     parser.add_argument("--export", type=Path, metavar="RUN", help="a run whose exported page is measured")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="write the large run to DIR, or use the run that is there"
+    )
     options = parser.parse_args()
     table = Table("what", "measured", "bound")
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        write(run, options.conversations, options.tokens)
+        run = options.keep or Path(folder) / "run"
+        if not run.exists():
+            write(run, options.conversations, options.tokens)
+        for index in run.glob("*.view*"):
+            index.unlink()
+        LineFile(run / "trajectories.jsonl")  # a run writes the places of its lines when it ends
         viewed = ViewedRun(run)
-        started = time.perf_counter()
-        viewed.update()
-        table.add_row("index, built once", f"{time.perf_counter() - started:.1f} s", "")
         paint = measure(viewed, options.conversations, table)
         viewed.close()
         if options.export is not None:
@@ -87,6 +94,7 @@ def measure(viewed: ViewedRun, conversations: int, table: Table) -> float:
     server = ViewServer([viewed])
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
+    started, used = time.perf_counter(), time.process_time()
     try:
         with sync_playwright() as playwright:
             path = shutil.which("chromium") or shutil.which("google-chrome")
@@ -98,15 +106,33 @@ def measure(viewed: ViewedRun, conversations: int, table: Table) -> float:
             paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
             table.add_row(f"first paint, {conversations:,} conversations", f"{paint:.2f} s", "1 s")
             table.add_row("curves drawn", f"{page.evaluate('performance.now()') / 1000:.2f} s", "")
-            show(page, "#/conversations", ".body .row", "table of conversations shown", table)
-            scroll(page, "[aria-label=Conversations].scroll", "scrolling the table", table)
+            table.add_row("indexed by then", f"{len(viewed.indexes['train']):,}", "")
+            show(page, "#/conversations", ".body .row", "first rows of the table shown", table, bound="1 s")
+            scroll(page, TABLE, "scrolling the table while it is indexed", table)
+            while not viewed.update():
+                time.sleep(0.1)
+            table.add_row(
+                "index complete, since the start of the server",
+                f"{time.perf_counter() - started:.0f} s, of which {time.process_time() - used:.0f} s on the processor",
+                "",
+            )
+            page.goto("about:blank")
+            page.goto(server.address)
+            page.wait_for_selector("nav")
             show(
                 page,
-                f"#/conversation?number={conversations - 1}&show=tokens",
-                ".token",
-                "long conversation shown",
+                "#/conversations",
+                ".body .row",
+                "first rows of the table shown, with an index",
                 table,
+                bound="1 s",
             )
+            began = time.perf_counter()
+            page.wait_for_selector(f"text='{conversations:,} of {conversations:,}'")  # the exact text
+            table.add_row("complete table loaded", f"{time.perf_counter() - began:.2f} s", "")
+            scroll(page, TABLE, "scrolling the table", table)
+            view = f"#/conversation?number={conversations - 1}&show=tokens"
+            show(page, view, ".token", "long conversation shown", table)
             scroll(page, ".scroll.tokens", "scrolling the long conversation", table)
             browser.close()
     finally:
@@ -115,12 +141,12 @@ def measure(viewed: ViewedRun, conversations: int, table: Table) -> float:
     return paint
 
 
-def show(page: Any, view: str, selector: str, name: str, table: Table) -> None:
+def show(page: Any, view: str, selector: str, name: str, table: Table, *, bound: str = "") -> None:
     """Open a view, and measure the time until `selector` is there."""
     started = time.perf_counter()
     page.evaluate("view => { location.hash = view }", view)
     page.wait_for_selector(selector)
-    table.add_row(name, f"{time.perf_counter() - started:.2f} s", "")
+    table.add_row(name, f"{time.perf_counter() - started:.2f} s", bound)
 
 
 def scroll(page: Any, selector: str, name: str, table: Table) -> None:

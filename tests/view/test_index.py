@@ -156,3 +156,51 @@ def test_another_format_is_replaced(file: Path) -> None:
     index = ConversationIndex(file)
     index.update()
     assert len(index) == 5
+
+
+def test_the_newest_conversations_are_indexed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.view.index._BLOCK_LINES", 10)
+    file = tmp_path / "trajectories.jsonl"
+    file.write_bytes(b"".join(_record(n) for n in range(35)))
+    index = ConversationIndex(file)
+    assert not index.ready
+    assert index.update(seconds=0) is False
+    assert (index.indexed, index.lines, index.ready) == (range(25, 35), 35, True)
+    assert index.columns(0, 27)["id"] == ["1.0:25/0", "1.0:26/0"]
+    assert index.search("hello") == list(range(25, 35))
+    assert json.loads(index.line(3))["id"] == "1.0:3/0"  # opened without an index
+    assert index.numbers_of(2) == [2, 3]
+    with file.open("ab") as end:  # lines that are appended meanwhile come first
+        end.write(b"".join(_record(n) for n in range(35, 38)))
+    index.update(seconds=0)
+    assert index.indexed == range(25, 38)
+    assert ConversationIndex(file).indexed == range(25, 38)  # goes on where a viewer was ended
+    while not index.update(seconds=0):
+        pass
+    assert index.indexed == range(38)
+    assert index.columns()["id"] == [f"1.0:{n}/0" for n in range(38)]
+    assert index.search("hello") == list(range(38))
+
+
+def test_two_viewers_of_one_record(file: Path) -> None:
+    first, second = ConversationIndex(file), ConversationIndex(file)
+    first.update()
+    second.update()
+    assert (len(first), len(second)) == (5, 5)
+    assert second.search("hello") == list(range(5))
+    with file.open("ab") as end:
+        end.write(_record(5))
+    second.update()
+    first.update()
+    assert first.columns()["id"] == second.columns()["id"] == [f"1.0:{n}/0" for n in range(6)]
+    assert first.search("hello") == list(range(6))
+
+
+def test_half_of_a_surrogate_pair_and_large_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "trajectories.jsonl"
+    file.write_bytes(_record(0, text="half \ud83d of a pair", reward=10**30) + _record(1, metrics={"x": float("nan")}))
+    index = ConversationIndex(file)
+    index.update()
+    assert index.columns()["id"] == ["1.0:0/0", "1.0:1/0"]
+    assert index.columns()["reward"] == [None, 0.1]
+    assert index.search("pair") == [0]

@@ -60,8 +60,10 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
             if (path := run.image(name)) is not None:
                 images[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
     counts = {kind: len(found) for kind, found in conversations.items()}
+    indexed = {kind: {"start": 0, "stop": count, "generation": 0, "ready": True} for kind, count in counts.items()}
+    summary = {**run.summary(), "path": run.name, "conversations": counts, "lines": counts, "indexed": indexed}
     return {
-        "summary": {**run.summary(), "path": run.name, "conversations": counts, "lines": counts},
+        "summary": summary,
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "columns": columns,
         "conversations": conversations,
@@ -89,7 +91,7 @@ def _html(data: dict[str, Any]) -> str:
     page = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", page)
     page = page.replace("</head>", f"<style>{styles}</style>\n</head>")
     imports = json.dumps({"imports": dict(_modules())})
-    page = page.replace("{{import_map}}", imports)
+    page = page.replace("{{import_map}}", imports).replace("{{preload}}\n", "")
     # "<" is written as an escape: no text of a conversation can end the element
     inside = json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")
     return page.replace(

@@ -62,14 +62,19 @@ class ViewedRun:
         self.name = f"{path.absolute().parent.name}/{path.name}" if evaluated else path.absolute().name
         """The name of the directory; of a model of an evaluation, with the name of the evaluation."""
 
-    def update(self) -> None:
-        """Index what was appended to the files of conversations."""
-        self.problem = None
+    def update(self, seconds: float | None = None) -> bool:
+        """Index conversations that are not indexed yet, for about `seconds` for each file; None: all of them.
+
+        Returns whether all are indexed.
+        """
+        problem, complete = None, True
         for index in self.indexes.values():
             try:
-                index.update()
+                complete &= index.update(seconds)
             except RunError as error:
-                self.problem = str(error)
+                problem = str(error)
+        self.problem = problem
+        return complete
 
     def summary(self) -> dict[str, Any]:
         """Name, path, and how much there is of everything. The page asks for it again while the run goes on."""
@@ -85,7 +90,8 @@ class ViewedRun:
             "problem": problem,
             "recorded": self._recorded,
             "conversations": {kind: len(index) for kind, index in self.indexes.items()},
-            "lines": {kind: index.lines for kind, index in self.indexes.items()},
+            "lines": {kind: max(index.lines, len(index)) for kind, index in self.indexes.items()},
+            "indexed": {kind: _indexed(index) for kind, index in self.indexes.items()},
             "metrics": counts,
         }
 
@@ -197,6 +203,13 @@ class ViewedRun:
             return [None] * len(token_ids)
         cache = {token: self._decode(token) for token in set(token_ids)}
         return [cache[token] for token in token_ids]
+
+
+def _indexed(index: ConversationIndex) -> dict[str, Any]:
+    """Which conversations are indexed: from number `start` to `stop - 1`. `generation` counts how often the index was emptied;
+    `ready` is whether the record was looked at."""
+    indexed = index.indexed
+    return {"start": indexed.start, "stop": indexed.stop, "generation": index.generation, "ready": index.ready}
 
 
 def _is_timeline(line: dict[str, Any]) -> bool:

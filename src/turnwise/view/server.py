@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import mimetypes
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ __all__ = ["ViewServer", "application"]
 
 _COOKIE = "turnwise_token"
 _SECONDS = 1.0  # between two looks at the files of the runs
+_SLICE = 0.1  # seconds for which one file is indexed before another one
+_QUIET = 0.05  # the index waits until no request was answered for this time,
+_PAUSE = 1.0  # but no longer than this
 
 
 _NAME = "the viewer"
@@ -84,7 +88,8 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(_watch(runs))
+        app.state.last_request = 0.0
+        watching = asyncio.create_task(_watch(runs, app))
         yield
         watching.cancel()
 
@@ -107,12 +112,18 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
     return app
 
 
-async def _watch(runs: Sequence[ViewedRun]) -> None:
-    """Index what the runs append, for as long as the server runs."""
+async def _watch(runs: Sequence[ViewedRun], app: Starlette) -> None:
+    """Index what the runs append, for as long as the server runs. Requests of the page go first."""
     while True:
-        for run in runs:
-            await asyncio.to_thread(run.update)
-        await asyncio.sleep(_SECONDS)
+        complete = True
+        for run in runs:  # in turns, so that no run waits for the index of another one
+            complete &= await asyncio.to_thread(run.update, _SLICE)
+            waited = 0.0
+            while waited < _PAUSE and time.monotonic() - app.state.last_request < _QUIET:
+                await asyncio.sleep(_QUIET)
+                waited += _QUIET
+        if complete:
+            await asyncio.sleep(_SECONDS)
 
 
 class _Answers:
@@ -131,7 +142,8 @@ class _Answers:
         return self._run(request).metric_table(_kind(request))
 
     def columns(self, request: Request) -> Any:
-        return self._run(request).indexes[_kind(request)].columns(_whole_number(request, "start"))
+        stop = _whole_number(request, "stop") if "stop" in request.query_params else None
+        return self._run(request).indexes[_kind(request)].columns(_whole_number(request, "start"), stop)
 
     def search(self, request: Request) -> Any:
         return self._run(request).indexes[_kind(request)].search(request.query_params.get("query", "")[:1000])
@@ -217,6 +229,7 @@ def _guard(token: str) -> Any:
     class Guard(BaseHTTPMiddleware):
         async def dispatch(self, request: Request, call_next: Any) -> Response:
             answer = await self._answer(request, call_next)
+            request.app.state.last_request = time.monotonic()
             answer.headers["Content-Security-Policy"] = policy
             answer.headers["X-Content-Type-Options"] = "nosniff"
             answer.headers["Referrer-Policy"] = "no-referrer"

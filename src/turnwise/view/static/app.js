@@ -36,7 +36,7 @@ function useAddress() {
   return [address, go];
 }
 
-/** The runs, asked for again every second and a half while the page is open. */
+/** The runs, asked for again every second and a half while the page is open, and more often until their first conversations are there. */
 function useRuns() {
   const [state, setState] = useState({ runs: null, problem: null });
   useEffect(() => {
@@ -52,7 +52,9 @@ function useRuns() {
         if (!stopped) setState((before) => ({ ...before, problem: `The viewer's server does not answer: ${error.message}` }));
         last = "";
       }
-      if (!stopped && !data.isExport) setTimeout(load, 1500);
+      const waits = ({ indexed, lines }, kind) => !indexed[kind].ready || (indexed[kind].start === indexed[kind].stop && lines[kind] > 0);
+      const ready = !JSON.parse(last || "[]").some((run) => waits(run, "train") || waits(run, "eval"));
+      if (!stopped && !data.isExport) setTimeout(load, ready ? 1500 : 200);
     };
     load();
     return () => { stopped = true; };
@@ -78,6 +80,13 @@ function useTheme() {
   }, [theme]);
   const dark = theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   return [dark, () => setTheme(dark ? "light" : "dark")];
+}
+
+/** How far the index of the conversations is. */
+function Indexing({ runs }) {
+  const sum = (what) => runs.reduce((total, run) => total + run[what].train + run[what].eval, 0);
+  const lines = sum("lines"), indexed = sum("conversations");
+  return indexed < lines && html`<span class="muted" role="status">indexed ${indexed.toLocaleString("en")} of ${lines.toLocaleString("en")} conversations</span>`;
 }
 
 const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
@@ -110,7 +119,7 @@ function App() {
           ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
         <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
       <span class="spacer"></span>
-      ${runs.some((item) => item.lines.train > item.conversations.train) && html`<span class="muted" role="status">indexing ${runs.map((item) => item.conversations.train).reduce((a, b) => a + b, 0).toLocaleString("en")} conversations…</span>`}
+      <${Indexing} runs=${runs} />
       ${runs.filter((item) => item.problem).map((item) => html`<span key=${item.path} class="bad" role="alert" title=${item.problem}>${item.name}: a file cannot be read</span>`)}
       ${problem && html`<span class="bad" role="alert">${problem}</span>`}
       ${data.isExport && html`<span class="muted">exported</span>`}

@@ -26,7 +26,7 @@ export function Compare({ runs, address, go }) {
   const evaluated = runs[left].conversations.eval && runs[right].conversations.eval;
   const kind = address.kind || (evaluated ? "eval" : "train");
   const a = useColumns(left, kind, runs), b = useColumns(right, kind, runs);
-  const steps = (columns) => [...new Set(columns?.step ?? [])].sort((x, y) => x - y);
+  const steps = (columns) => [...new Set(columns?.step ?? [])].filter((step) => typeof step === "number").sort((x, y) => x - y);
   const chosen = (name, columns) => (address[name] ? Number(address[name]) : kind === "eval" ? steps(columns).at(-1) ?? null : null);
   const from = chosen("from", a), to = chosen("to", b);
   const pairs = useMemo(() => {

@@ -81,7 +81,7 @@ export function Chat({ conversation, run }) {
 
 export function ConversationPage({ runs, run, kind, address, go }) {
   const n = Number(address.number) || 0;
-  const count = runs[run].conversations[kind];
+  const count = runs[run].lines[kind];
   const [conversation, problem] = useLoaded(() => data.conversation(run, kind, n), `${run} ${kind} ${n}`);
   const mode = address.show === "tokens" ? "tokens" : "chat";
   const move = (by) => { const next = neighbour(run, kind, n, by); if (next !== undefined && next >= 0 && next < count) go({ number: next, segment: null }); };

@@ -1,7 +1,7 @@
 // The table of conversations: filters, order, search, and the keyboard.
 import { html, number, sequential, useEffect, useKeys, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
-import { useColumns } from "./columns.js";
+import { loadedCount, useColumns } from "./columns.js";
 import { useVirtual } from "./virtual.js";
 
 const COLUMNS = [
@@ -17,7 +17,7 @@ export function select(columns, { step, stop, group, failed, errors, least, most
   const numbers = [];
   const from = step ? Number(step.split("-")[0]) : null, to = step ? Number(step.split("-").at(-1)) : null;
   for (let n = 0; n < columns.id.length; n += 1) {
-    if (wanted && !wanted.has(n)) continue;
+    if (columns.turns[n] === undefined || (wanted && !wanted.has(n))) continue; // not loaded, or not found
     if (step && (columns.step[n] === null || columns.step[n] < from || columns.step[n] > to)) continue;
     if (stop && columns.stop[n] !== stop) continue;
     if (group && columns.group[n] !== group) continue;
@@ -41,14 +41,19 @@ export function select(columns, { step, stop, group, failed, errors, least, most
 export function neighbour(run, kind, n, by) {
   const numbers = last.get(`${run} ${kind}`);
   if (!numbers) return n + by;
-  return numbers[numbers.indexOf(n) + by];
+  const place = numbers.indexOf(n);
+  return place < 0 ? n + by : numbers[place + by];
 }
 
 export function Conversations({ runs, run, kind, address, go }) {
   const columns = useColumns(run, kind, runs);
   const [typed, setTyped] = useState(address.query || "");
   useEffect(() => { const timer = setTimeout(() => typed !== (address.query || "") && go({ query: typed }), 250); return () => clearTimeout(timer); }, [typed]);
-  const [found] = useLoaded(() => (address.query ? data.search(run, kind, address.query) : Promise.resolve(null)), `${run} ${kind} ${address.query} ${runs[run].conversations[kind]}`);
+  const [fresh] = useLoaded(() => (address.query ? data.search(run, kind, address.query) : Promise.resolve(null)), `${run} ${kind} ${address.query} ${runs[run].conversations[kind]}`);
+  const query = `${run} ${kind} ${address.query}`, lastFound = useRef([]);
+  if (fresh) lastFound.current = [query, fresh];
+  const found = lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
+  const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
   const filters = ["step", "stop", "group", "failed", "errors", "least", "most", "sort", "down", "query"];
   const key = JSON.stringify(filters.map((name) => address[name]));
   const numbers = useMemo(() => (columns && !(address.query && !found) ? select(columns, address, found) : []), [columns, key, found]);
@@ -60,9 +65,10 @@ export function Conversations({ runs, run, kind, address, go }) {
   last.set(`${run} ${kind}`, numbers);
   const scroll = useRef(), search = useRef();
   const virtual = useVirtual(scroll, numbers.length, 26);
-  const [picked, setPicked] = useState(() => Math.max(0, numbers.indexOf(Number(address.number))));
+  const [chosen, setChosen] = useState(address.number === undefined ? null : Number(address.number));
+  const picked = useMemo(() => Math.max(0, numbers.indexOf(chosen)), [numbers, chosen]);
   const open = (n) => go({ view: "conversation", number: n });
-  const pick = (place) => { const next = Math.max(0, Math.min(numbers.length - 1, place)); setPicked(next); virtual.scrollToIndex(next); };
+  const pick = (place) => { const next = Math.max(0, Math.min(numbers.length - 1, place)); setChosen(numbers[next]); virtual.scrollToIndex(next); };
   useKeys((event) => {
     if (event.key === "j" || event.key === "ArrowDown") { event.preventDefault(); pick(picked + 1); }
     else if (event.key === "k" || event.key === "ArrowUp") { event.preventDefault(); pick(picked - 1); }
@@ -83,7 +89,7 @@ export function Conversations({ runs, run, kind, address, go }) {
       <label>Stop <select value=${address.stop || ""} onChange=${(event) => go({ stop: event.target.value })}><option value="">all</option>${stops.map((stop) => html`<option key=${stop}>${stop}</option>`)}</select></label>
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
-      <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${(columns?.id.length ?? 0).toLocaleString("en")}</span>
+      <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
       ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
@@ -96,7 +102,7 @@ export function Conversations({ runs, run, kind, address, go }) {
         </div>`}
       </div>
       ${!columns && html`<p class="loading">Loading…</p>`}
-      ${columns && !numbers.length && html`<p class="loading">${columns.id.length ? "No conversation matches." : "No conversations yet."}</p>`}
+      ${columns && !numbers.length && html`<p class="loading">${columns.id.length ? (loaded < total ? "None of the conversations that are loaded so far matches." : "No conversation matches.") : "No conversations yet."}</p>`}
     </div>`;
 }
 

@@ -24,9 +24,10 @@ export async function metrics(run, kind) {
   return exported ? exported.runs[run].metrics[kind] : get(`/api/runs/${run}/metrics/${kind}`);
 }
 
-/** The columns of the conversations from number `start` on. */
-export async function columns(run, kind, start) {
-  return exported ? exported.runs[run].columns[kind] : get(`/api/runs/${run}/columns/${kind}?start=${start}`);
+/** The columns of the conversations from number `start` to `stop - 1`. */
+export async function columns(run, kind, start, stop) {
+  if (!exported) return get(`/api/runs/${run}/columns/${kind}?start=${start}&stop=${stop}`);
+  return Object.fromEntries(Object.entries(exported.runs[run].columns[kind]).map(([name, values]) => [name, values.slice(start, stop)]));
 }
 
 export async function conversation(run, kind, number) {

@@ -8,7 +8,7 @@ const ROW = 14, LEFT = 190, TOP = 24;
 
 export function Timeline({ runs, run, kind, address, go }) {
   const columns = useColumns(run, "train", runs);
-  const steps = useMemo(() => [...new Set(columns?.step ?? [])].filter((step) => step !== null).sort((a, b) => a - b), [columns]);
+  const steps = useMemo(() => [...new Set(columns?.step ?? [])].filter((step) => typeof step === "number").sort((a, b) => a - b), [columns]);
   const step = address.step && steps.includes(Number(address.step)) ? Number(address.step) : steps.at(-1);
   const [loaded, problem] = useLoaded(() => (step === undefined || kind !== "train" ? Promise.resolve(null) : data.timeline(run, step)), `${run} ${kind} ${step}`);
   const place = steps.indexOf(step);
