@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from pathlib import Path
@@ -189,6 +190,28 @@ def test_a_killed_evaluation_keeps_its_finished_conversations(tmp_path: Path, mo
     result = read_results(out / "eval.json")
     assert (result.models[0].conversations, result.models[0].failed, result.models[0].reward.mean) == (12, 0, 1.0)
     assert [t.id for t in read(out)] == [f"{row}/{n}" for row in range(1, 7) for n in range(2)]
+
+
+def test_a_compressed_evaluation_is_read_and_resumed(tmp_path: Path, model: Path) -> None:
+    path, out = scripted(tmp_path, model, *SCRIPTS), tmp_path / "out"
+    assert run(path, out, "record.compression=gzip") == 0
+    (folder,) = (file.parent for file in out.glob("*/evaluation.json"))
+    compressed, plain = folder / "trajectories.jsonl.gz", folder / "trajectories.jsonl"
+    assert not plain.exists()
+    lines = gzip.decompress(compressed.read_bytes()).splitlines(keepends=True)
+    assert [json.loads(line)["id"] for line in lines] == [f"{row}/{n}" for row in range(1, 4) for n in range(2)]
+    assert [t.id for t in read(out)] == [f"{row}/{n}" for row in range(1, 4) for n in range(2)]
+    # killed while it wrote the part of the third conversation
+    parts = [gzip.compress(line) for line in lines]
+    compressed.write_bytes(b"".join(parts[:2]) + parts[2][:20])
+    (out / "eval.json").unlink()
+    assert run(path, out, "record.compression=gzip", "resume=auto") == 0
+    assert gzip.decompress(compressed.read_bytes()).splitlines(keepends=True)[:2] == lines[:2]
+    assert read_results(out / "eval.json").models[0].row_rewards == {"1": 0.75, "2": 1.0, "3": 0.25}
+    # the compression may change: the files of the other kind are replaced
+    compressed.write_bytes(b"".join(parts[:4]))
+    assert run(path, out, "resume=auto") == 0
+    assert (compressed.exists(), plain.read_bytes().splitlines(keepends=True)[:4]) == (False, lines[:4])
 
 
 def test_what_changed_is_named_when_an_evaluation_cannot_be_resumed(

@@ -201,6 +201,11 @@ def test_every_page_fits_its_window(page: Any, address: str, scheme: str) -> Non
         page.wait_for_timeout(500)
         page.screenshot(path=SCREENSHOTS / f"{name.replace(' ', '-')}-{scheme}.png")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1300, name
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.wait_for_timeout(300)
+        page.screenshot(path=SCREENSHOTS / f"{name.replace(' ', '-')}-{scheme}-400.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, name
+        page.set_viewport_size({"width": 1300, "height": 800})
         assert page.locator("[role=alert]").count() == 0, name
 
 

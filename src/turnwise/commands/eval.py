@@ -66,6 +66,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         [
             f"\nall numbers: {out / 'eval.json'}",
             *(f"to read the conversations: turnwise show {out / model.name}" for model in models),
+            f"in the browser: turnwise view {out}",
         ],
     )
     failed = [model.name for model in result.models if model.failed == model.conversations]

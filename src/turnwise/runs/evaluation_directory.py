@@ -3,7 +3,7 @@
 DIR/run.json                    {"kind": "eval", ...}
 DIR/config.yaml                 the recipe
 DIR/eval.json                   the results, once all models are finished
-DIR/<model>/trajectories.jsonl  the conversations; each is appended when it is scored
+DIR/<model>/trajectories.jsonl  the conversations; each is appended when it is scored (compressed: trajectories.jsonl.gz)
 DIR/<model>/metrics.jsonl       their metrics, in one line
 DIR/<model>/config.yaml         the recipe with this model
 DIR/<model>/evaluation.json     what the conversations depend on, compared when the evaluation is resumed
@@ -19,6 +19,7 @@ from typing import Any
 from turnwise.config.schema import Config
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.record.compression import SUFFIX, compressed_parts, is_compressed, open_lines
 from turnwise.record.decode import decode_trajectory
 from turnwise.record.encode import encode_line
 from turnwise.record.reader import read
@@ -32,7 +33,7 @@ __all__ = ["EvaluationDirectory", "ModelDirectory"]
 
 _UNUSED = (
     *("train", "loss", "correction", "credit", "critic", "sft", "checkpoint", "rollout", "loss_mask"),
-    *("output", "resume", "resume_changes", "replace", "max_concurrent"),
+    *("output", "resume", "resume_changes", "replace", "max_concurrent", "record"),
 )
 """Sections and options that do not change a conversation of an evaluation."""
 _UNUSED_OF_EVAL = ("every", "pass_reward")
@@ -92,7 +93,9 @@ class ModelDirectory:
 
     def __init__(self, path: Path, config: Config, rows: Mapping[str, Any]) -> None:
         self.path = path
-        self.trajectories = path / "trajectories.jsonl"
+        plain, compressed = path / "trajectories.jsonl", path / f"trajectories.jsonl{SUFFIX}"
+        gzip = config.record.compression == "gzip"
+        self.trajectories, self._otherwise = (compressed, plain) if gzip else (plain, compressed)
         self._config = config
         identity = path / "evaluation.json"
         now = {"options": _options(config), "rows": dict(rows), "weights": _weights(config.model.path)}
@@ -110,12 +113,13 @@ class ModelDirectory:
         `wanted` are the ids of the conversations that are scored together: either all of them are kept or none. Conversations
         that failed are removed, so that they run again. Raises RunError if a line is damaged.
         """
-        lines = {
-            trajectory.id: line for trajectory, line in _complete_lines(self.trajectories) if not trajectory.failed
-        }
+        # the option record.compression may have changed since
+        recorded = self.trajectories if self.trajectories.is_file() else self._otherwise
+        lines = {trajectory.id: line for trajectory, line in _complete_lines(recorded) if not trajectory.failed}
         kept = [id for together in wanted if all(id in lines for id in together) for id in together]
         with writing(self.path):
             self._replace(lines[id] for id in kept)
+            self._otherwise.unlink(missing_ok=True)
         return set(kept)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
@@ -137,7 +141,7 @@ class ModelDirectory:
     def _replace(self, lines: Iterable[bytes]) -> None:
         temporary = self.trajectories.with_suffix(".writing")
         with temporary.open("wb") as file:
-            file.writelines(lines)
+            file.writelines(compressed_parts(lines) if is_compressed(self.trajectories) else lines)
         temporary.replace(self.trajectories)
 
 
@@ -154,12 +158,11 @@ def _complete_lines(path: Path) -> Iterable[tuple[Trajectory, bytes]]:
     """The trajectories of a file with their lines; a last line that a killed process has not finished is left out."""
     if not path.is_file():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                where = f"{path}:{number}"
-                value = parse_json(line.decode("utf-8", "replace"), where=where, error=RunError, own=True)
-                yield decode_trajectory(value, where=where), line
+    for number, line in enumerate(open_lines(path), 1):
+        if line.endswith(b"\n"):
+            where = f"{path}:{number}"
+            value = parse_json(line.decode("utf-8", "replace"), where=where, error=RunError, own=True)
+            yield decode_trajectory(value, where=where), line
 
 
 def _options(config: Config) -> dict[str, Any]:

@@ -16,9 +16,10 @@ __all__ = ["print_results"]
 
 def print_results(console: Console, result: EvaluationResult) -> None:
     """Print the results: one row for each model, the comparisons, and the parts by data source and by number of turns."""
+    conversations = "conversation" if result.samples_per_row == 1 else "conversations"
     title = (
-        f"{result.rows} rows of {result.data}, {result.samples_per_row} conversations on each row, seed {result.seed}; passed: "
-        f"reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
+        f"{result.rows} rows of {result.data}, {result.samples_per_row} {conversations} on each row, seed {result.seed}; "
+        f"passed: reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
     )
     _line(console, title)
     _table(console, _models(result))

@@ -1,5 +1,5 @@
 // One conversation as chat or token by token; a group side by side; two conversations side by side.
-import { Choice, contentParts, html, number, Problem, signed, useKeys, useLoaded } from "./ui.js";
+import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded } from "./ui.js";
 import * as data from "./data.js";
 import { useColumns } from "./columns.js";
 import { neighbour } from "./conversations.js";
@@ -20,12 +20,12 @@ function Facts({ conversation }) {
   const short = (value) => { const text = typeof value === "string" ? value : JSON.stringify(value); return text.length > 160 ? `${text.slice(0, 160)}…` : text; };
   return html`<div class="facts">
     <${Fact} name="reward" value=${conversation.reward === null ? "none" : number(conversation.reward)} />
-    ${parts.length > 1 && parts.map(([name, value]) => html`<${Fact} key=${name} name=${name} value=${number(value)} />`)}
+    ${parts.length > 1 && parts.map(([name, value]) => html`<${Fact} key=${name} name=${`reward/${name}`} value=${number(value)} />`)}
     ${Object.entries(conversation.metrics || {}).map(([name, value]) => html`<${Fact} key=${name} name=${name} value=${number(value)} />`)}
     <${Fact} name="stop" value=${conversation.stop} /><${Fact} name="turns" value=${conversation.turns.length} />
     <${Fact} name="segments" value=${conversation.segments.length > 1 ? conversation.segments.length : null} />
-    <${Fact} name="seconds" value=${number(conversation.seconds)} /><${Fact} name="step" value=${conversation.step} />
-    ${columns.map(([name, value]) => html`<span key=${name} class="muted">${name} ${short(value)}</span>`)}
+    <${Fact} name="time" value=${duration(conversation.seconds)} /><${Fact} name="step" value=${conversation.step} />
+    ${columns.map(([name, value]) => html`<span key=${name} class="muted">${name} ${harmless(short(value))}</span>`)}
   </div>
   ${conversation.error && html`<${Problem} text=${`${conversation.error.kind}: ${conversation.error.message}\n${conversation.error.traceback || ""}`} />`}
   ${conversation.template_mismatch && html`<${Problem} text=${`template mismatch: ${conversation.template_mismatch}`} />`}`;
@@ -33,7 +33,7 @@ function Facts({ conversation }) {
 
 function Content({ content, run }) {
   return contentParts(content).map((part, place) => {
-    if (part.type === "text") return html`<pre key=${place}>${part.text}</pre>`;
+    if (part.type === "text") return html`<pre key=${place}>${harmless(part.text)}</pre>`;
     const reference = part[part.type];
     const url = part.type === "image" && typeof reference === "string" ? (reference.startsWith("sha256:") ? data.imageUrl(run, reference) : null) : null;
     return url ? html`<img key=${place} src=${url} alt="image in the message" />` : html`<pre key=${place} class="muted">[${part.type}: ${JSON.stringify(reference)}]</pre>`;
@@ -44,7 +44,7 @@ function Turn({ turn, index }) {
   const seconds = turn.seconds || {};
   return html`<span><b>turn ${index}</b></span><${Fact} name="reward" value=${number(turn.reward)} /><${Fact} name="advantage" value=${advantage(turn.advantage)} />
     <${Fact} name="value" value=${Array.isArray(turn.value) ? "per token" : number(turn.value)} /><${Fact} name="weight" value=${turn.weight === 1 ? null : number(turn.weight)} />
-    <${Fact} name="engine" value=${seconds.engine ? `${number(seconds.engine)} s` : null} /><${Fact} name="environment" value=${seconds.environment ? `${number(seconds.environment)} s` : null} />
+    <${Fact} name="engine" value=${seconds.engine ? duration(seconds.engine) : null} /><${Fact} name="environment" value=${seconds.environment ? duration(seconds.environment) : null} />
     <${Fact} name="finish" value=${turn.finish_reason === "stop" ? null : turn.finish_reason} bad /><${Fact} name="cut after" value=${turn.kept_tokens === null || turn.kept_tokens === undefined ? null : `${turn.kept_tokens} tokens`} />`;
 }
 
@@ -54,11 +54,11 @@ function Message({ message, turns, run }) {
   const role = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "";
   return html`<article class=${`message ${role}`}>
     <div class="who"><b>${message.role}${message.name ? ` ${message.name}` : ""}</b>${turns.map(([index, turn]) => html`<${Turn} key=${index} turn=${turn} index=${index} />`)}</div>
-    ${reasoning && html`<pre class="reasoning">${reasoning}</pre>`}
+    ${reasoning && html`<pre class="reasoning">${harmless(reasoning)}</pre>`}
     <${Content} content=${message.content} run=${run} />
-    ${calls.map((call, place) => html`<div key=${place} class="call"><b>${call.name || "call"}</b> <code>${JSON.stringify(call.arguments)}</code>
-      ${call.error && html` <span class="bad">${call.error}${call.parse_error ? `: ${call.parse_error}` : ""}</span>`}${call.reward ? html` <span>reward ${number(call.reward)}</span>` : null}${call.attempts > 1 ? html` <span>${call.attempts} attempts</span>` : null}</div>`)}
-    ${!calls.length && (message.tool_calls || []).map((call, place) => html`<div key=${place} class="call"><b>${call.function?.name}</b> <code>${JSON.stringify(call.function?.arguments)}</code></div>`)}
+    ${calls.map((call, place) => html`<div key=${place} class="call"><b>${call.name || "call"}</b> <code>${harmless(JSON.stringify(call.arguments))}</code>
+      ${call.error && html` <span class="bad">${harmless(call.error)}${call.parse_error ? `: ${harmless(call.parse_error)}` : ""}</span>`}${call.reward ? html` <span>reward ${number(call.reward)}</span>` : null}${call.attempts > 1 ? html` <span>${call.attempts} attempts</span>` : null}</div>`)}
+    ${!calls.length && (message.tool_calls || []).map((call, place) => html`<div key=${place} class="call"><b>${call.function?.name}</b> <code>${harmless(JSON.stringify(call.function?.arguments))}</code></div>`)}
   </article>`;
 }
 

@@ -48,6 +48,7 @@ export function neighbour(run, kind, n, by) {
 export function Conversations({ runs, run, kind, address, go }) {
   const columns = useColumns(run, kind, runs);
   const [typed, setTyped] = useState(address.query || "");
+  useEffect(() => setTyped(address.query || ""), [address.query]); // the address was changed elsewhere
   useEffect(() => { const timer = setTimeout(() => typed !== (address.query || "") && go({ query: typed }), 250); return () => clearTimeout(timer); }, [typed]);
   const [fresh] = useLoaded(() => (address.query ? data.search(run, kind, address.query) : Promise.resolve(null)), `${run} ${kind} ${address.query} ${runs[run].conversations[kind]}`);
   const query = `${run} ${kind} ${address.query}`, lastFound = useRef([]);

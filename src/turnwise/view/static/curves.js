@@ -59,10 +59,14 @@ function quantilesOf(table, x, columns) {
   return [2, 0, 1].map((place) => x.map((step) => of.get(step)?.[place] ?? null));
 }
 
-/** Shows the values of the last step in the legend: while the pointer is elsewhere. */
+/** Shows the last value of each line in the legend: while the pointer is elsewhere. */
 function latest(plot) {
-  if (plot.data[0].length) plot.setLegend({ idx: plot.data[0].length - 1 });
+  const lastOf = (values) => { const place = values.findLastIndex((value) => typeof value === "number"); return place < 0 ? null : place; };
+  if (plot.data[0].length) plot.setLegend({ idxs: plot.data.map(lastOf) });
 }
+
+/** Whether a line has so few values that each is marked with a point: a line of one value is visible only by its point. */
+const fewValues = (plot, place) => plot.data[place].reduce((count, value) => count + (typeof value === "number"), 0) < 30;
 
 function Plot({ title, meaning, x, series, bands, dark, unit }) {
   const ref = useRef();
@@ -77,7 +81,7 @@ function Plot({ title, meaning, x, series, bands, dark, unit }) {
     const options = {
       width: element.clientWidth, height: 190, scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2] : uPlot.rangeNum(low, high, 0.1, true)) } },
       axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: (_, texts) => Math.max(44, 18 + 8 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map(number) }], cursor: { sync: { key: "steps" } },
-      series: [{ label: "step" }, ...series.map(({ label, stroke, dash, width = 1.5 }) => ({ label, stroke, dash, width, spanGaps: true, points: { show: x.length < 30, size: 4 }, value: (_, value) => number(value) }))],
+      series: [{ label: "step" }, ...series.map(({ label, stroke, dash, width = 1.5 }) => ({ label, stroke, dash, width, spanGaps: true, points: { show: fewValues, size: 4 }, value: (_, value) => number(value) }))],
       bands, legend: { markers: { dash: (self, place) => { const [first] = self.series[place].dash ?? []; return first ? (first <= 2 ? "dotted" : "dashed") : "solid"; } } },
       hooks: { setCursor: [(self) => { if (self.cursor.idx === null || self.cursor.idx === undefined) latest(self); }] },
     };
@@ -134,9 +138,9 @@ export function Curves({ runs, address, go, dark }) {
     <div class="bar">
       ${runs.map((run, place) => html`<label key=${place}><input type="checkbox" checked=${shown.includes(place)} onChange=${() => go({ shown: (shown.includes(place) ? shown.filter((other) => other !== place) : [...shown, place].sort((a, b) => a - b)).join(",") })} />
         <${LineSample} place=${place} />${run.name}</label>`)}
-      <label>Lines of <select value=${kind} onChange=${(event) => go({ kind: event.target.value })}><option value="train">training</option><option value="eval">evaluations</option></select></label>
+      <label>Metrics of <select value=${kind} onChange=${(event) => go({ kind: event.target.value })}><option value="train">training</option><option value="eval">evaluations</option></select></label>
       <label>Smoothing <input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => go({ smooth: event.target.value })} /></label>
-      <label>Metric <select value="" onChange=${(event) => toggle(event.target.value)}><option value="">add or remove…</option>
+      <label>Charts <select value="" onChange=${(event) => toggle(event.target.value)}><option value="">add or remove…</option>
         ${names.map((name) => html`<option key=${name} value=${name}>${visible.includes(name) ? "✓ " : ""}${name}</option>`)}</select></label>
       ${chosen && html`<button onClick=${() => go({ metrics: null })}>Standard metrics</button>`}
     </div>

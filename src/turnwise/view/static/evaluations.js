@@ -71,7 +71,7 @@ export function Evaluations({ address, go }) {
   const chosen = Math.min(Number(address.evaluation) || 0, evaluations.length - 1), evaluation = evaluations[chosen];
   return html`
     <div class="bar">${evaluations.length > 1 && html`<${Choice} label="Evaluation" value=${chosen} onChange=${(value) => go({ evaluation: value })} options=${evaluations.map((one, place) => [place, one.name])} />`}
-      <b>${evaluation.name}</b>${!evaluation.problem && html`<span>${evaluation.rows} rows of ${evaluation.data}, ${evaluation.samples_per_row} conversations on each row, seed ${evaluation.seed}, passed from reward ${number(evaluation.pass_reward)}</span>`}</div>
+      <b>${evaluation.name}</b>${!evaluation.problem && html`<span>${evaluation.rows} rows of ${evaluation.data}, ${evaluation.samples_per_row} ${evaluation.samples_per_row === 1 ? "conversation" : "conversations"} on each row, seed ${evaluation.seed}, passed from reward ${number(evaluation.pass_reward)}</span>`}</div>
     <div class="scroll" tabindex="0" role="region" aria-label="Evaluation">
       ${evaluation.problem ? html`<${Problem} text=${evaluation.problem} />` : html`
         <${Models} evaluation=${evaluation} go=${go} /><${Comparisons} evaluation=${evaluation} go=${go} /><${PassAt} evaluation=${evaluation} />

@@ -1,5 +1,5 @@
 // A conversation token by token. Sampled tokens are underlined; a colour shows one of their numbers.
-import { Choice, diverging, html, number, sequential, signed, useKeys, useMemo, useRef, useState } from "./ui.js";
+import { Choice, diverging, harmless, html, number, sequential, signed, useKeys, useMemo, useRef, useState } from "./ui.js";
 import { useVirtual } from "./virtual.js";
 
 const LONGEST_BLOCK = 240, SHORTEST_BLOCK = 80;
@@ -37,14 +37,14 @@ function blocks(tokens) {
 const MODES = {
   mask: { label: "mask", legend: "underlined: sampled; dotted: sampled, weight 0; grey: context" },
   logprob: { label: "log-probability", legend: "0 … −5 nats", color: (token) => sequential(-token.logprob / 5), low: sequential(0), high: sequential(1) },
-  advantage: { label: "advantage", legend: "negative … positive", color: (token, most) => diverging(token.advantage / (most.advantage || 1)), low: diverging(-1), high: diverging(1) },
-  value: { label: "value", legend: "lowest … highest", color: (token, most) => diverging(token.value / (most.value || 1)), low: diverging(-1), high: diverging(1) },
+  advantage: { label: "advantage", legend: (most) => `${signed(-most.advantage)} … ${signed(most.advantage)}`, color: (token, most) => diverging(token.advantage / (most.advantage || 1)), low: diverging(-1), high: diverging(1) },
+  value: { label: "value", legend: (most) => `${signed(-most.value)} … ${signed(most.value)}`, color: (token, most) => diverging(token.value / (most.value || 1)), low: diverging(-1), high: diverging(1) },
   ratio: { label: "trainer/engine", legend: "log ratio −0.1 … +0.1", color: (token) => diverging(token.ratio / 0.1), low: diverging(-1), high: diverging(1) },
-  version: { label: "weight version", legend: "oldest … newest", color: (token, most) => sequential(most.versions[1] === most.versions[0] ? 0.3 : (token.version - most.versions[0]) / (most.versions[1] - most.versions[0])), low: sequential(0), high: sequential(1) },
+  version: { label: "weight version", legend: (most) => `weights of step ${most.versions[0]} … ${most.versions[1]}`, color: (token, most) => sequential(most.versions[1] === most.versions[0] ? 0.3 : (token.version - most.versions[0]) / (most.versions[1] - most.versions[0])), low: sequential(0), high: sequential(1) },
 };
 
 function visible(text) {
-  return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t").replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
+  return harmless(text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t"));
 }
 
 function Block({ tokens, previous, mode, most, picked, top, index, measure }) {
@@ -97,7 +97,7 @@ export function Tokens({ conversation, address, go }) {
   return html`
     <div class="bar">
       <${Choice} label="Colour" value=${mode} onChange=${(value) => go({ color: value })} options=${most.modes.map((name) => [name, MODES[name].label])} />
-      <span class="legend">${shown.color && html`<i style=${{ background: `linear-gradient(90deg, ${shown.low}, ${shown.high})` }}></i>`}${shown.legend}</span>
+      <span class="legend">${shown.color && html`<i style=${{ background: `linear-gradient(90deg, ${shown.low}, ${shown.high})` }}></i>`}${typeof shown.legend === "string" ? shown.legend : shown.legend(most)}</span>
       ${segments.length > 1 && html`<${Choice} label="Segment" value=${segment} onChange=${(value) => { setAt(null); go({ segment: value }); }} options=${segments.map((part, place) => [place, `segment ${place} (${part.length})`])} />`}
     </div>
     <div class="scroll tokens" ref=${scroll} tabindex="0" role="region" aria-label=${`Tokens of ${conversation.id}`} onMouseOver=${point} onClick=${point}>

@@ -15,6 +15,17 @@ export function number(value) {
   return size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 
+/** A duration: below a hundredth of a second in milliseconds. */
+export function seconds(value) {
+  if (typeof value !== "number") return "";
+  return value !== 0 && Math.abs(value) < 0.01 ? `${number(Number((1000 * value).toPrecision(2)))} ms` : `${number(Number(value.toPrecision(3)))} s`;
+}
+
+/** A text of the model or of a tool, in which control characters and those that change the direction of text are visible. */
+export function harmless(text) {
+  return String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
+}
+
 export function signed(value) {
   return (value > 0 ? "+" : "") + number(value);
 }
@@ -80,7 +91,7 @@ export function Choice({ label, options, value, onChange }) {
 }
 
 export function Problem({ text }) {
-  return html`<p class="problem" role="alert">${text}</p>`;
+  return html`<p class="problem" role="alert">${harmless(text)}</p>`;
 }
 
 /** Text of a message: a list of parts has texts and images. */
