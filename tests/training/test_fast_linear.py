@@ -53,6 +53,8 @@ def test_products_and_gradients_are_those_of_a_float64_layer(
 
 def test_small_products_narrow_weights_and_other_dtypes_stay_with_torch() -> None:
     assert fewest_rows(torch.zeros(128, 384)) == 31  # 31 * 128 * 384 is the first number above 1.5 million
+    assert fewest_rows(torch.zeros(499, 500)) == 7
+    assert fewest_rows(torch.zeros(500, 500)) == 1  # a large weight: always
     assert fewest_rows(torch.zeros(8, 4096)) == fast_linear.NEVER
     assert fewest_rows(torch.zeros(128, 384, dtype=torch.bfloat16)) == fast_linear.NEVER
     values, weight = torch.randn(30, 384), torch.randn(128, 384)

@@ -64,7 +64,7 @@ class FusedLinear:
         return cls(base.weight, base.bias, adapter, fewest_rows(base.weight))
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
-        product = F.linear if len(values_MD) < self.onednn_rows else onednn_linear
+        product = F.linear if values_MD.size(0) < self.onednn_rows else onednn_linear
         result_MF = product(values_MD, self.weight, self.bias)
         adapter = self.adapter
         if adapter is None:

@@ -110,14 +110,18 @@ class Scheduler:
     def _plan_round(self, budget: int) -> _Round:
         """Give slots to waiting requests in order of arrival, until `budget` tokens are to be prefilled or no slot is left."""
         plan, deferred = _Round(), []
+        # a request with the tokens of a deferred request is deferred, too: the other samples of a group need no search
+        deferred_tokens: set[bytes] = set()
         while self.waiting and plan.prefill_tokens < budget:
             request = self.waiting.popleft()
-            placement = self._place(request, plan)
+            tokens = request.token_ids.tobytes()
+            placement = _Placement.DEFERRED if tokens in deferred_tokens else self._place(request, plan)
             if placement is _Placement.NO_ROOM:
                 self.waiting.appendleft(request)
                 break
             if placement is _Placement.DEFERRED:
                 deferred.append(request)
+                deferred_tokens.add(tokens)
         self.waiting.extendleft(reversed(deferred))
         return plan
 
