@@ -77,10 +77,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serve.http",
         "version",
     },
+    "ray_workers": {"types", "errors", "engines.engine", "engines.remote.engine", "rollout", "rollout_server"},
     "build": {
         "types",
         "errors",
         "rollout_server",
+        "ray_workers",
+        "version",
         "services",
         "json_yaml",
         "user_code",
@@ -143,6 +146,7 @@ LIGHT = [
     "starter",
     "compat",
     "rollout_server",
+    "ray_workers",
 ]
 """Parts that import no heavy library, except for the pairs in `LAZY`."""
 
@@ -152,6 +156,8 @@ LAZY = {
     ("environments", "mcp"),
     ("compat", "transformers"),
     ("terminal", "matplotlib"),
+    ("ray_workers", "ray"),
+    ("ray_workers", "torch"),  # in the functions that pack weights
 }
 """Heavy libraries that a part may import inside a function."""
 
@@ -329,6 +335,7 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
         "engines/vllm",
         "engines/sglang",
         "engines/remote",
+        "ray_workers",
     }  # tensors of images and weights on their way to servers
     assert with_torch <= {".", "models", "training", "training/sharded", "engines/local", "doctor", "sft", *servers}
     assert alone <= {"train.py"}
@@ -353,6 +360,12 @@ def test_torch_distributed_begins_in_the_training_of_several_ranks() -> None:
         )
     }
     assert with_ranks == set()  # a run of one process imports nothing of it
+
+
+def test_ray_is_imported_in_one_module_and_only_when_a_run_uses_it() -> None:
+    with_ray = {path.relative_to(SOURCE).as_posix() for path in FILES if "ray" in heavy(path)}
+    assert with_ray == {"ray_workers/ray_api.py"}
+    assert heavy(SOURCE / "ray_workers" / "ray_api.py", nested=False) == set()
 
 
 def test_every_exception_is_caught_in_the_boundary_and_in_the_listed_places_only() -> None:

@@ -52,6 +52,7 @@ _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_
 _THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
 _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
+_WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
     **{
@@ -69,6 +70,10 @@ TESTED: Mapping[str, str] = {
     **{
         f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_ranks"
         for name in ("backend", "timeout", *(f"fsdp.{name}" for name in _FSDP))
+    },
+    **{
+        f"cluster.{name}": "cluster/test_ray_options.py::test_options_of_the_recipe_reach_the_workers"
+        for name in ("address", *(f"workers.{name}" for name in _WORKERS))
     },
     "cluster.heartbeat": f"{_RANKS}a_rank_that_hangs_ends_the_run_in_time",
     "model.device": _effects("a_device_that_is_not_there_is_told"),

@@ -3,9 +3,10 @@
 Every object that a recipe names is imported and checked here, before a run begins.
 """
 
+from turnwise.build.conversation_host import conversation_host
 from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
-from turnwise.build.engines import Scripts, engine, engine_model, read_scripts, scripted_engine
+from turnwise.build.engines import Scripts, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
 from turnwise.build.estimators import credit, credit_note
 from turnwise.build.learners import (
@@ -21,8 +22,9 @@ from turnwise.build.learners import (
 )
 from turnwise.build.ranks import rank_options
 from turnwise.build.rewards import connect_engine, scorer, turn_weighting
-from turnwise.build.rollout_server import refuse_with_rollout_server
+from turnwise.build.rollout_server import refuse_what_needs_conversations_here
 from turnwise.build.rollouts import renderer, rollout_context
+from turnwise.build.run_engine import engine
 from turnwise.build.server_engines import longest_context, publisher
 from turnwise.build.tracking import loggers
 from turnwise.build.values import evaluation_sampling, limits, sampling
@@ -32,6 +34,7 @@ __all__ = [
     "Environments",
     "Scripts",
     "connect_engine",
+    "conversation_host",
     "credit",
     "credit_note",
     "critic",
@@ -55,7 +58,7 @@ __all__ = [
     "rank_options",
     "read_scripts",
     "refuse_for_endpoint",
-    "refuse_with_rollout_server",
+    "refuse_what_needs_conversations_here",
     "renderer",
     "rollout_context",
     "row_order",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.build.learners import model_options
-from turnwise.build.rollout_server import rollout_client
 from turnwise.build.server_engines import server_engine
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
@@ -18,13 +17,13 @@ from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 
-__all__ = ["Scripts", "engine", "engine_model", "read_scripts", "scripted_engine"]
+__all__ = ["Scripts", "engine_model", "read_scripts", "sampling_engine", "scripted_engine"]
 
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
 
 
-def engine(
+def sampling_engine(
     config: Config,
     renderer: Renderer,
     model: Any | None = None,
@@ -33,9 +32,8 @@ def engine(
     version: int = 0,
     updated: bool = False,
 ) -> Engine:
-    """The engine of a recipe: the embedded engine on a loaded `model`, the scripted engine, or an engine on servers, whose
-    weights are updated if there is a `model`, or with `updated`. With rollout_server.url, the client of that server, which
-    samples there.
+    """The engine that samples for conversations in this process: the embedded engine on a loaded `model`, the scripted engine, or
+    an engine on servers, whose weights are updated if there is a `model`, or with `updated`.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
     `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
@@ -43,8 +41,6 @@ def engine(
     options = config.engine
     if scripts is not None:
         return scripted_engine(renderer, scripts)
-    if config.rollout_server.url is not None:
-        return rollout_client(config, config.rollout_server.url, renderer)
     if isinstance(options, ScriptedEngineSection):
         return scripted_engine(renderer, read_scripts(options.script))
     if isinstance(options, OpenAIEngineSection):
@@ -73,7 +69,7 @@ def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
     training. In training, the learner has already loaded the model.
     """
     without = isinstance(config.engine, ScriptedEngineSection | ServerEngineSection)
-    if without or config.rollout_server.url is not None:
+    if without or config.runs_conversations_elsewhere:
         return None
     from turnwise.models.loading import load_model  # torch
 

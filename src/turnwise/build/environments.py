@@ -61,10 +61,10 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     `encode` gives the token ids of a text; it is needed to truncate texts of tools by tokens. Raises ConfigError if a
     reference is wrong, the object is not an environment, an option has no effect, or an MCP server cannot be reached.
 
-    With rollout_server.url, nothing is built: the environments are on the server.
+    If conversations run in other processes (`Config.runs_conversations_elsewhere`), nothing is built.
     """
-    if config.rollout_server.url is not None:
-        return Environments(_on_the_server)
+    if (option := config.runs_conversations_elsewhere) is not None:
+        return Environments(lambda: _elsewhere(option))
     constructor = named_callable(config.environment, key="environment")
 
     def make() -> Any:
@@ -90,10 +90,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     return Environments(lambda: in_front((), make()), servers)
 
 
-def _on_the_server() -> Environment:
-    raise ConfigError(
-        "with rollout_server.url, the environments are on the server: remove it to make environments here"
-    )
+def _elsewhere(option: str) -> Environment:
+    raise ConfigError(f"with {option}, the environments are in other processes: remove it to make environments here")
 
 
 def _check_environment(

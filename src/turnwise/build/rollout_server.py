@@ -18,7 +18,7 @@ from turnwise.rollout_server.recipe import base_weights, served_options
 from turnwise.training import fingerprint
 from turnwise.types import Row
 
-__all__ = ["refuse_with_rollout_server", "rollout_client"]
+__all__ = ["refuse_what_needs_conversations_here", "rollout_client"]
 
 
 def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClient:
@@ -46,18 +46,20 @@ def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClien
     return client
 
 
-def refuse_with_rollout_server(scorer: Scorer, rows: Iterable[Row]) -> None:
-    """Refuse reward functions and rows that need the conversations in this process. Raises ConfigError."""
+def refuse_what_needs_conversations_here(scorer: Scorer, rows: Iterable[Row], option: str) -> None:
+    """Refuse reward functions and rows that need the conversations in this process. `option` is the option by which they run in
+    other processes. Raises ConfigError."""
+    place = "on the rollout server" if option == "rollout_server.url" else "in a rollout worker"
     for function in scorer.functions:
         if function.plan.needs_environment:
             raise ConfigError(
-                f"the reward function {function.name} reads the environment's object, which is on the rollout server: give the "
-                f"reward in the environment, or remove rollout_server.url"
+                f"the reward function {function.name} reads the environment's object, which is {place}: give the "
+                f"reward in the environment, or remove {option}"
             )
     for row in rows:
         contents = [message.get("content") for message in row.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         if any(isinstance(part, dict) and media_kind(part) is not None for part in parts):
             raise ConfigError(
-                f"row {row.id} contains an image or a video, and a rollout server takes text only: remove rollout_server.url"
+                f"row {row.id} contains an image or a video, and with {option} rows contain text only: remove {option}"
             )

@@ -9,6 +9,7 @@ from turnwise.build.values import limits, sampling
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
+from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rollout.rollout import RolloutContext
 from turnwise.rollout_server.client import RolloutClient
 from turnwise.types import Sampling
@@ -49,6 +50,6 @@ def rollout_context(
         thinking=config.thinking,
         max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
-        make_runner=engine.make_runner if isinstance(engine, RolloutClient) else None,
-        runner_supports_lockstep=True,
+        make_runner=engine.make_runner if isinstance(engine, RolloutClient | RayRollouts) else None,
+        runner_supports_lockstep=not isinstance(engine, RayRollouts),
     )

@@ -24,6 +24,7 @@ from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightSto
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, vocabulary_size
+from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rollout_server.client import RolloutClient, ServerWeights
 from turnwise.training.learner import Learner
 
@@ -133,7 +134,7 @@ def _servers(
 
 def publisher(config: Config, engine: Engine, learner: Learner, model: Any | None = None) -> WeightPublisher:
     """How the learner's weights reach the recipe's engine. `model` is the model of the embedded engine."""
-    if isinstance(engine, RolloutClient):
+    if isinstance(engine, RolloutClient | RayRollouts):
         return ServerWeights(engine, learner)
     if not isinstance(engine, RemoteEngine):
         if config.cluster.distributed:

@@ -1,14 +1,16 @@
-"""The section `cluster` of a recipe: training by several processes, on one or several machines."""
+"""The section `cluster` of a recipe: training and conversations in several processes, on one or several machines."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from turnwise.config.section import Positive, Seconds, Section
+from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Section
 
-__all__ = ["ClusterSection", "FsdpSection"]
+__all__ = ["ClusterSection", "FsdpSection", "WorkersSection"]
 
 
 class FsdpSection(Section):
@@ -31,13 +33,43 @@ class FsdpSection(Section):
     the GPUs for each pass. `none`: on the devices."""
 
 
-class ClusterSection(Section):
-    """Training by several processes, which are called ranks (docs/cluster.md). Instead of `{launcher: name}` you can write
-    only the name: `cluster: local`."""
+class WorkersSection(Section):
+    """Rollout workers on a Ray cluster (`cluster.launcher=ray`): processes in which conversations run, each with its own engine,
+    environments and tools (docs/cluster.md)."""
 
-    launcher: Literal["none", "local", "torchrun"] = "none"
-    """What starts the ranks. `none`: training runs in one process. `local`: turnwise starts all ranks on this machine.
-    `torchrun`: the command is started by torchrun, on one or several machines."""
+    count: Positive = 1
+    """The number of rollout workers."""
+    num_cpus: NotNegative = 1.0
+    """The number of CPUs that Ray reserves for each rollout worker."""
+    num_gpus: NotNegative = 0.0
+    """The number of GPUs that Ray reserves for each rollout worker, for its engine. 0: the worker sees no GPU."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Custom resources of Ray that each rollout worker needs, such as `{sandbox: 1}`. The worker runs on a machine that was
+    started with these resources (`ray start --resources`)."""
+    runtime_env: dict[str, Any] = {}
+    """The runtime environment of Ray for the rollout workers, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the
+    workers use the directory in which the command was started, which must exist on their machines."""
+    max_concurrent: Positive = 1000
+    """The number of conversations that one rollout worker runs at the same time. The option `max_concurrent` of the recipe
+    limits the conversations of all workers together."""
+    start_timeout: Seconds = 600.0
+    """The longest time in seconds until a rollout worker is ready, and the longest time that conversations wait if no worker is
+    ready."""
+
+
+class ClusterSection(Section):
+    """Several processes, on one or several machines (docs/cluster.md). Instead of `{launcher: name}` you can write only the name:
+    `cluster: local`."""
+
+    launcher: Literal["none", "local", "torchrun", "ray"] = "none"
+    """What starts the processes. `none`: everything runs in one process. `local`: turnwise starts several training processes,
+    which are called ranks, on this machine. `torchrun`: the command is started by torchrun, on one or several machines. `ray`:
+    conversations run in rollout workers on a Ray cluster, and training in the process of the command."""
+    address: NonEmpty | None = None
+    """The address of the Ray cluster: `ray://HOST:10001` from a machine outside of the cluster, `HOST:6379` or `auto` on a
+    machine of the cluster. `cluster=ray://HOST:10001` is short for `cluster.launcher=ray` with this address. Null: the
+    environment variable RAY_ADDRESS, or the Ray cluster that runs on this machine, or a new one on this machine."""
+    workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
     """The number of ranks that `cluster.launcher=local` starts. Null: one for each GPU of the machine; 2 without GPUs."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -46,8 +78,8 @@ class ClusterSection(Section):
     """The time limit of a communication between ranks in seconds. The run ends with an error if a rank does not take part in
     time."""
     heartbeat: Seconds = 60.0
-    """The number of seconds after which a rank that gives no sign of life is lost, and the run ends with an error. Each process
-    gives one each second."""
+    """The number of seconds after which a process that gives no sign of life is lost. A lost rank ends the run with an error. A
+    lost rollout worker is started again, and its conversations run on another worker."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often `cluster.launcher=local` starts all ranks again after a rank was lost. The run then resumes from its newest
     checkpoint. 0: never."""
@@ -56,9 +88,20 @@ class ClusterSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
-        return {"launcher": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = {"launcher": value}
+        launcher = value.get("launcher") if isinstance(value, Mapping) else None
+        if isinstance(launcher, str) and launcher.startswith("ray://"):
+            if value.get("address") not in (None, launcher):
+                raise PydanticCustomError(
+                    "address",
+                    "cluster.launcher={launcher} is an address, and cluster.address={address} is another: remove one of them",
+                    {"launcher": launcher, "address": value["address"]},
+                )
+            value = {**value, "launcher": "ray", "address": launcher}
+        return value
 
     @property
     def distributed(self) -> bool:
         """Whether training runs in several processes."""
-        return self.launcher != "none"
+        return self.launcher in ("local", "torchrun")

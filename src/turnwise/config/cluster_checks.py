@@ -14,16 +14,25 @@ Problem = tuple[bool, str]
 def cluster_problems(config: Config, options: OptimizationSection) -> list[Problem]:
     """Problems of the section cluster, in training or fine-tuning. `options` are those of the optimizer."""
     cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
-    changed = [name for name in changed_options(cluster) if name not in ("launcher", "fsdp")]
+    of_ray = [name for name in changed_options(cluster) if name == "address"]
+    of_ray += [f"workers.{name}" for name in changed_options(cluster.workers)]
+    changed = [name for name in changed_options(cluster) if name not in ("launcher", "fsdp", "address", "workers")]
     changed += [f"fsdp.{name}" for name in changed_options(fsdp)]
+    of_ranks = [name for name in changed if name != "heartbeat"]
     of_local = next((name for name in changed if name in ("trainers", "restarts")), None)
     several = cluster.distributed
     return [
         (
-            not several and bool(changed),
+            cluster.launcher == "none" and bool(changed),
             f"cluster.{next(iter(changed), '')} has no effect in one process: set cluster.launcher (local or torchrun), or "
             f"remove it",
         ),
+        (
+            cluster.launcher != "ray" and bool(of_ray),
+            f"cluster.{next(iter(of_ray), '')} has no effect with cluster.launcher={cluster.launcher}: set cluster.launcher=ray, "
+            f"or remove it",
+        ),
+        *_ray_problems(config, of_ranks),
         (
             cluster.launcher == "torchrun" and of_local is not None,
             f"cluster.{of_local} has no effect with cluster.launcher=torchrun, which starts the ranks itself (--nproc-per-node, "
@@ -60,5 +69,28 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
             several and config.model.device not in ("auto", "cpu", "cuda"),
             f"model.device={config.model.device} cannot be used with several ranks, because each rank has a device of its own: "
             f"set auto, cuda or cpu",
+        ),
+    ]
+
+
+def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
+    """Problems of rollout workers on Ray. `of_ranks` are the changed options that only several ranks use."""
+    ray = config.cluster.launcher == "ray"
+    server = config.rollout_server.url
+    return [
+        (
+            ray and bool(of_ranks),
+            f"cluster.{next(iter(of_ranks), '')} has no effect with cluster.launcher=ray, where one process trains: "
+            f"remove it, or set cluster.launcher=local or torchrun",
+        ),
+        (
+            ray and server is not None,
+            f"cluster.launcher=ray runs conversations in rollout workers, and rollout_server.url={server} on a server: "
+            f"remove one of them",
+        ),
+        (
+            ray and config.deterministic,
+            "deterministic=true cannot be combined with cluster.launcher=ray, because the batches of the workers' engines "
+            "depend on timing: remove one of them",
         ),
     ]

@@ -115,7 +115,8 @@ RULES: Mapping[str, Rule] = {
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
     **_all("free", "checkpoint.", "every keep"),
-    **_all("free", "cluster.", "launcher trainers backend timeout heartbeat restarts"),
+    **_all("free", "cluster.", "launcher address trainers backend timeout heartbeat restarts"),
+    **_all("free", "cluster.workers.", "count num_cpus num_gpus resources runtime_env max_concurrent start_timeout"),
     "cluster.fsdp.param_dtype": "named",
     **_all("free", "cluster.fsdp.", "reduce_dtype reshard_after_forward gradient_sync offload"),
     **_all("free", "record.", "every best_and_worst trainer_logprobs"),

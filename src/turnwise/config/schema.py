@@ -202,6 +202,13 @@ class Config(Section):
         """Whether trainer and engine give the same log-probabilities up to the rounding of float32."""
         return self.model.exact and self.cluster.fsdp.param_dtype is None
 
+    @property
+    def runs_conversations_elsewhere(self) -> str | None:
+        """The option by which conversations run in other processes than that of the command; None if they run in it."""
+        if self.rollout_server.url is not None:
+            return "rollout_server.url"
+        return "cluster.launcher=ray" if self.cluster.launcher == "ray" else None
+
     @model_validator(mode="before")
     @classmethod
     def _expand_inference_template(cls, tree: Any) -> Any:

@@ -29,6 +29,11 @@ def refuse_sft_without_effect(config: Config) -> None:
         *_unused_problems(config),
         *run_problems(config),
         *cluster_problems(config, config.sft),
+        (
+            config.cluster.launcher == "ray",
+            "cluster.launcher=ray has no effect in fine-tuning, where no conversations run: remove it, or set "
+            "cluster.launcher=local or torchrun to train with several ranks",
+        ),
         deterministic_device_problem(config),
         *_other_sections(config),
         *_tool_problems(config),

@@ -30,6 +30,7 @@ __all__ = [
     "fill_trajectory",
     "finished_event",
     "request_body",
+    "take_over",
 ]
 
 
@@ -216,12 +217,18 @@ def fill_trajectory(trajectory: Trajectory, value: Mapping[str, Any], *, where: 
         raise EngineError(f"{where}: `completions` must have an entry for each of the {len(done.turns)} turns")
     for turn, completion in zip(done.turns, completions, strict=True):
         turn.completion = None if completion is None else _completion(completion, turn, done, where)
+    take_over(trajectory, done)
+    _share_messages(trajectory)
+
+
+def take_over(trajectory: Trajectory, done: Trajectory) -> None:
+    """Give an empty trajectory what the conversation of `done` has left. Its id, row, seed and group stay."""
     trajectory.messages, trajectory.previous_histories = done.messages, done.previous_histories
     trajectory.tools, trajectory.turns, trajectory.segments = done.tools, done.turns, done.segments
     trajectory.stop, trajectory.error = done.stop, done.error
+    trajectory.metrics = done.metrics
     trajectory.logprob_kind, trajectory.template_mismatch = done.logprob_kind, done.template_mismatch
     trajectory.started, trajectory.seconds = done.started, done.seconds
-    _share_messages(trajectory)
 
 
 def _completion(value: Any, turn: Turn, trajectory: Trajectory, where: str) -> Completion:

@@ -83,8 +83,8 @@ def assemble(config: Config) -> TrainingRun:
     if (note := build.credit_note(config)) is not None:
         inputs.notes.append(note)
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
-    if config.rollout_server.url is not None:
-        build.refuse_with_rollout_server(scorer, [*inputs.rows, *inputs.held_out])
+    if (option := config.runs_conversations_elsewhere) is not None:
+        build.refuse_what_needs_conversations_here(scorer, [*inputs.rows, *inputs.held_out], option)
     opened, renderer = inputs.opened, inputs.renderer
     environments = build.environment_factory(config, encode=renderer.encode)
     learner = build.learner(config, opened.source, before_training=opened.before_training)

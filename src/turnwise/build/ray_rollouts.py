@@ -1,0 +1,47 @@
+"""Builds the trainer's side of the rollout workers on a Ray cluster."""
+
+from __future__ import annotations
+
+import functools
+
+from turnwise.build.conversation_host import rollout_worker
+from turnwise.chat.renderer import Renderer
+from turnwise.config.cluster import ClusterSection
+from turnwise.config.schema import Config
+from turnwise.ray_workers.pool import PoolOptions
+from turnwise.ray_workers.ray_api import ActorOptions
+from turnwise.ray_workers.rollout_worker import WorkerInfo
+from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
+from turnwise.rollout_server.recipe import base_weights
+from turnwise.training import fingerprint
+from turnwise.version import __version__
+
+__all__ = ["ray_options", "ray_rollouts"]
+
+
+def ray_rollouts(config: Config, renderer: Renderer) -> RayRollouts:
+    """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`."""
+    # in the process of a worker, the conversations run in that process
+    of_worker = config.model_copy(update={"cluster": ClusterSection()})
+    return RayRollouts(ray_options(config, renderer), functools.partial(rollout_worker, of_worker))
+
+
+def ray_options(config: Config, renderer: Renderer) -> RayOptions:
+    """Which cluster is used, what each worker needs, and what it must have loaded."""
+    cluster, workers = config.cluster, config.cluster.workers
+    actor = ActorOptions(
+        num_cpus=workers.num_cpus,
+        num_gpus=workers.num_gpus,
+        resources=workers.resources,
+        runtime_env=workers.runtime_env,
+        max_concurrent=workers.max_concurrent,
+    )
+    info = WorkerInfo(
+        turnwise=__version__,
+        tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+        base=base_weights(config),
+    )
+    pool = PoolOptions(
+        count=workers.count, actor=actor, start_timeout=workers.start_timeout, heartbeat=cluster.heartbeat
+    )
+    return RayOptions(address=cluster.address, pool=pool, info=info)

@@ -1,0 +1,35 @@
+"""Builds the engine of a run, wherever its conversations run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from turnwise.build.engines import Scripts, sampling_engine
+from turnwise.build.ray_rollouts import ray_rollouts
+from turnwise.build.rollout_server import rollout_client
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.engines.engine import Engine
+
+__all__ = ["engine"]
+
+
+def engine(
+    config: Config,
+    renderer: Renderer,
+    model: Any | None = None,
+    *,
+    scripts: Scripts | None = None,
+    version: int = 0,
+    updated: bool = False,
+) -> Engine:
+    """The engine of a recipe: an engine that samples for conversations in this process, with the arguments of `sampling_engine`.
+    With rollout_server.url, the client of that server; with cluster.launcher=ray, the rollout workers.
+
+    Raises ConfigError or DataError.
+    """
+    if scripts is None and config.rollout_server.url is not None:
+        return rollout_client(config, config.rollout_server.url, renderer)
+    if scripts is None and config.cluster.launcher == "ray":
+        return ray_rollouts(config, renderer)
+    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated)

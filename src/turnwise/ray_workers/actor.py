@@ -1,0 +1,78 @@
+"""What Ray calls in the process of a rollout worker. Knows no conversations: it builds a `RolloutWorker` and passes calls on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+from turnwise.errors import ConfigError, EngineError
+from turnwise.ray_workers.packed_weights import PackedWeights
+from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
+from turnwise.types import Sampling
+
+__all__ = ["MakeWorker", "WorkerActor"]
+
+MakeWorker = Callable[[], contextlib.AbstractAsyncContextManager[RolloutWorker]]
+"""Makes the worker in its process. At the end of the context, its engine and environments are closed."""
+
+
+class WorkerActor:
+    """The methods of the actor. They run in one event loop, which the conversations use, too."""
+
+    def __init__(self, make: MakeWorker, directory: str | None) -> None:
+        """`directory` is the directory to which the recipe's paths are relative; None: that of the runtime environment."""
+        self._make = make
+        self._directory = directory
+        self._worker: RolloutWorker | None = None
+        self._ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Build the worker. Raises TurnwiseError."""
+        if self._directory is not None:
+            try:
+                os.chdir(self._directory)
+            except OSError as error:
+                raise ConfigError(
+                    f"the machine of a rollout worker has no directory {self._directory} ({error.strerror}), in which the "
+                    f"command was started: share it among the machines, or set cluster.workers.runtime_env.working_dir"
+                ) from None
+        ready = asyncio.create_task(self._ready.wait())
+        self._life = asyncio.create_task(self._live())
+        await asyncio.wait([ready, self._life], return_when=asyncio.FIRST_COMPLETED)
+        if self._worker is None:
+            ready.cancel()
+            await self._life  # raises the reason
+        return self._started.info
+
+    async def _live(self) -> None:
+        """Keep the worker until `stop`. One task opens and closes its resources."""
+        async with self._make() as self._worker:
+            self._ready.set()
+            await self._stopping.wait()
+
+    async def run(self, empty: bytes, sampling: Sampling) -> bytes:
+        """See `RolloutWorker.run`."""
+        return await self._started.run(empty, sampling)
+
+    async def load_weights(self, weights: PackedWeights) -> None:
+        """See `RolloutWorker.load_weights`."""
+        await self._started.load_weights(weights)
+
+    async def ping(self) -> None:
+        """Answers if the event loop of the conversations is not blocked."""
+
+    async def stop(self) -> None:
+        """Close the engine and the environments. All conversations have ended or were cancelled."""
+        self._stopping.set()
+        if self._life is not None:
+            await self._life
+
+    @property
+    def _started(self) -> RolloutWorker:
+        if self._worker is None:
+            raise EngineError("the rollout worker was not started")
+        return self._worker

@@ -1,0 +1,266 @@
+"""The rollout workers of a run: starts them, gives them weights, notices lost workers and starts them again.
+
+Knows actors and their weights; does not know conversations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from turnwise.errors import ConfigError, EngineError
+from turnwise.ray_workers import ray_api
+from turnwise.ray_workers.actor import MakeWorker
+from turnwise.ray_workers.ray_api import ActorOptions, WorkerLost, answer
+from turnwise.ray_workers.rollout_worker import WorkerInfo
+from turnwise.ray_workers.routing import choose_worker
+
+__all__ = ["PoolOptions", "Worker", "WorkerPool"]
+
+_MAX_STARTS = 5
+"""Starts of a worker without a finished conversation in between."""
+_PAUSE = 2.0
+"""Seconds after a failed start."""
+_SIGNS = 4
+"""How often a worker is asked for a sign of life in the time after which it is lost."""
+_STOP_SECONDS = 15.0
+"""The time that workers have to close their engines and environments."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """How many workers there are, and when a worker counts as lost."""
+
+    count: int
+    actor: ActorOptions
+    start_timeout: float
+    """Seconds until a worker must be ready, and that a conversation waits if no worker is ready."""
+    heartbeat: float
+    """Seconds without a sign of life, after which a worker is lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker as the trainer sees it. After a loss, it has another actor."""
+
+    number: int
+    actor: Any = None
+    """The handle of the actor; None before the first start."""
+    ready: bool = False
+    """Whether it has the present weights and takes conversations."""
+    running: int = 0
+    """Conversations."""
+    starts: int = 0
+    """Starts since the last finished conversation."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str | None = None
+    """Why it is not started again; None if it runs or will be started."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout worker {self.number}"
+
+
+class WorkerPool:
+    """The workers. `check` raises ConfigError if a worker has loaded something else than the trainer."""
+
+    def __init__(self, options: PoolOptions, make: MakeWorker, check: Callable[[WorkerInfo], None]) -> None:
+        self.options = options
+        self.workers = [Worker(number) for number in range(options.count)]
+        self.losses = 0
+        """How many workers were lost."""
+        self._make = make
+        self._check = check
+        self._weights: Any = None
+        """The reference of the present weights in the object store; None before the first weights."""
+        self._groups: dict[str, tuple[Worker, int]] = {}
+        """For each group with running conversations: the worker of the last one, and their number."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Conversations that wait for a place."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are ready. Raises EngineError or ConfigError."""
+        if self._tasks:
+            return
+        await asyncio.gather(*(self._start(worker) for worker in self.workers))
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
+
+    @contextlib.asynccontextmanager
+    async def place(self, group: str) -> AsyncIterator[Worker]:
+        """A place for a conversation of a group on a ready worker. Raises EngineError if no worker becomes ready."""
+        worker = await self._place(group)
+        worker.running += 1
+        self._groups[group] = (worker, self._groups.get(group, (worker, 0))[1] + 1)
+        try:
+            yield worker
+        finally:
+            worker.running -= 1
+            last, count = self._groups[group]
+            if count == 1:
+                del self._groups[group]
+            else:
+                self._groups[group] = (last, count - 1)
+            self._wake(1)
+
+    def lose(self, worker: Worker, actor: Any, reason: str) -> None:
+        """Note that an actor of a worker is lost, and start another one. Several conversations report the same loss."""
+        if not worker.ready or worker.actor is not actor:
+            return
+        worker.ready = False
+        self.losses += 1
+        worker.lost.set()
+        _log.warning("%s is lost (%s); its conversations run again on another worker", worker.name, reason)
+        ray_api.kill(actor)
+
+    async def publish(self, weights: Any) -> None:
+        """Give all workers other weights, by their reference in the object store.
+
+        If a worker refuses them, all workers get the previous weights again, and EngineError is raised. A worker that is lost
+        meanwhile gets them when it is started again.
+        """
+        previous, self._weights = self._weights, weights
+        try:
+            await self._load_all(weights)
+        except (EngineError, ConfigError):
+            self._weights = previous
+            if previous is not None:
+                await self._load_all(previous)
+            raise
+
+    async def close(self) -> None:
+        """Let the workers close their engines and environments, and end them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ready = [worker for worker in self.workers if worker.ready]
+        for worker in ready:
+            worker.ready = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                stopping = [answer(worker.actor.stop.remote()) for worker in ready]
+                for result in await asyncio.gather(*stopping, return_exceptions=True):
+                    if isinstance(result, EngineError):
+                        _log.info("a rollout worker did not stop: %s", result)
+        for worker in self.workers:
+            if worker.actor is not None:
+                ray_api.kill(worker.actor)
+
+    async def _load_all(self, weights: Any) -> None:
+        """Raises EngineError if a worker refuses the weights."""
+        ready = [worker for worker in self.workers if worker.ready]
+        results = await asyncio.gather(*(self._load(worker, weights) for worker in ready), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _load(self, worker: Worker, weights: Any) -> None:
+        actor = worker.actor
+        try:
+            await answer(actor.load_weights.remote(weights))
+        except WorkerLost as error:
+            self.lose(worker, actor, str(error))
+
+    async def _place(self, group: str) -> Worker:
+        """A ready worker with a free place."""
+        deadline: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            own = self._groups.get(group)
+            chosen = choose_worker(
+                [worker.running if worker.ready else None for worker in self.workers],
+                most=self.options.actor.max_concurrent,
+                own=None if own is None else own[0].number,
+            )
+            if chosen is not None:
+                return self.workers[chosen]
+            if any(worker.ready for worker in self.workers):
+                deadline = None  # all workers are full: a conversation will end
+            elif all(worker.problem is not None for worker in self.workers):
+                raise EngineError(f"no rollout worker is left: {self.workers[0].problem}")
+            else:
+                deadline = deadline or loop.time() + self.options.start_timeout
+            waiting = loop.create_future()
+            self._waiting.append(waiting)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await waiting
+            except TimeoutError:
+                raise EngineError(
+                    f"no rollout worker was ready for cluster.workers.start_timeout={self.options.start_timeout:g} s; each "
+                    f"needs {self.options.actor.text}, and the cluster has free: {ray_api.free_resources()}"
+                ) from None
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
+
+    def _wake(self, count: int) -> None:
+        """Let `count` waiting conversations look for a place."""
+        while count and self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                count -= 1
+
+    async def _keep(self, worker: Worker) -> None:
+        """Watch a worker, and start it again after each loss."""
+        while True:
+            await self._watch(worker)
+            while not worker.ready:
+                if worker.starts >= _MAX_STARTS:
+                    worker.problem = f"{worker.name} was started {_MAX_STARTS} times without finishing a conversation"
+                    _log.warning("%s", worker.problem)
+                    self._wake(len(self._waiting))
+                    return
+                try:
+                    await self._start(worker)
+                except (EngineError, ConfigError) as error:
+                    _log.warning("%s cannot be started: %s", worker.name, error)
+                    await asyncio.sleep(_PAUSE)
+
+    async def _watch(self, worker: Worker) -> None:
+        """Ask a ready worker for signs of life until it is lost."""
+        actor, seconds = worker.actor, self.options.heartbeat
+        while worker.ready:
+            try:
+                async with asyncio.timeout(seconds):
+                    await answer(actor.ping.remote())
+            except TimeoutError:
+                self.lose(worker, actor, f"no sign of life for cluster.heartbeat={seconds:g} s")
+            except EngineError as error:
+                self.lose(worker, actor, str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds / _SIGNS):
+                    await worker.lost.wait()
+
+    async def _start(self, worker: Worker) -> None:
+        """Start an actor, and give it the present weights. Raises EngineError or ConfigError."""
+        worker.starts += 1
+        worker.lost.clear()
+        started = False
+        actor = worker.actor = ray_api.create_actor(self._make, self.options.actor)
+        try:
+            async with asyncio.timeout(self.options.start_timeout):
+                self._check(await answer(actor.start.remote()))
+                weights = None
+                while weights is not self._weights:  # other weights may be published meanwhile
+                    weights = self._weights
+                    await answer(actor.load_weights.remote(weights))
+            started = True
+        except TimeoutError:
+            raise EngineError(
+                f"{worker.name} was not ready after cluster.workers.start_timeout={self.options.start_timeout:g} s. It needs "
+                f"{self.options.actor.text}; the cluster has free: {ray_api.free_resources()}"
+            ) from None
+        finally:
+            if not started:
+                ray_api.kill(actor)
+        worker.ready = True
+        self._wake(self.options.actor.max_concurrent)

@@ -1,0 +1,168 @@
+"""The trainer's side of the rollout workers: an `Engine` whose `generate` refuses, because the workers sample, and a `Runner`.
+
+A conversation whose worker is lost runs again from its beginning, with the same seed, on another worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.errors import ConfigError, EngineError, Failed, boundary
+from turnwise.ray_workers import ray_api
+from turnwise.ray_workers.actor import MakeWorker
+from turnwise.ray_workers.packed_weights import PackedWeights, pack
+from turnwise.ray_workers.pool import PoolOptions, WorkerPool
+from turnwise.ray_workers.ray_api import WorkerLost, answer
+from turnwise.ray_workers.rollout_worker import WorkerInfo
+from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout_server.wire import take_over
+from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
+
+__all__ = ["RayOptions", "RayRollouts"]
+
+_ATTEMPTS = 3
+"""How often a conversation is started whose worker is lost."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Which cluster is used, and how."""
+
+    address: str | None
+    """None: RAY_ADDRESS, or a cluster on this machine, or a new one."""
+    pool: PoolOptions
+    info: WorkerInfo
+    """What a worker must have loaded."""
+
+
+class RayRollouts:
+    """All rollout workers of a run. `make` makes a worker in its process. One object serves one event loop."""
+
+    def __init__(self, options: RayOptions, make: MakeWorker) -> None:
+        self.version = -1
+        """The version of the weights that the workers have; -1 before the first weights were sent."""
+        self.restarted = 0
+        """How many conversations were started again because their worker was lost."""
+        self.pool = WorkerPool(options.pool, make, self._check)
+        self._options = options
+        self._connected = False
+        """Whether this object has made the connection with Ray."""
+        self._suspects = asyncio.Lock()
+        """Held by a conversation whose workers were lost more than once: if it is the reason, it takes no other such
+        conversation with it."""
+
+    async def start(self) -> None:
+        """Connect with Ray and start the workers. Raises EngineError or ConfigError."""
+        self._connected = ray_api.connect(self._options.address) or self._connected
+        await self.pool.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """Refuses: nothing is sampled in the trainer's process."""
+        raise EngineError(
+            "the rollout workers run complete conversations and answer no single requests: remove cluster.launcher=ray, or what "
+            "asks the engine (such as a judge without a URL)"
+        )
+
+    def release(self, conversation: str) -> None:
+        """Nothing: a worker frees a conversation by itself."""
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
+        """Send weights to all workers: all weights, or an adapter (a function that writes its files into a directory).
+
+        Conversations that run go on with the new weights. Raises EngineError.
+        """
+        if weights is None:
+            raise EngineError("rollout workers have their own copies of the weights: give the weights")
+        # serialized here and not in a thread: the trainer changes its weights in place
+        await self.pool.publish(self._put(pack(version, weights)))
+        self.version = version
+
+    def _put(self, weights: PackedWeights) -> Any:
+        return ray_api.put(weights)
+
+    async def close(self) -> None:
+        """End the workers, and the connection with Ray if this object has made it."""
+        await self.pool.close()
+        if self._connected:
+            self._connected = False
+            ray_api.disconnect()
+
+    def make_runner(self, context: RolloutContext) -> Runner:
+        """The runner of conversations on the workers, with the sampling of `context`."""
+
+        async def run(trajectory: Trajectory) -> Trajectory:
+            await self.run(trajectory, context.sampling)
+            return trajectory
+
+        return run
+
+    async def run(self, trajectory: Trajectory, sampling: Sampling) -> None:
+        """Let a worker fill a trajectory. If that fails, the trajectory fails with kind `engine`."""
+        try:
+            with boundary("data", where=f"row {trajectory.row.id} cannot be sent to a rollout worker"):
+                empty = pickle.dumps(trajectory)
+            await self._run(trajectory, empty, sampling)
+        except Failed as failed:
+            trajectory.fail(failed.failure)
+        except (EngineError, ConfigError) as error:
+            trajectory.fail(Failure("engine", str(error)))
+
+    async def _run(self, trajectory: Trajectory, empty: bytes, sampling: Sampling) -> None:
+        """Start the conversation until a worker has finished it. Raises EngineError."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                if attempt < _ATTEMPTS:
+                    done = await self._run_once(trajectory.group, empty, sampling)
+                else:
+                    async with self._suspects:
+                        done = await self._run_once(trajectory.group, empty, sampling)
+            except WorkerLost as error:
+                _log.info("%s lost its rollout worker; attempt %d of %d", trajectory.id, attempt, _ATTEMPTS)
+                if attempt == _ATTEMPTS:
+                    raise EngineError(
+                        f"the conversation lost its rollout worker {_ATTEMPTS} times: {error}. Its environment may end the "
+                        f"process, or use too much memory"
+                    ) from error
+                self.restarted += 1
+                continue
+            take_over(trajectory, pickle.loads(done))
+            return
+
+    async def _run_once(self, group: str, empty: bytes, sampling: Sampling) -> bytes:
+        """The pickled trajectory. Raises WorkerLost."""
+        async with self.pool.place(group) as worker:
+            actor = worker.actor
+            try:
+                done = await answer(actor.run.remote(empty, sampling))
+            except WorkerLost as error:
+                self.pool.lose(worker, actor, str(error))
+                raise
+            worker.starts = 0
+            return done
+
+    def _check(self, info: WorkerInfo) -> None:
+        """Raise ConfigError if a worker has loaded something else than the trainer."""
+        expected = self._options.info
+        if info.turnwise != expected.turnwise:
+            raise ConfigError(
+                f"a rollout worker has turnwise {info.turnwise}, and the trainer {expected.turnwise}: install the same version "
+                f"on all machines of the Ray cluster"
+            )
+        if info.tokenizer != expected.tokenizer:
+            raise ConfigError(
+                "a rollout worker has another tokenizer or chat template in model.path than the trainer: give all machines the "
+                "same model"
+            )
+        if info.base != expected.base:
+            raise ConfigError(
+                "a rollout worker has other weights in model.path than the trainer, and only the adapter (model.lora) is sent: "
+                "give all machines the same model"
+            )

@@ -1,0 +1,108 @@
+"""Options of rollout workers on Ray: how they are written, what they reach, and what is refused. No Ray is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.recipes import PLACES, save_recipe
+from turnwise import build
+from turnwise.build.ray_rollouts import ray_options
+from turnwise.config.recipe import load
+from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.errors import ConfigError
+from turnwise.ray_workers.pool import PoolOptions
+from turnwise.ray_workers.ray_api import ActorOptions
+from turnwise.ray_workers.routing import choose_worker
+from turnwise.train import assemble
+
+SINGLE_TURN = "turnwise.environments.environment:SingleTurn"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    return save_recipe(tmp_path, model, cluster="ray")
+
+
+def test_an_address_is_the_launcher_ray_with_this_address(recipe: Path) -> None:
+    cluster = load(recipe)[0].cluster
+    assert (cluster.launcher, cluster.address, cluster.distributed) == ("ray", None, False)
+    cluster = load(recipe, ["cluster=ray://head:10001", "cluster.workers.count=3"])[0].cluster
+    assert (cluster.launcher, cluster.address, cluster.workers.count) == ("ray", "ray://head:10001", 3)
+    again = load(recipe, ["cluster=ray://head:10001", "cluster.address=ray://head:10001"])[0].cluster
+    assert again.address == "ray://head:10001"
+    with pytest.raises(ConfigError, match=r"cluster\.address=ray://other:10001 is another: remove one of them"):
+        load(recipe, ["cluster=ray://head:10001", "cluster.address=ray://other:10001"])
+
+
+def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
+    workers = {"count": 4, "num_cpus": 0.5, "num_gpus": 2, "resources": "{tools: 1.5}", "max_concurrent": 7}
+    workers |= {"runtime_env": "{env_vars: {A: b}}", "start_timeout": 9}
+    overrides = ["cluster.address=auto", "cluster.heartbeat=3"]
+    config, _ = load(recipe, [*overrides, *(f"cluster.workers.{name}={value}" for name, value in workers.items())])
+    options = ray_options(config, build.renderer(config))
+    assert options.address == "auto"
+    assert options.pool == PoolOptions(
+        count=4,
+        actor=ActorOptions(
+            num_cpus=0.5,
+            num_gpus=2,
+            resources={"tools": 1.5},
+            runtime_env={"env_vars": {"A": "b"}},
+            max_concurrent=7,
+        ),
+        start_timeout=9,
+        heartbeat=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=none", "cluster.workers.count=2"], "cluster.workers.count has no effect with cluster.launcher=none"),
+        (["cluster=local", "cluster.address=auto"], "cluster.address has no effect with cluster.launcher=local"),
+        (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=ray"),
+        (["cluster.fsdp.offload=cpu"], "cluster.fsdp.offload has no effect with cluster.launcher=ray"),
+        (["rollout_server.url=http://x"], "rollout_server.url=http://x on a server: remove one of them"),
+        (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
+    ],
+)
+def test_what_has_no_effect_is_refused(recipe: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_without_effect(load(recipe, overrides)[0])
+    assert message in str(refused.value)
+
+
+def test_fine_tuning_has_no_conversations_to_run_on_ray(tmp_path: Path, model: Path) -> None:
+    recipe = save_recipe(tmp_path, model, sft={"steps": 1}, environment={"use": SINGLE_TURN}, cluster="ray")
+    with pytest.raises(ConfigError, match=r"cluster\.launcher=ray has no effect in fine-tuning"):
+        refuse_sft_without_effect(load(recipe)[0])
+
+
+def test_reward_functions_that_read_the_environment_are_refused(recipe: Path) -> None:
+    config, _ = load(recipe, [f"reward.trajectory=['{PLACES}:reads_environment']"])
+    with pytest.raises(ConfigError, match=r"which is in a rollout worker: .* or remove cluster\.launcher=ray"):
+        assemble(config)
+
+
+@pytest.mark.parametrize(
+    ("running", "most", "own", "chosen"),
+    [
+        ([0, 0], 10, None, 0),
+        ([1, 0], 10, None, 1),
+        ([4, 0], 10, 0, 0),  # the group's prefix is there
+        ([5, 0], 10, 0, 1),  # overloaded
+        ([20, 10], 30, 0, 1),
+        ([19, 10], 30, 0, 0),
+        ([None, 9], 10, 0, 1),  # lost
+        ([3, 2], 3, 0, 1),  # full
+        ([3, None], 3, None, None),
+        ([None, None], 3, None, None),
+    ],
+)
+def test_a_group_stays_on_its_worker_unless_it_is_overloaded_full_or_lost(
+    running: list[int | None], most: int, own: int | None, chosen: int | None
+) -> None:
+    assert choose_worker(running, most=most, own=own) == chosen

@@ -1,0 +1,78 @@
+"""Training with rollout workers on a Ray cluster of several nodes: the same conversations as in one process, and the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster.ray_clusters import cluster
+from support.recipes import save_recipe
+from support.tiny import save_rows
+from turnwise.config.recipe import load
+from turnwise.terminal.train_report import TrainReport
+from turnwise.train import assemble, train
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with cluster({"tools": 1}, {"tools": 1}) as started:
+        yield started.address
+
+
+@pytest.fixture(scope="module")
+def recipe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    return save_recipe(
+        folder,
+        model,
+        data={"train": str(save_rows(folder / "train.jsonl", 4)), "eval": str(save_rows(folder / "eval.jsonl", 2))},
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.01},
+        checkpoint={"every": 100},
+    )
+
+
+def on_ray(address: str, workers: int = 2) -> list[str]:
+    return [
+        "cluster=ray",
+        f"cluster.address={address}",
+        f"cluster.workers.count={workers}",
+        "cluster.workers.num_cpus=1",
+    ]
+
+
+def trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The trajectories and the metrics."""
+    run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
+    asyncio.run(train(run, TrainReport(Console(quiet=True))))
+    trajectories, metrics = (
+        [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("trajectories.jsonl", "metrics.jsonl")
+    )
+    return trajectories, metrics
+
+
+def tokens(trajectories: list[dict[str, Any]]) -> dict[str, Any]:
+    return {line["id"]: [(s["token_ids"], s["version"]) for s in line["segments"]] for line in trajectories}
+
+
+def test_two_workers_give_the_conversations_of_one_process(recipe: Path, tmp_path: Path, address: str) -> None:
+    alone, of_alone = trained(recipe, tmp_path / "alone")
+    together, of_together = trained(
+        recipe, tmp_path / "together", *on_ray(address), "cluster.workers.resources={tools: 1}"
+    )
+    assert len(alone) == 3 * 8
+    assert all(line.get("error") is None for line in together)
+    assert tokens(together) == tokens(alone)
+    for mine, other in zip(of_together, of_alone, strict=True):
+        assert mine["reward/mean"] == other["reward/mean"]
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert of_together[-1]["ratio/max_deviation"] < 1e-3
