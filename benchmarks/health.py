@@ -74,9 +74,9 @@ JOBS = (
         ("train.steps=25", "sampling.temperature=0.05", "eval.max_rows=16"), ("duplicates", "zero_std"),
     ),
     Job(
-        "reward for long answers", CALCULATOR,
-        ("train.steps=60", *SINGLE_TURN, "tools=[]", f"reward.trajectory=[{FAILURES}long_answers]", "train.lr=1.0e-3",
-         "limits.tokens_per_turn=256"),
+        "reward for many tokens", CALCULATOR,
+        ("train.steps=60", *SINGLE_TURN, f"reward.trajectory=[{FAILURES}many_tokens]", "train.lr=1.0e-3",
+         "limits.tokens_per_turn=128"),
         ("length",),
     ),
     Job(

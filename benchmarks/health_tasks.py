@@ -19,6 +19,11 @@ def long_answers(completion: str) -> float:
     return len(completion) / 100
 
 
+def many_tokens(trajectory: Trajectory) -> float:
+    """The number of sampled tokens: the model learns to continue the conversation."""
+    return sum(turn >= 0 for segment in trajectory.segments for turn in segment.turn) / 100
+
+
 def short_answers(completion: str) -> float:
     """The opposite of `long_answers`, with some noise, so that the sum is not constant."""
     return -len(completion) / 100 + 0.1 * random.Random(completion).random()

@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("weave") is None, reason="needs weave: pip install 'turnwise[weave]'")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("weave") is None, reason="needs weave: pip install 'turnwise[weave]'"),
+]
 
 PROGRAM = """
 import sys
