@@ -9,7 +9,7 @@ import io
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +20,7 @@ from turnwise.record import RecordedTrajectories
 class _CountingFile(io.FileIO):
     """A file that counts the bytes that the operating system returns, read-ahead of buffers included."""
 
-    counts: Counter[str] = Counter()
+    counts: ClassVar[Counter[str]] = Counter()
 
     def readinto(self, buffer: Any, /) -> int:
         size = super().readinto(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import tarfile
 import threading
@@ -171,6 +172,32 @@ def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) 
     page.click(".body .row >> nth=0")
     page.wait_for_selector(".pane >> nth=1")
     assert [text.split()[0] for text in page.locator(".pane h2").all_inner_texts()] == ["first", "second"]
+
+
+def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
+    open_view(page, address, "#/compare?left=0&right=1&kind=train&from=1&to=1")
+    page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
+    page.keyboard.press("j")
+    second = page.wait_for_selector(".body .row[aria-rowindex='3'][aria-selected=true]").inner_text().split()[1]
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f".pane [aria-label='Messages of 1.0:{second}/0']")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".table.pairs")
+    page.keyboard.press("3")
+    page.wait_for_selector("svg .engine")
+    page.keyboard.press("k")
+    page.wait_for_url(re.compile("step=2"))
+    page.keyboard.press("j")
+    page.wait_for_url(re.compile("step=3"))
+    for key, view in (("1", "curves"), ("2", "conversations"), ("4", "compare"), ("5", "evaluations")):
+        page.keyboard.press(key)
+        page.wait_for_selector(f"nav a[aria-current=page][href='#/{view}']")
+    for _ in range(40):  # the focus reaches the content of each view
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('main .scroll') !== null"):
+            break
+    else:
+        raise AssertionError("the focus does not reach the content")
 
 
 def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import { Evaluations } from "./evaluations.js";
 import { Timeline } from "./timeline.js";
 
 const KEYS = [
-  ["1 2 3 4 5", "curves, conversations, timeline, comparison of runs, evaluations"], ["j k", "next and previous conversation"],
-  ["Enter", "open the conversation"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
+  ["1 2 3 4 5", "curves, conversations, timeline, comparison of runs, evaluations"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
+  ["Enter", "open the conversation, or the two of a row"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
   ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
 ];

@@ -1,5 +1,5 @@
 // Two runs, the same row beside the same row.
-import { html, number, signed, useMemo, useRef } from "./ui.js";
+import { html, number, signed, useKeys, useMemo, useRef, useState } from "./ui.js";
 import { useColumns } from "./columns.js";
 import { useVirtual } from "./virtual.js";
 
@@ -39,6 +39,15 @@ export function Compare({ runs, address, go }) {
   }, [a, b, from, to]);
   const scroll = useRef();
   const virtual = useVirtual(scroll, pairs.length, 26);
+  const [pickedPlace, setPicked] = useState(0);
+  const picked = Math.min(pickedPlace, pairs.length - 1);
+  const pick = (place) => { const next = Math.max(0, Math.min(pairs.length - 1, place)); setPicked(next); virtual.scrollToIndex(next); };
+  const open = (pair) => go({ view: "pair", kind, left, right, first: pair.x.numbers[0], second: pair.y.numbers[0] });
+  useKeys((event) => {
+    if (event.key === "j" || event.key === "ArrowDown") { event.preventDefault(); pick(picked + 1); }
+    else if (event.key === "k" || event.key === "ArrowUp") { event.preventDefault(); pick(picked - 1); }
+    else if (event.key === "Enter" && !event.target.closest("button, a, input") && pairs.length) open(pairs[picked]);
+  });
   const scored = pairs.filter((pair) => pair.change !== null);
   const select = (name, value, change) => html`<label>${name} <select value=${value} onChange=${(event) => go({ [change]: event.target.value })}>${runs.map((run, place) => html`<option key=${place} value=${place}>${run.name}</option>`)}</select></label>`;
   const stepSelect = (name, columns, value) => html`<label>step <select value=${value ?? ""} onChange=${(event) => go({ [name]: event.target.value })}><option value="">latest of each row</option>${steps(columns).map((step) => html`<option key=${step}>${step}</option>`)}</select></label>`;
@@ -53,9 +62,8 @@ export function Compare({ runs, address, go }) {
         <div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>${virtual.getVirtualItems().map((item) => {
           const pair = pairs[item.index];
           if (!pair) return null;
-          const open = () => go({ view: "pair", kind, left, right, first: pair.x.numbers[0], second: pair.y.numbers[0] });
-          return html`<div key=${pair.row} class="row" role="row" aria-rowindex=${item.index + 2} style=${{ transform: `translateY(${item.start}px)` }} onClick=${open}>
-            <span role="gridcell"><a href="#/pair" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); open(); }}>row ${pair.row}</a></span>
+          return html`<div key=${pair.row} class="row" role="row" aria-rowindex=${item.index + 2} aria-selected=${item.index === picked} style=${{ transform: `translateY(${item.start}px)` }} onClick=${() => open(pair)}>
+            <span role="gridcell"><a href="#/pair" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); open(pair); }}>row ${pair.row}</a></span>
             <span role="gridcell" class="num">${pair.x.numbers.length}, ${pair.y.numbers.length}</span><span role="gridcell" class="num">${number(pair.x.reward)}</span><span role="gridcell" class="num">${number(pair.y.reward)}</span>
             <span role="gridcell" class=${`num ${pair.change < 0 ? "bad" : ""}`}>${pair.change === null ? "" : signed(pair.change)}</span></div>`;
         })}</div>

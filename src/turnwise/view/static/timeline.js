@@ -1,6 +1,6 @@
 // The timeline of a step: when the trainer waited and trained, and when the engine, the tools and the environment worked on each
 // conversation.
-import { html, number, Problem, seconds as duration, useLoaded, useMemo, useState } from "./ui.js";
+import { html, number, Problem, seconds as duration, useKeys, useLoaded, useMemo, useState } from "./ui.js";
 import * as data from "./data.js";
 import { useColumns } from "./columns.js";
 
@@ -13,9 +13,14 @@ export function Timeline({ runs, run, kind, address, go }) {
   const [loaded, problem] = useLoaded(() => (step === undefined || kind !== "train" ? Promise.resolve(null) : data.timeline(run, step)), `${run} ${kind} ${step}`);
   const place = steps.indexOf(step);
   const recorded = runs[run].recorded;
+  const move = (by) => { if (steps[place + by] !== undefined) go({ step: steps[place + by] }); };
+  useKeys((event) => {
+    if (event.key === "j" || event.key === "n") move(1);
+    else if (event.key === "k" || event.key === "p") move(-1);
+  });
   return html`
     <div class="bar"><label>Step <select value=${step} onChange=${(event) => go({ step: event.target.value })}>${steps.map((other) => html`<option key=${other}>${other}</option>`)}</select></label>
-      <button disabled=${place <= 0} onClick=${() => go({ step: steps[place - 1] })}>‹ Step</button><button disabled=${place >= steps.length - 1} onClick=${() => go({ step: steps[place + 1] })}>Step ›</button>
+      <button disabled=${place <= 0} onClick=${() => move(-1)}>‹ Step</button><button disabled=${place >= steps.length - 1} onClick=${() => move(1)}>Step ›</button>
       <span class="legend"><${Key} name="engine" y=${1} height=${10} />engine <${Key} name="tools" y=${6} height=${5} />tools <${Key} name="environment" y=${1} height=${5} />environment <${Key} name="wait" y=${4} height=${4} />waiting <${Key} name="train" y=${1} height=${10} />training</span></div>
     ${problem && html`<${Problem} text=${problem} />`}
     ${kind !== "train" && html`<p class="loading">Only training steps have a timeline. Choose “training” above.</p>`}
