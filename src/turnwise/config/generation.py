@@ -111,6 +111,7 @@ class LimitsSection(Section):
     context: Positive | None = None
     """The most tokens of a conversation, its prompt included. Null: the longest context of the model."""
     seconds_per_turn: Seconds | None = 120.0
-    """The time limit of one turn, in seconds, for sampling the turn and for the environment's reply together. Null: no limit."""
+    """The time limit of one turn, in seconds, for sampling the turn and for the environment's reply together. Weight updates and
+    restarts of an engine's server do not count. Null: no limit."""
     seconds: Seconds | None = 600.0
     """The time limit of a conversation, in seconds. Null: no limit."""

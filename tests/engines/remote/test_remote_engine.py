@@ -18,6 +18,7 @@ from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.weights import Probe, WeightFiles
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
+from turnwise.user_code.deadlines import conversation, deadline
 
 LIMITS = HttpLimits(connect=2, answer=5, idle=0.5, retries=0)
 WEIGHTS = {"weight": torch.ones(3)}
@@ -337,5 +338,24 @@ def test_a_server_that_comes_back_gets_the_present_weights(tmp_path: Path) -> No
             completion = await task
             assert list(completion.versions) == [4] * 8
             assert list(completion.token_ids) == expected(4, 8, 4)
+
+    run(main())
+
+
+def test_the_restart_of_a_server_does_not_count_for_the_time_limit_of_a_turn() -> None:
+    async def turn(engine: RemoteEngine) -> list[int]:
+        with conversation("c"):
+            async with deadline(0.5):
+                return list((await engine.generate(request([4]))).token_ids)
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], patience=10.0) as engine:
+            assert await turn(engine) == expected(4, 8)
+            port = int(server.url.rpartition(":")[2])
+            await server.stop()
+            task = asyncio.create_task(turn(engine))
+            await asyncio.sleep(1.5)
+            await server.start(port)
+            assert await task == expected(4, 8)
 
     run(main())

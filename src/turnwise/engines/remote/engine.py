@@ -21,6 +21,7 @@ from turnwise.engines.remote.server_api import ServerApi, ServerInfo
 from turnwise.engines.remote.weights import Probe, WeightStore, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
+from turnwise.user_code.deadlines import waiting_for_others
 
 __all__ = ["RemoteEngine", "WriteAdapter"]
 
@@ -84,10 +85,7 @@ class RemoteEngine:
         joined: JoinedCompletion | None = None
         losses = aborts = 0
         while True:
-            await self._open.wait()
-            if self._closed:
-                raise EngineError("the engine is closed: it takes no more requests")
-            replica = await self._replicas.of(request.conversation)
+            replica = await self._ready_replica(request.conversation)
             joined = joined or JoinedCompletion(request, self._max_tokens(request))
             known = len(joined.token_ids)
             try:
@@ -102,7 +100,8 @@ class RemoteEngine:
                     ) from error
                 self._replicas.lose(replica)
             if joined.versions and joined.versions[-1] > self.version:
-                await self._open.wait()  # an update is not decided yet
+                with waiting_for_others():
+                    await self._open.wait()  # an update is not decided yet
                 joined.drop_versions_above(self.version)
             joined.close_if_complete(self._decode)
             if joined.finish is not None:
@@ -114,6 +113,18 @@ class RemoteEngine:
                 raise EngineError(f"{replica.name} aborted a request {aborts} times without sampling a token")
             if aborts:
                 await asyncio.sleep(0.1)
+
+    async def _ready_replica(self, conversation: str) -> Replica:
+        """The server of a conversation, after an update that is going on.
+
+        Updates and restarts of servers take minutes with large models. They do not count for the time limits of the
+        conversation.
+        """
+        with waiting_for_others():
+            await self._open.wait()
+            if self._closed:
+                raise EngineError("the engine is closed: it takes no more requests")
+            return await self._replicas.of(conversation)
 
     def release(self, conversation: str) -> None:
         self._replicas.release(conversation)
