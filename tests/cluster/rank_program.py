@@ -182,7 +182,7 @@ def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
         ),
     )
     learner = ShardedLearner(ranks, options_of(case))
-    actual = measured(case, learner, lambda: learner._run(Gradients()) if case.dtype == "float32" else {})
+    actual = measured(case, learner, lambda: learner.leader.run(Gradients()) if case.dtype == "float32" else {})
     result: dict[str, Any] = {"ranks": actual, "one": expected}
     result["gradients"] = (
         difference(actual.pop("gradients"), expected.pop("gradients")) if case.dtype == "float32" else 0

@@ -58,7 +58,6 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
         (["train.optimizer.offload=cpu"], "set cluster.fsdp.offload=cpu"),
         (["train.optimizer.master_weights=kahan", "model.dtype=bfloat16"], "cannot be used with several ranks"),
         (["model.device=cuda:1"], "each rank has a device of its own"),
-        (["credit.name=gae"], "needs a critic, which several ranks cannot train"),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_trained_is_refused(recipe: Path, overrides: list[str], message: str) -> None:

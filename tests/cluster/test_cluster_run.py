@@ -33,8 +33,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
 
 
-def start(recipe: Path, *words: str, torchrun: bool = False) -> subprocess.Popen[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+def start(recipe: Path, *words: str, torchrun: bool = False, restarts: int = 0) -> subprocess.Popen[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    launcher = several if torchrun else []
     command = [sys.executable, *launcher, "-m", "turnwise", "train", str(recipe), *words]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -137,6 +138,34 @@ def test_a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_l
     assert "starting all ranks again" in output
     steps = min(len(metrics(folder)), 8)
     assert compared(folder, steps) == pytest.approx(compared(in_one_process, steps), abs=1e-5, rel=1e-4)
+
+
+def test_a_critic_on_two_ranks_has_the_metrics_of_one_process_and_goes_on_there(recipe: Path, tmp_path: Path) -> None:
+    words = ["credit.name=gae", "critic.lr=1e-3", "credit.lam=0.9"]
+    run(recipe, f"output={tmp_path / 'one'}", *words)
+    run(recipe, f"output={tmp_path / 'two'}", *words, "cluster=local", "cluster.trainers=2", "train.steps=2")
+    checkpoint = (tmp_path / "two" / "checkpoint").resolve().parent
+    assert (checkpoint / "shards" / "critic" / ".metadata").is_file()
+    assert (checkpoint / "critic" / "value_head.safetensors").is_file()
+    run(recipe, f"output={tmp_path / 'two'}", *words, "resume=auto")
+    names = ("critic/loss", "critic/grad_norm", "critic/value_mean", *COMPARED)
+    one, two = ([[line[name] for name in names] for line in metrics(tmp_path / run)] for run in ("one", "two"))
+    assert len(one) == 3
+    assert one[0][0] > 0
+    for of_one, of_two in zip(one, two, strict=True):
+        assert of_two == pytest.approx(of_one, abs=1e-4, rel=1e-3)
+
+
+def test_torchrun_starts_ranks_again_after_a_loss(recipe: Path, tmp_path: Path, in_one_process: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["cluster=torchrun", "resume=auto", "train.steps=8"]
+    process = start(recipe, f"output={folder}", *words, torchrun=True, restarts=1)
+    wait_for_steps(folder, 2, process)
+    os.kill(rank_process(process, 1), signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "resuming after step" in output
+    assert compared(folder, 8) == pytest.approx(compared(in_one_process, 8), abs=1e-5, rel=1e-4)
 
 
 def test_a_rank_that_hangs_ends_the_run_in_time(recipe: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_loss_and_gradients_are_those_of_the_formula(level: Level, options: dict
     trajectories = with_targets(one, level)
     loss, expected, clipped = plain_loss(one, trajectories, level)
     batch = pack_value_targets(trajectories, packing(level, **options))
-    sums = one._accumulate(batch, lambda: None, StopFlag())
+    sums = one.accumulate(batch.micro_batches, lambda: None, StopFlag())
     assert sums.loss == pytest.approx(loss, rel=1e-5)
     assert sums.clipped == clipped
     assert 0 < clipped < sums.states

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.build.ranks import rank_options, sharded_learner, sharding_options
+from turnwise.build.ranks import rank_options, sharded_critic, sharded_learner, sharding_options
 from turnwise.build.values import sampling
 from turnwise.config.kl_checks import needs_reference
 from turnwise.config.loss import CispoSection, GspoSection, LossSection, PpoClipSection, ReinforceSection, SapoSection
@@ -27,14 +27,14 @@ from turnwise.training.options import (
     Sapo,
     lr_at,
 )
-from turnwise.training.sharded.options import ShardOptions
+from turnwise.training.sharded.options import CriticOptions, ShardOptions
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
     from turnwise.models.lora import LoraOptions
+    from turnwise.training.critic import Critic
     from turnwise.training.learner import Learner
-    from turnwise.training.local_critic import LocalCritic
 
 __all__ = [
     "critic",
@@ -128,29 +128,49 @@ def sft_learner(config: Config, path: str | Path) -> Learner:
     )
 
 
-def critic(config: Config, source: str | Path, policy: Any, saved: Path | None) -> LocalCritic:
+def critic(config: Config, source: str | Path, learner: Learner, saved: Path | None) -> Critic:
     """The critic of `turnwise train`: the model of `critic.path`, or the policy's model before training.
 
-    `source` is the path of the policy's weights, and `policy` its model. `saved` is the directory of a saved critic, for a run
+    `source` is the path of the policy's weights, and `learner` owns them. `saved` is the directory of a saved critic, for a run
     that is resumed. If the policy has an adapter, the critic is an adapter of its own; without `critic.path`, it is on the same
-    weights as the policy's adapter. Raises ConfigError if the model cannot be a critic.
+    base weights as the policy's adapter, of which several ranks have a second copy. Raises ConfigError if the model cannot be a
+    critic.
     """
     from turnwise.models.loading import load_model  # torch
     from turnwise.models.lora import with_second_adapter
     from turnwise.training.local_critic import LocalCritic
+    from turnwise.training.local_learner import LocalLearner
 
     options, path = model_options(config), config.critic.path
-    if options.lora is None:
-        model = load_model(replace(options, path=saved or path or source))
-    elif path is None:
-        model = with_second_adapter(policy, options.lora, saved)
+    loaded = (
+        replace(options, path=saved or path or source)
+        if options.lora is None
+        else replace(options, path=path or options.path, adapter=saved)
+    )
+    head = saved if saved is not None or path is None else _critic_folder(path)
+    if config.cluster.distributed:
+        return sharded_critic(
+            learner,
+            CriticOptions(
+                model=loaded,
+                optimizer=optimizer_config(config.train),
+                sharding=sharding_options(config.cluster),
+                clip=config.critic.clip,
+                head=head,
+                share_prompts=config.train.share_prompts,
+                autocast=config.model.autocast,
+            ),
+        )
+    if options.lora is not None and path is None:
+        assert isinstance(learner, LocalLearner)
+        model = with_second_adapter(learner.model, options.lora, saved)
     else:
-        model = load_model(replace(options, path=path, adapter=saved))
+        model = load_model(loaded)
     return LocalCritic(
         model,
         clip=config.critic.clip,
         optimizer=optimizer_config(config.train),
-        folder=saved if saved is not None or path is None else _critic_folder(path),
+        folder=head,
         share_prompts=config.train.share_prompts,
         threads=1 if config.deterministic else 0,
         autocast=config.model.autocast,

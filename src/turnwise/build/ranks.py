@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from turnwise.config.cluster import ClusterSection
 from turnwise.config.schema import Config
-from turnwise.training.sharded.options import RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.sharded.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
 
 if TYPE_CHECKING:
+    from turnwise.training.critic import Critic
+    from turnwise.training.learner import Learner
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
-__all__ = ["rank_options", "sharded_learner", "sharding_options"]
+__all__ = ["rank_options", "sharded_critic", "sharded_learner", "sharding_options"]
 
 
 def rank_options(config: Config) -> RankOptions:
@@ -43,3 +45,12 @@ def sharded_learner(ranks: RankOptions, options: ShardOptions) -> ShardedLearner
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
     return ShardedLearner(Ranks(ranks), options)
+
+
+def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
+    """The critic on the ranks of a learner. Raises ConfigError."""
+    from turnwise.training.sharded.sharded_critic import ShardedCritic  # torch.distributed
+    from turnwise.training.sharded.sharded_learner import ShardedLearner
+
+    assert isinstance(learner, ShardedLearner)
+    return ShardedCritic(learner.leader, options)

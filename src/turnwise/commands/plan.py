@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from turnwise.commands.command import Context, add_recipe
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, Failed, boundary
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
@@ -28,6 +29,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GIB",
         help="the memory of a device; default: that of the GPU, or of this machine",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="the number of ranks that torchrun will start (cluster=torchrun); default: WORLD_SIZE, or 1",
     )
     parser.add_argument("--simulate", type=Path, metavar="RUN", help="the directory of a measured run of this recipe")
     simulation = parser.add_argument_group("options of --simulate")
@@ -79,21 +86,41 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise import build
     from turnwise.config.recipe import load
     from turnwise.config.train_checks import refuse_without_effect
-    from turnwise.doctor.memory import memory_check, on_gpu
+    from turnwise.doctor.memory import memory_check, on_gpu, read_model_config
     from turnwise.planning.placement import batch_lines, placement_lines
+    from turnwise.planning.ranks import number_of_ranks, rank_memory_check, refuse_impossible
     from turnwise.planning.tables import print_plan
 
     config, _ = load(options.recipe, options.overrides)
     refuse_without_effect(config)
-    memory = memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: a run has at least 1 rank")
+    ranks = number_of_ranks(config, options.ranks)
+    model_config = _known_model(config, read_model_config)
+    if model_config is not None:
+        refuse_impossible(config, ranks, model_config)
+    memory = (
+        rank_memory_check(config, ranks, memory_gb=options.memory_gb)
+        if config.cluster.distributed
+        else memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
+    )
     sections = {
-        "a training step": batch_lines(config, rows=len(build.rows(config))),
-        "placement": placement_lines(config, device="cuda" if on_gpu(config) else "cpu"),
+        "a training step": batch_lines(config, rows=len(build.rows(config)), ranks=ranks),
+        "placement": placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks),
     }
     print_plan(context.console, sections, memory)
     if options.simulate is not None:
         _simulate(config, options, context)
     return int(memory.status == "fail")
+
+
+def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:
+    """The configuration of the model; None if it cannot be read, which the check of the memory reports."""
+    try:
+        with boundary("model"):
+            return read(config.model.path)
+    except Failed:
+        return None
 
 
 def _simulate(config: Config, options: argparse.Namespace, context: Context) -> None:

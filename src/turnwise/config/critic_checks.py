@@ -21,11 +21,6 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
             f"or set credit.name to gae, turn_gae, critic or bilevel_gae",
         ),
         (
-            config.cluster.distributed and needs_critic(config),
-            f"credit.name={chosen_estimator(config).name} needs a critic, which several ranks cannot train: use an estimator "
-            f"without a critic, such as credit.name=grpo, or remove the section cluster",
-        ),
-        (
             one_step and "clip" in changed_options(critic),
             "critic.clip has no effect with one optimizer step a batch: estimates do not move before the step. Remove it, "
             "or set train.minibatches or train.ppo_epochs",

@@ -35,7 +35,18 @@ from turnwise.training.token_logprobs import TokenLogprobs
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
-__all__ = ["MemoryPart", "Prediction", "Workload", "memory_check", "on_gpu", "predict"]
+__all__ = [
+    "MemoryPart",
+    "Prediction",
+    "Workload",
+    "empty_model",
+    "machine_gib",
+    "memory_check",
+    "on_gpu",
+    "predict",
+    "read_model_config",
+    "workload_of",
+]
 
 _PROGRAM = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
@@ -181,8 +192,8 @@ def memory_check(config: Config, path: str, *, section: str, memory_gb: float | 
     """
     try:
         with boundary("model"):
-            model_config = _model_config(path)
-            workload = _workload(config, model_config, section)
+            model_config = read_model_config(path)
+            workload = workload_of(config, model_config, section)
             found = predict(config, model_config, workload, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
@@ -191,7 +202,7 @@ def memory_check(config: Config, path: str, *, section: str, memory_gb: float | 
         f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
-    limit = memory_gb if memory_gb is not None else _machine_gib(config)
+    limit = memory_gb if memory_gb is not None else machine_gib(config)
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
     changes = sorted((_gib(changed, model_config, section), name) for name, changed in _savings(config, section))
@@ -202,7 +213,7 @@ def memory_check(config: Config, path: str, *, section: str, memory_gb: float | 
 
 
 def _gib(config: Config, model_config: Any, section: str) -> float:
-    return predict(config, model_config, _workload(config, model_config, section), section=section).gib
+    return predict(config, model_config, workload_of(config, model_config, section), section=section).gib
 
 
 def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
@@ -231,7 +242,7 @@ def _changed(part: Any, names: Sequence[str], value: Any) -> Any:
     return part.model_copy(update={first: _changed(getattr(part, first), rest, value) if rest else value})
 
 
-def _model_config(path: str) -> Any:
+def read_model_config(path: str) -> Any:
     """transformers' configuration of the model, or of the base model of an adapter."""
     from transformers import AutoConfig
 
@@ -240,7 +251,7 @@ def _model_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path)
 
 
-def _workload(config: Config, model_config: Any, section: str) -> Workload:
+def workload_of(config: Config, model_config: Any, section: str) -> Workload:
     """The conversations of a step, as long as the recipe and the model allow."""
     limits = config.limits
     bounds = [limits.context, limits.tokens, context_length(model_config.to_dict())]
@@ -260,7 +271,7 @@ def _default_tokens(config: Config) -> int:
     return _GPU_TOKENS if on_gpu(config) else _CPU_TOKENS
 
 
-def _machine_gib(config: Config) -> float:
+def machine_gib(config: Config) -> float:
     """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here."""
     if on_gpu(config):
         return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
@@ -296,7 +307,7 @@ def _trace(
     options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int, *, mixed: bool
 ) -> _Trace:
     """Run the learner's forward and backward pass on tensors without contents; `mixed`: with autocast."""
-    model = _empty_model(options, model_config)
+    model = empty_model(options, model_config)
     row, places_N = _micro_batch(workload, micro_batch_tokens)
     with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
         for module, name, tensor, shared in _tensors(model):
@@ -329,7 +340,7 @@ def _trace(
     )
 
 
-def _empty_model(options: ModelOptions, model_config: Any) -> Any:
+def empty_model(options: ModelOptions, model_config: Any) -> Any:
     """The model on torch's meta device, with the adapter and the gradient checkpointing of the options."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

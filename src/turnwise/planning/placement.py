@@ -20,7 +20,7 @@ class PlanLine:
     value: str
 
 
-def batch_lines(config: Config, *, rows: int) -> list[PlanLine]:
+def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
     """The numbers of a training step. `rows` is the number of rows of the data set."""
     train, limits = config.train, config.limits
     conversations = train.batch_size * train.group_size
@@ -43,20 +43,44 @@ def batch_lines(config: Config, *, rows: int) -> list[PlanLine]:
             f"{train.max_staleness}), max_concurrent={config.max_concurrent}",
         )
     )
+    if ranks > 1:
+        mean = -(-conversations // train.minibatches) / ranks
+        lines.append(
+            PlanLine(
+                "conversations of a rank",
+                f"{mean:.3g} for each optimizer step, on average: micro-batches are shared out by their tokens",
+            )
+        )
     epochs = train.steps * train.batch_size / max(1, rows)
     lines.append(PlanLine("rows", f"{rows:,}; {train.steps} steps use each row {epochs:.3g} times"))
     return lines
 
 
-def placement_lines(config: Config, *, device: str) -> list[PlanLine]:
+def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:
     """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`."""
-    lines = [PlanLine("trainer", f"1 process on {device}")]
+    launcher = config.cluster.launcher
+    several = config.cluster.distributed
+    trainer = (
+        f"{ranks} ranks, each on a device of its own ({device}), started by {launcher}"
+        if several
+        else f"1 process on {device}"
+    )
+    lines = [PlanLine("trainer", trainer)]
+    if several:
+        lines.append(
+            PlanLine("model", f"each rank has 1/{ranks} of weights, gradients and optimizer state (fully_shard)")
+        )
     engine = config.engine
     if isinstance(engine, LocalEngineSection):
-        lines.append(PlanLine("engine", f"in the trainer's process, on {device}, with the trainer's weights"))
+        where = (
+            f"on rank 0, on {device}, with a complete copy of the weights"
+            if several
+            else f"in the trainer's process, on {device}, with the trainer's weights"
+        )
+        lines.append(PlanLine("engine", where))
     else:
         lines.append(PlanLine("engine", _engine_text(config)))
-    where = "in the trainer's process"
+    where = "on rank 0" if several else "in the trainer's process"
     if config.rollout_server.url is not None:
         where = f"on the rollout server {config.rollout_server.url}"
     lines.append(PlanLine("environments and tools", where))
@@ -69,4 +93,8 @@ def _engine_text(config: Config) -> str:
     if urls:
         urls = [urls] if isinstance(urls, str) else urls
         return f"{options['name']}: {len(urls)} servers ({', '.join(urls)})"
-    return f"{options['name']}: started by the run"
+    servers, per_server = options["replicas"], options["tensor_parallel"] * options["data_parallel"]
+    return (
+        f"{options['name']}: {servers} servers, started by the run, x {per_server} devices (tensor_parallel="
+        f"{options['tensor_parallel']}, data_parallel={options['data_parallel']}) = {servers * per_server} devices"
+    )

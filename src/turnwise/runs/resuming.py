@@ -158,7 +158,7 @@ class OpenedRun:
             state = self.saved.state()
             learner.load_state(state["policy"], self.saved.shards)
             if critic is not None and "critic" in state:
-                critic.load_state(state["critic"])
+                critic.load_state(state["critic"], self.saved.critic_shards)
             self.notes += self.directory.cut_back(self.saved.about["marks"])
         self.notes += self.directory.prepare(self.config, resuming=resuming)
         if self.saved is not None:

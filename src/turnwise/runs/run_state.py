@@ -239,6 +239,7 @@ class RunState:
             processor=renderer.vision,
             save_critic=None if self.critic is None else self.critic.save,
             save_shards=self.learner.save_shards,
+            save_critic_shards=lambda folder: None if self.critic is None else self.critic.save_shards(folder),
         )
 
     def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:

@@ -90,7 +90,7 @@ def assemble(config: Config) -> TrainingRun:
     learner = build.learner(config, opened.source, before_training=opened.before_training)
     opened.compare_model(learner)
     model = build.sampled_model(config, learner, opened.source)
-    critic = None if credit.needs_values is None else build.critic(config, opened.source, model, opened.critic)
+    critic = None if credit.needs_values is None else build.critic(config, opened.source, learner, opened.critic)
     if critic is not None:
         opened.compare_critic(critic)
     engine = build.engine(config, renderer, model, updated=True, version=opened.step)

@@ -6,6 +6,7 @@
         critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
         trainer.pt         the state of the optimizers
         shards/            of a learner on several ranks: its weights and the state of its optimizer, a part from each rank
+            critic/        the same of a critic on several ranks
         checkpoint.json    position of the run, its options, and fingerprints of its data
         SHA256SUMS         of every file above; `sha256sum -c SHA256SUMS` checks them
 
@@ -77,6 +78,12 @@ class SavedCheckpoint:
         folder = self.folder / _SHARDS
         return folder if folder.is_dir() else None
 
+    @property
+    def critic_shards(self) -> Path | None:
+        """The same of a critic."""
+        folder = self.folder / _SHARDS / _CRITIC
+        return folder if folder.is_dir() else None
+
     def state(self) -> dict[str, Any]:
         """The optimizer's state.
 
@@ -129,9 +136,11 @@ class Checkpoints:
         processor: Processor | None = None,
         save_critic: Callable[[Path], None] | None = None,
         save_shards: Callable[[Path], None] = lambda folder: None,
+        save_critic_shards: Callable[[Path], None] = lambda folder: None,
     ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint. `processor` is that of a vision model. `save_critic` writes the critic's
-        weights into a directory; None: there is no critic. `save_shards` writes the parts of a learner on several ranks.
+        weights into a directory; None: there is no critic. `save_shards` and `save_critic_shards` write the parts of a learner
+        and of a critic on several ranks.
 
         Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """
@@ -147,10 +156,12 @@ class Checkpoints:
             if save_critic is not None:
                 (temporary / _CRITIC).mkdir()
                 save_critic(temporary / _CRITIC)
-            (temporary / _SHARDS).mkdir()
-            save_shards(temporary / _SHARDS)
-            if not any((temporary / _SHARDS).iterdir()):
-                (temporary / _SHARDS).rmdir()
+            for part, write in ((_SHARDS, save_shards), (f"{_SHARDS}/{_CRITIC}", save_critic_shards)):
+                (temporary / part).mkdir(parents=True)
+                write(temporary / part)
+            for part in (f"{_SHARDS}/{_CRITIC}", _SHARDS):
+                if not any((temporary / part).iterdir()):
+                    (temporary / part).rmdir()
             torch.save(dict(state), temporary / _STATE)
             files = sorted(path for path in temporary.rglob("*") if path.is_file())
             with ThreadPoolExecutor(4) as workers:  # hashing and waiting for the disk release the GIL
@@ -178,7 +189,11 @@ class Checkpoints:
             (temporary / _ABOUT).write_text(text, encoding="utf-8")
             sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
-            folders = [path for path in (temporary / name for name in (_MODEL, _CRITIC, _SHARDS)) if path.is_dir()]
+            folders = [
+                path
+                for path in (temporary / name for name in (_MODEL, _CRITIC, _SHARDS, f"{_SHARDS}/{_CRITIC}"))
+                if path.is_dir()
+            ]
             for path in (temporary / _SUMS, *folders, temporary):
                 _flush(path)
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced

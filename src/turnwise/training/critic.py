@@ -71,8 +71,13 @@ class Critic(Protocol):
         """What must be saved besides the model to resume exactly: the state of the optimizer."""
         ...
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from what `state` returned. The weights are loaded with the model."""
+    def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        """Resume from what `state` returned, or from the directory that `save_shards` of any number of ranks has written. The
+        weights are loaded with the model."""
+        ...
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what `state` leaves out, because it is divided among several ranks. A critic in one process writes nothing."""
         ...
 
     def base_fingerprint(self) -> str | None:

@@ -106,6 +106,7 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
         "sampling": {"temperature": 1.0, "top_k": 0, "stop": ["Observation:"]},
         "limits": {"turns": 3, "tokens_per_turn": 1024, "context": 4096},
         "credit": {"name": "grpo", "scale": "std"},
+        "cluster": {"launcher": "local", "trainers": 2},
         "train": {
             # 2 processes, 4 each, 4 such batches a generation: 32 conversations, in two optimizer steps, twice
             "batch_size": 4,
@@ -610,3 +611,39 @@ def test_a_script_for_a_launcher_is_read(tmp_path: Path) -> None:
     found = from_swift_arguments(script)
     assert found.recipe["train"]["batch_size"] == 2
     assert left(found) == {"A": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster"),
+    [
+        ("", None),
+        ("NPROC_PER_NODE=4", {"launcher": "local", "trainers": 4}),
+        ("NPROC_PER_NODE=8 NNODES=2", {"launcher": "torchrun"}),
+        ("NPROC_PER_NODE=2 --deepspeed zero3", {"launcher": "local", "trainers": 2}),
+        (
+            "NPROC_PER_NODE=2 --deepspeed zero2_offload",
+            {"launcher": "local", "trainers": 2, "fsdp": {"reshard_after_forward": False, "offload": "cpu"}},
+        ),
+    ],
+)
+def test_numbers_of_processes_and_deepspeed_are_carried(words: str, cluster: dict[str, Any] | None) -> None:
+    environment, _, flags = words.partition(" --")
+    given = [*environment.split(), *shlex.split(f"--model M --tuner_type full {'--' + flags if flags else ''}")]
+    found = from_swift_arguments(given)
+    assert found.recipe.get("cluster") == cluster
+    assert "deepspeed" not in {left.key for left in found.unsupported}
+    assert any("ms-swift trains in" in assumed.reason for assumed in found.assumptions) == (cluster is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--deepspeed zero3", "has no effect with one process"),
+        ("NPROC_PER_NODE=2 --deepspeed ds.json", "zero2, zero3, zero2_offload, zero3_offload"),
+    ],
+)
+def test_a_configuration_of_deepspeed_that_is_not_carried_has_a_reason(words: str, reason: str) -> None:
+    found = from_swift_arguments([*shlex.split(words), "--model", "M", "--tuner_type", "full"])
+    (left,) = [left for left in found.unsupported if left.key == "deepspeed"]
+    assert reason in left.reason
+    assert not left.changes_training

@@ -654,12 +654,14 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
 @pytest.mark.parametrize(
     ("key", "told"),
     [
-        ("trainer.n_gpus_per_node=8", "turnwise uses one process"),
+        ("trainer.balance_batch=True", "turnwise uses one process"),
         ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and all conversations are always written"),
         ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has other options"),
         ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has other options"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has other options"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "turnwise uses one process"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "has no effect with one GPU"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "a sequence is not divided among ranks"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "engine.tensor_parallel"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "turnwise uses one process"),
         ("critic.optim.lr=1e-5", "this adv_estimator has no critic, also not in verl"),
         ("algorithm.gamma=1.0", "has no effect with this adv_estimator, also not in verl"),
@@ -947,3 +949,46 @@ def test_a_function_of_the_reward_manager_batch_becomes_a_function_of_the_batch(
         assert found.recipe["reward"] == {"batch": [use]}
         assert manager not in matters(found)
     assert "reward_manager.name" in matters(from_verl_arguments([*grpo, "reward_manager.name=dapo"]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "cluster"),
+    [
+        (["trainer.n_gpus_per_node=1", "trainer.nnodes=1"], None),
+        (["trainer.n_gpus_per_node=4"], {"launcher": "local", "trainers": 4}),
+        (["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], {"launcher": "torchrun"}),
+        (
+            [
+                "trainer.n_gpus_per_node=2",
+                f"{ACTOR}.fsdp_config.param_offload=True",
+                f"{ACTOR}.fsdp_config.reshard_after_forward=False",
+                f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16",
+                f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=fp32",
+            ],
+            {
+                "launcher": "local",
+                "trainers": 2,
+                "fsdp": {
+                    "offload": "cpu",
+                    "reshard_after_forward": False,
+                    "param_dtype": "bfloat16",
+                    "reduce_dtype": "float32",
+                },
+            },
+        ),
+    ],
+)
+def test_numbers_of_gpus_and_how_fsdp_divides_a_model_are_carried(
+    keys: list[str], cluster: dict[str, Any] | None, grpo: list[str]
+) -> None:
+    found = from_verl_arguments([*grpo, *keys])
+    assert found.recipe.get("cluster") == cluster
+    assert not {left.key for left in found.unsupported} & {key.partition("=")[0] for key in keys}
+    if cluster is not None:
+        assert whole(found).cluster.launcher == cluster["launcher"]
+
+
+def test_several_machines_are_started_by_a_command_that_the_report_names(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "trainer.n_gpus_per_node=4", "trainer.nnodes=2"])
+    (told,) = [assumed.reason for assumed in found.assumptions if assumed.key == "cluster.launcher"]
+    assert "torchrun --nnodes 2 --nproc-per-node 4 -m turnwise train" in told

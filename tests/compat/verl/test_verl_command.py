@@ -80,7 +80,8 @@ def words(model: Path, tmp_path: Path) -> list[str]:
         "actor_rollout_ref.rollout.n=3",
         f"actor_rollout_ref.rollout.multi_turn.interaction_config_path={interaction}",
         f"data.train_files={parquet(tmp_path / 'train.parquet', rows)}",
-        "trainer.n_gpus_per_node=8",
+        "trainer.n_gpus_per_node=1",
+        "trainer.balance_batch=True",
         f"trainer.default_local_dir={tmp_path / 'run'}",
         "trainer.total_epochs=1",
     ]
@@ -107,7 +108,7 @@ def test_verl_s_command_line_trains(words: list[str], tmp_path: Path, capsys: py
     answers = {message["content"] for one in held for message in one["messages"][2::2]}
     assert answers == {"Your response is incorrect! You need to reflect on your answer and try again."}
     assert all(len(one["turns"]) == 2 for one in held if one["stop"] == "done")  # max_user_turns
-    assert "left out: trainer.n_gpus_per_node=8: how verl distributes work" in told
+    assert "left out: trainer.balance_batch=True: how verl distributes work" in told
 
 
 def test_what_would_be_another_training_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,13 +127,13 @@ def test_convert_writes_the_recipe_and_names_what_it_left_out(
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "CHANGES THE TRAINING, left out: algorithm.use_pf_ppo=True: turnwise does not support it" in told
-    assert "left out: trainer.n_gpus_per_node=8: how verl distributes work" in told
+    assert "left out: trainer.balance_batch=True: how verl distributes work" in told
     assert "1 of which change the training" in told
     config, _ = load(out)
     assert (config.model.path, config.train.steps, config.train.group_size) == (str(model), 2, 3)
     head = out.read_text().partition("\n\n")[0].splitlines()
     assert all(line.startswith("# ") for line in head)
-    assert any("trainer.n_gpus_per_node" in line for line in head)
+    assert any("trainer.balance_batch" in line for line in head)
     assert main(command) == 1
     assert "exists already: choose another file, or remove it" in capsys.readouterr().err
 

@@ -24,6 +24,7 @@ from turnwise.compat.swift.convert_optimization import (
     convert_sample_filters,
     convert_steps,
 )
+from turnwise.compat.swift.convert_placement import PLACEMENT_ARGUMENTS, convert_placement
 from turnwise.compat.swift.convert_rewards import REWARD_ARGUMENTS, convert_rewards
 from turnwise.compat.swift.flags import CHOICES, FIXED, MACHINERY, OPTIONS, SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
@@ -43,7 +44,7 @@ COMPUTED = (
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
     "gradient_checkpointing",
-    *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS,
+    *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
 
@@ -62,6 +63,7 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     note_hub_names(builder)
     convert_conversation(builder)
     convert_engine(builder)
+    convert_placement(builder)
     minibatches = convert_batches(builder)
     convert_loss(builder, minibatches)
     convert_sample_filters(builder)

@@ -32,6 +32,8 @@ class SwiftArguments:
         """Shell variables that are set before a command."""
         self.processes = 1
         """The number of processes of the trainer: `NPROC_PER_NODE` times `NNODES`."""
+        self.nodes = 1
+        """The number of machines of the trainer: `NNODES`."""
         self.rollout: Literal["given", "comment", "unknown"] = "unknown"
         """Whether the arguments of `swift rollout` were given, and whether they were found in a comment."""
         self.folders: list[Path] = [Path()]
@@ -103,6 +105,7 @@ def _words(given: SwiftArguments, words: Sequence[str]) -> None:
             )
     end()
     given.processes = max(given.processes, math.prod(processes.values()))
+    given.nodes = max(given.nodes, processes.get("NNODES", 1))
 
 
 def _file(given: SwiftArguments, path: Path) -> None:

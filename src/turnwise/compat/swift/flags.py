@@ -162,9 +162,11 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      "model is trained"),
     (r"vllm_.*", "give the argument to vLLM in engine.arguments"),
     (r"use_ray|infer_backend|lmdeploy_.*|sglang_.*|api_key|max_logprobs", "about other engines: options under engine"),
-    (r"deepspeed|fsdp.*|zero.*|ddp|ddp_.*|local_rank", "about memory and devices: for several devices, set cluster=local or "
+    (r"fsdp.*|zero.*|ddp|ddp_.*|local_rank", "about memory and devices: for several devices, set cluster=local or "
      "cluster=torchrun (docs/cluster.md)"),
-    (r"tp_.*|pp_.*|sequence_parallel_size|padding_free|packing|use_liger_kernel|"
+    (r"tp_.*|pp_.*|sequence_parallel(_size)?|tensor_model_parallel_size|(pipeline_model|context|expert_model|expert_tensor)_parallel_"
+     r"size", "neither a layer nor a sequence is divided among ranks: the weights of all layers are (docs/cluster.md)"),
+    (r"padding_free|packing|use_liger_kernel|"
      r"gradient_checkpointing_kwargs|attn_impl|vit_gradient_checkpointing|dataloader_.*|dataset_num_proc|torch_compile|"
      r"load_from_cache_file|use_logits_to_keep|tensor_model_parallel_size|.*_parallel_size|bf16|fp16|device_map|"
      r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"

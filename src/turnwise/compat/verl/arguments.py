@@ -26,6 +26,7 @@ from turnwise.compat.verl.keys import (
     idle,
     machinery,
 )
+from turnwise.compat.verl.placement import PLACEMENT, convert_placement
 from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
 from turnwise.compat.verl.reward_score import GRADED
 from turnwise.compat.verl.script import read_script
@@ -125,6 +126,7 @@ class _Conversion:
         optimization.optimization(self._builder)
         optimization.adapter(self._builder)
         optimization.trainer(self._builder, optimization.steps(self._builder, self._count()))
+        convert_placement(self._builder)
         self._reward(interactive)
         self._others()
         return self._builder.report()
@@ -365,12 +367,12 @@ class _Conversion:
     def _others(self) -> None:
         """Record every key that has not been processed yet."""
         done = {*self._builder.converted, *(left.key for left in self._builder.unsupported)}
-        known = [*PLAIN, *HANDLED, *FIXED]
+        known = [*PLAIN, *HANDLED, *PLACEMENT, *FIXED]
         critic = self._builder.get("credit.name") == "gae"
         for key, value in self._given.items():
             if any(key == other or key.startswith(f"{other}.") for other in done):
                 continue
-            if key in (*PLAIN, *HANDLED) and value is None:
+            if key in (*PLAIN, *HANDLED, *PLACEMENT) and value is None:
                 self._builder.convert("nothing: it is not set", key)
             elif (reason := idle(key, critic=critic) or machinery(key)) is not None:
                 self._builder.reject(key, reason)

@@ -17,15 +17,18 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from turnwise.training.optimizer import Optimizer
+from turnwise.training.sharded.critic_shard import CriticShard
 from turnwise.training.sharded.model_shard import ModelShard
 from turnwise.training.sharded.sharded_model import like
 
 __all__ = ["complete_state", "load", "load_complete", "save"]
 
+Shard = ModelShard | CriticShard
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save(shard: ModelShard, folder: Path) -> None:
+def save(shard: Shard, folder: Path) -> None:
     """Write the state of all ranks into `folder`. Raises OSError or RuntimeError if it cannot be written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -33,7 +36,7 @@ def save(shard: ModelShard, folder: Path) -> None:
         dcp_save.save(_tensors(shard), storage_writer=FileSystemWriter(folder, thread_count=1))
 
 
-def load(shard: ModelShard, folder: Path) -> None:
+def load(shard: Shard, folder: Path) -> None:
     """Load the state of all ranks from `folder`, in place."""
     reader = FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
@@ -47,7 +50,7 @@ def load(shard: ModelShard, folder: Path) -> None:
     _load_optimizer(shard.optimizer, list(shard.parameters), tensors)
 
 
-def load_complete(shard: ModelShard, state: Mapping[str, Any]) -> None:
+def load_complete(shard: Shard, state: Mapping[str, Any]) -> None:
     """Load the state of a learner in one process (`Learner.state`)."""
     names = list(shard.parameters)
     tensors: dict[str, Any] = {"steps": torch.tensor(state["steps"])}
@@ -60,7 +63,7 @@ def load_complete(shard: ModelShard, state: Mapping[str, Any]) -> None:
         if state["masters"]:
             tensors[f"master/{name}"] = like(state["masters"][index], parameter)
     _load_optimizer(shard.optimizer, names, tensors)
-    if state["reference"] and shard.reference is not None and shard.reference.model is not None:
+    if state.get("reference") and shard.reference is not None and shard.reference.model is not None:
         shard.reference.mixed = True
         with torch.no_grad():
             for name, parameter in shard.reference.model.model.named_parameters():
@@ -97,7 +100,7 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _tensors(shard: ModelShard) -> dict[str, torch.Tensor]:
+def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
     """The state of this rank by names. Where the optimizer has none yet, zeros, which is its state before the first step."""
     optimizer = shard.optimizer
     tensors: dict[str, torch.Tensor] = {"steps": torch.tensor(optimizer.steps)}

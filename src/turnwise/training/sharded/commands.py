@@ -5,33 +5,43 @@ A command is sent with pickle, from one process of the training to the others.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from turnwise.training.background import StopFlag
+from turnwise.training.critic_update import CriticSums
+from turnwise.training.learner import PackingRequirements
 from turnwise.training.packing import MicroBatch
 from turnwise.training.sharded import checkpoint
+from turnwise.training.sharded.critic_shard import CriticShard
 from turnwise.training.sharded.model_shard import ModelShard, ShardReport
-from turnwise.training.sharded.options import ShardOptions
+from turnwise.training.sharded.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import complete
-from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
+from turnwise.training.value_batch import StatePlaces
 
-__all__ = ["Rank", "RankCommand", "follow"]
+__all__ = ["Part", "Rank", "RankCommand", "follow"]
+
+
+Part = Literal["policy", "critic"]
+"""The model that a command is for."""
 
 
 class Rank:
-    """A rank between two commands: its part of the learner, once it is built."""
+    """A rank between two commands: its part of the learner, and of the critic if there is one, once they are built."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.shard: ModelShard | None = None
+        self.critic_shard: CriticShard | None = None
         # of rank 0 only
         self.stop = StopFlag()
         self.on_micro_batch: Callable[[], None] = lambda: None
@@ -41,6 +51,29 @@ class Rank:
         """This rank's part of the learner."""
         assert self.shard is not None
         return self.shard
+
+    @property
+    def critic(self) -> CriticShard:
+        """This rank's part of the critic."""
+        assert self.critic_shard is not None
+        return self.critic_shard
+
+    def part(self, name: Part) -> ModelShard | CriticShard:
+        """This rank's part of the learner or of the critic."""
+        return self.built if name == "policy" else self.critic
+
+    def on_round(self, total: int) -> Callable[[], None]:
+        """A function that counts the micro-batches of a round, of `total` micro-batches of all ranks."""
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            of_round = min(self.ranks.size, total - done)
+            done += of_round
+            for _ in range(of_round):
+                self.on_micro_batch()
+
+        return count
 
 
 class RankCommand(Protocol):
@@ -76,26 +109,45 @@ class MeasureLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Accumulate:
-    """Compute the gradients of a batch, of which this rank has some micro-batches."""
+class BuildCritic:
+    """Load the value model and divide it."""
 
-    mine: Sequence[MicroBatch[Targets]]
+    options: CriticOptions
+
+    def run(self, rank: Rank) -> PackingRequirements:
+        rank.critic_shard = CriticShard(self.options, rank.ranks)
+        return rank.critic.requirements
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureValues:
+    """Compute the values of this rank's micro-batches."""
+
+    mine: Sequence[MicroBatch[StatePlaces]]
     rounds: int
     total: int
     """The number of micro-batches of all ranks."""
 
-    def run(self, rank: Rank) -> UpdateSums:
-        done = 0
+    def run(self, rank: Rank) -> list[list[torch.Tensor]]:
+        values = rank.critic.measure(self.mine, self.rounds, rank.stop, rank.on_round(self.total))
+        return rank.ranks.gather(values)
 
-        def on_round() -> None:
-            nonlocal done
-            count = min(rank.ranks.size, self.total - done)
-            done += count
-            for _ in range(count):
-                rank.on_micro_batch()
 
-        sums = rank.built.accumulate(self.mine, self.rounds, rank.stop, on_round)
-        return sum(rank.ranks.gather(sums), UpdateSums())
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Compute the gradients of a batch, of which this rank has some micro-batches."""
+
+    mine: Sequence[MicroBatch[Any]]
+    rounds: int
+    total: int
+    """The number of micro-batches of all ranks."""
+    part: Part = "policy"
+
+    def run(self, rank: Rank) -> UpdateSums | CriticSums:
+        shard = rank.part(self.part)
+        sums = shard.accumulate(self.mine, self.rounds, rank.stop, rank.on_round(self.total))
+        gathered = rank.ranks.gather(sums)
+        return functools.reduce(operator.add, gathered) if gathered else sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +155,10 @@ class OptimizerStep:
     """Take an optimizer step."""
 
     lr: float
+    part: Part = "policy"
 
     def run(self, rank: Rank) -> float:
-        return rank.built.optimizer.step(self.lr)
+        return rank.part(self.part).optimizer.step(self.lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +169,10 @@ class GatherWeights:
     """
 
     internal: bool = False
+    part: Part = "policy"
 
     def run(self, rank: Rank) -> dict[str, torch.Tensor]:
-        tensors = rank.built.named_tensors() if self.internal else rank.built.state_tensors()
+        tensors = rank.built.named_tensors() if self.internal else rank.part(self.part).state_tensors()
         gathered: dict[str, torch.Tensor] = {}
         names: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():
@@ -165,9 +219,10 @@ class SaveShards:
     """Write the state of this rank into a directory that all ranks share."""
 
     folder: Path
+    part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.save(rank.built, self.folder)
+        checkpoint.save(rank.part(self.part), self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +230,10 @@ class LoadShards:
     """Resume from what any number of ranks has written."""
 
     folder: Path
+    part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.load(rank.built, self.folder)
+        checkpoint.load(rank.part(self.part), self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +241,10 @@ class LoadComplete:
     """Resume from the state of a learner in one process, which all ranks get."""
 
     state: dict[str, Any]
+    part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.load_complete(rank.built, self.state)
+        checkpoint.load_complete(rank.part(self.part), self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from turnwise.models.allocator import return_freed_blocks
@@ -39,14 +41,14 @@ def load_sharded(
     mesh: DeviceMesh,
     sharding: ShardingOptions,
     *,
-    trained: bool = True,
+    prepare: Callable[[Any], torch.nn.Module | None] = lambda model: None,
     fingerprint: bool = False,
-    head: Any | None = None,
 ) -> LoadedModel:
     """Load a model and divide it. Each rank reads the layers one after the other, and keeps its part of each.
 
-    `trained` says whether its weights have gradients. `fingerprint` asks for the fingerprint of the weights without the adapter.
-    `head` is a layer beside the model (`ShardedModel`). The device of the options is not used: it is that of `mesh`.
+    `prepare` receives the model before it is divided, perhaps without weights yet; it may freeze weights, and may return a layer
+    beside the model (`head` of `ShardedModel`). `fingerprint` asks for the fingerprint of the weights without the adapter. The
+    device of the options is not used: it is that of `mesh`.
 
     A model that cannot be read layer by layer is first loaded completely, into the CPU's memory of each rank. Raises ConfigError
     as `load_model`.
@@ -58,29 +60,25 @@ def load_sharded(
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
         try:
-            return _layer_by_layer(staged, mesh, sharding, trained=trained, fingerprint=fingerprint, head=head)
+            return _layer_by_layer(staged, mesh, sharding, prepare, fingerprint=fingerprint)
         except IncompleteWeights:
             pass  # what is wrong with the weights is found and reported by `load_model`
     model = load_model(options)
     _log.warning("%s cannot be loaded layer by layer: each rank has loaded the complete model", options.path)
     base = of_model(without_adapter(model)) if fingerprint else None
-    if not trained:
-        model.requires_grad_(False)
-    return LoadedModel(ShardedModel(model, mesh, sharding, head=head), base)
+    return LoadedModel(ShardedModel(model, mesh, sharding, head=prepare(model)), base)
 
 
 def _layer_by_layer(
     staged: StagedModel,
     mesh: DeviceMesh,
     sharding: ShardingOptions,
+    prepare: Callable[[Any], torch.nn.Module | None],
     *,
-    trained: bool,
     fingerprint: bool,
-    head: Any | None,
 ) -> LoadedModel:
     lines: dict[str, str] = {}
-    if not trained:
-        staged.model.requires_grad_(False)
+    head = prepare(staged.model)
 
     def fill(part: Any) -> None:
         tensors = staged.fill(part)

@@ -29,6 +29,7 @@ from turnwise.training.reference import reference_model
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import ShardOptions
 from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.rounds import dummy_micro_batch, rounds_of
 from turnwise.training.sharded.sharded_model import ShardedModel, complete
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
@@ -127,7 +128,7 @@ class ModelShard:
         # without a path, the files that the trained model was loaded from: its weights before training
         source = replace(options.model, lora=None, adapter=None, gradient_checkpointing=False)
         source = replace(source, path=path or source.path)
-        sharded = load_sharded(source, self.ranks.mesh, options.sharding, trained=False).sharded
+        sharded = load_sharded(source, self.ranks.mesh, options.sharding, prepare=_freeze).sharded
         sharded.probe(lambda: reference_model(self.model, sharded.model, shares=shares, separate=separate))
         return ShardedReference(
             ShardedForward(sharded, options.sampling, autocast=options.autocast), self.model, sharded
@@ -141,8 +142,8 @@ class ModelShard:
             raise ValueError("this learner has no reference model: give it a ReferenceConfig")
         logprobs: list[torch.Tensor] = []
         with torch.no_grad():
-            for micro in self._rounds(mine, rounds, stop):
-                here = (micro or _dummy()).to(self.ranks.device)
+            for micro in rounds_of(self.ranks, mine, rounds, stop):
+                here = (micro or dummy_micro_batch()).to(self.ranks.device)
                 if reference:
                     assert self.reference is not None
                     logprob_N = self.reference.logprobs(here)
@@ -162,10 +163,10 @@ class ModelShard:
             # before the passes with gradients, which may use the same layers
             references = self.target_logprobs(mine, rounds, stop, reference=True)
         sums = UpdateSums()
-        for number, micro in enumerate(self._rounds(mine, rounds, stop)):
+        for number, micro in enumerate(rounds_of(self.ranks, mine, rounds, stop)):
             self._sharded.sync_gradients(last=number == rounds - 1)
             if micro is None:
-                logprob_N, _ = self._forward.logprobs(_dummy().to(self.ranks.device))
+                logprob_N, _ = self._forward.logprobs(dummy_micro_batch().to(self.ranks.device))
                 (logprob_N.sum() * 0.0).backward()
             else:
                 reference_N = references[number].to(self.ranks.device) if references else None
@@ -175,13 +176,6 @@ class ModelShard:
                     sums += metrics()
             on_round()
         return sums
-
-    def _rounds(self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag) -> Iterator[MicroBatch[Any] | None]:
-        """A micro-batch of this rank for each round, or None if it has no more. All ranks end together if rank 0 stops."""
-        for number in range(rounds):
-            if self.ranks.agree(stop.is_set):
-                return
-            yield mine[number] if number < len(mine) else None
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See `Learner.token_logprobs`."""
@@ -220,6 +214,10 @@ class ModelShard:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest() if self.ranks.leads else None
 
 
+def _freeze(model: Any) -> None:
+    model.requires_grad_(False)
+
+
 @contextmanager
 def _adapter_off(model: Any) -> Iterator[None]:
     """The model without its adapter. Only one thread uses the model of a rank."""
@@ -233,28 +231,3 @@ def _adapter_off(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def _dummy() -> MicroBatch[Targets]:
-    """A micro-batch with one target, for a rank without a micro-batch in a round. Its loss is not used."""
-    zero_N = torch.zeros(1)
-    index_N = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(
-        token_ids_BL=torch.zeros((1, 2), dtype=torch.int64),
-        position_BL=torch.arange(2)[None],
-        tree=None,
-        row_U=index_N,
-        column_U=index_N,
-        token_U=index_N,
-        prediction_N=index_N,
-        targets=Targets(
-            token_N=index_N,
-            sequence_N=index_N,
-            turn_N=index_N,
-            version_N=index_N,
-            behaviour_logprob_N=zero_N,
-            known_N=torch.ones(1, dtype=torch.bool),
-            advantage_N=zero_N,
-            weight_N=zero_N,
-        ),
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from turnwise.training.options import LossConfig, OptimizerConfig, ReferenceConfig
@@ -11,7 +12,7 @@ from turnwise.types import Sampling
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
 
-__all__ = ["RankOptions", "ShardOptions", "ShardingOptions"]
+__all__ = ["CriticOptions", "RankOptions", "ShardOptions", "ShardingOptions"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +59,18 @@ class ShardOptions:
     share_prompts: str = "auto"
     autocast: bool = False
     deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOptions:
+    """Everything that a rank needs to build its part of the critic."""
+
+    model: ModelOptions
+    optimizer: OptimizerConfig
+    sharding: ShardingOptions
+    clip: float | None = None
+    """The bound of value clipping."""
+    head: Path | None = None
+    """The directory of a saved value head. None: the head starts with zeros."""
+    share_prompts: str = "auto"
+    autocast: bool = False

@@ -1,0 +1,154 @@
+"""What training on several ranks needs: the number of ranks, the memory of a rank, and combinations that are impossible."""
+
+from __future__ import annotations
+
+import glob
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from turnwise import build
+from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.doctor.check import Check
+from turnwise.doctor.memory import (
+    MemoryPart,
+    Prediction,
+    Workload,
+    empty_model,
+    machine_gib,
+    on_gpu,
+    predict,
+    read_model_config,
+    workload_of,
+)
+from turnwise.errors import ConfigError, Failed, boundary
+
+__all__ = ["number_of_ranks", "rank_memory", "rank_memory_check", "refuse_impossible"]
+
+_DIVIDED = ("weights", "reference model", "critic", "optimizer")
+_LARGE_GRADIENTS = 2**30
+"""With more bytes, `cluster.fsdp.gradient_sync=auto` divides the gradients after each micro-batch."""
+
+
+def number_of_ranks(config: Config, given: int | None) -> int:
+    """The number of ranks of the recipe; 1 without the section cluster. `given` is the number that torchrun will start.
+
+    Raises ConfigError if a number is given that contradicts the recipe.
+    """
+    cluster = config.cluster
+    if not cluster.distributed:
+        known = 1
+    elif cluster.launcher == "local":
+        known = cluster.trainers or _gpus() or 2
+    else:
+        return given or int(os.environ.get("WORLD_SIZE", "1"))
+    if given is not None and given != known:
+        raise ConfigError(
+            f"--ranks {given}: the recipe has {known} ranks (cluster.launcher={cluster.launcher}). --ranks is for "
+            f"cluster=torchrun; set cluster.trainers for cluster=local"
+        )
+    return known
+
+
+def _gpus() -> int:
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
+    """Raise ConfigError for a recipe that cannot run on any machine: the value, the rule and the fix."""
+    engine, text = config.engine, model_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    tensor_parallel = getattr(engine, "tensor_parallel", 1)
+    if heads is not None and heads % tensor_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel={tensor_parallel}: the {heads} attention heads of {config.model.path} must be divided "
+            f"equally among the devices of a server: use a divisor of {heads}"
+        )
+    conversations = config.train.batch_size * config.train.group_size
+    per_step = -(-conversations // config.train.minibatches)
+    if per_step < ranks:
+        raise ConfigError(
+            f"{ranks} ranks and {per_step} conversations for each optimizer step (train.batch_size={config.train.batch_size} x "
+            f"train.group_size={config.train.group_size}, train.minibatches={config.train.minibatches}): at least "
+            f"{ranks - per_step} ranks would compute nothing. Use at most {per_step} ranks, or larger batches"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Bytes of the units that FSDP gathers."""
+
+    layer: int
+    """The largest layer."""
+    root: int
+    """All weights outside of the layers: embedding, output layer, vision part."""
+
+
+def rank_memory(config: Config, model_config: Any, workload: Workload, ranks: int) -> Prediction:
+    """The peak of a training step on the device of rank 0, which also has the embedded engine.
+
+    Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
+    one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process.
+    """
+    fsdp, parts = config.cluster.fsdp, {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    units = _units(config, model_config)
+    offloaded = fsdp.offload == "cpu"
+    precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
+    each = fsdp.gradient_sync == "micro_batch" or (
+        fsdp.gradient_sync == "auto" and parts.get("gradients", 0) > _LARGE_GRADIENTS
+    )
+    gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
+    found = [
+        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / ranks) for name in _DIVIDED),
+        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / ranks) if each else parts["gradients"]),
+        MemoryPart("gathered layers", precision * gathered + (units.layer if each else 0)),
+        MemoryPart("copy of the engine", parts["weights"] if isinstance(config.engine, LocalEngineSection) else 0),
+    ]
+    known = {*_DIVIDED, "gradients"}
+    return Prediction(
+        [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
+    )
+
+
+def _units(config: Config, model_config: Any) -> _Units:
+    model = empty_model(build.model_options(config), model_config)
+    layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    sizes = [_bytes(layer) for layer in layers]
+    return _Units(max(sizes, default=0), _bytes(model) - sum(sizes))
+
+
+def _bytes(module: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def rank_memory_check(config: Config, ranks: int, *, memory_gb: float | None) -> Check:
+    """As `doctor.memory.memory_check`, for the device of a rank. On a CPU, the ranks share the memory of the machine."""
+    try:
+        with boundary("model"):
+            model_config = read_model_config(config.model.path)
+            workload = workload_of(config, model_config, "train")
+            found = rank_memory(config, model_config, workload, ranks)
+    except Failed as failed:
+        return Check("memory", "note", f"the memory of a rank cannot be predicted: {failed.failure.message}")
+    shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
+    limit = memory_gb if memory_gb is not None else machine_gib(config) / shared
+    details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.2f}" for part in found.parts))]
+    text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
+    if found.gib <= limit:
+        return Check("memory", "ok", text, details=details)
+    largest = max(found.parts, key=lambda part: part.bytes)
+    fixes = {
+        "copy of the engine": "use a server engine (engine.name=vllm), whose weights are on other devices",
+        "activations": "set model.gradient_checkpointing=true, or a smaller train.micro_batch_tokens",
+        "gathered layers": "set cluster.fsdp.param_dtype=bfloat16",
+        "gradients": "set cluster.fsdp.gradient_sync=micro_batch",
+    }
+    advice = fixes.get(largest.name, "use more ranks, or set cluster.fsdp.offload=cpu")
+    return Check(
+        "memory",
+        "fail",
+        f"{text}, and there are {limit:.1f} GiB. The largest part: {largest.name}: {advice}",
+        details=details,
+    )

@@ -1,0 +1,82 @@
+"""The plan of a run on several ranks: memory of a rank, numbers, and combinations that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.recipes import save_recipe
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.doctor.memory import predict, read_model_config, workload_of
+from turnwise.errors import ConfigError
+from turnwise.planning.ranks import number_of_ranks, rank_memory, refuse_impossible
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    return save_recipe(tmp_path, model, train={"steps": 2, "batch_size": 2, "group_size": 4})
+
+
+def parts(recipe: Path, ranks: int, *overrides: str) -> dict[str, float]:
+    config, _ = load(recipe, ["cluster=torchrun", *overrides])
+    model_config = read_model_config(config.model.path)
+    found = rank_memory(config, model_config, workload_of(config, model_config, "train"), ranks)
+    return {part.name: part.bytes for part in found.parts}
+
+
+def test_a_rank_has_its_part_of_weights_gradients_and_optimizer(recipe: Path) -> None:
+    config, _ = load(recipe)
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    one = {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    four = parts(recipe, 4, "cluster.fsdp.gradient_sync=micro_batch")
+    for name in ("weights", "optimizer", "gradients"):
+        assert four[name] == one[name] / 4
+    assert four["copy of the engine"] == one["weights"]
+    assert four["activations"] == one["activations"]
+    assert four["KV cache"] == one["KV cache"]
+
+
+def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
+    plain = parts(recipe, 4)
+    kept = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false")
+    assert kept["gathered layers"] == 4 * plain["weights"]
+    assert parts(recipe, 4, "cluster.fsdp.gradient_sync=batch")["gradients"] == 4 * plain["weights"]
+    half = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false", "cluster.fsdp.param_dtype=bfloat16")
+    assert half["gathered layers"] == kept["gathered layers"] / 2
+    assert "weights" not in parts(recipe, 4, "cluster.fsdp.offload=cpu")
+
+
+def test_the_number_of_ranks_is_that_of_the_launcher(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert number_of_ranks(load(recipe)[0], None) == 1
+    assert number_of_ranks(load(recipe, ["cluster=local", "cluster.trainers=3"])[0], None) == 3
+    assert number_of_ranks(load(recipe, ["cluster=torchrun"])[0], 16) == 16
+    with pytest.raises(ConfigError, match="--ranks 4: the recipe has 3 ranks"):
+        number_of_ranks(load(recipe, ["cluster=local", "cluster.trainers=3"])[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["cluster=torchrun"], 16, "16 ranks and 8 conversations for each optimizer step"),
+        (["cluster=torchrun", "train.minibatches=2"], 8, "8 ranks and 4 conversations for each optimizer step"),
+        (["engine={name: vllm, tensor_parallel: 3}"], 1, "engine.tensor_parallel=3: the 4 attention heads"),
+    ],
+)
+def test_impossible_combinations_are_refused(recipe: Path, overrides: list[str], ranks: int, message: str) -> None:
+    config, _ = load(recipe, overrides)
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(config, ranks, read_model_config(config.model.path))
+    assert message in str(caught.value)
+
+
+def test_the_command_prints_placement_and_memory_of_the_ranks(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "64"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks, each on a device of its own" in output
+    assert "on each of 4 ranks" in output
+    assert "2 for each optimizer step, on average" in output
+    assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "0.001"]) == 1
