@@ -11,6 +11,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.doctor.memory import predict, read_model_config, workload_of
 from turnwise.errors import ConfigError
+from turnwise.planning.placement import placement_lines
 from turnwise.planning.ranks import number_of_ranks, rank_memory, refuse_impossible
 
 
@@ -80,3 +81,10 @@ def test_the_command_prints_placement_and_memory_of_the_ranks(recipe: Path, caps
     assert "on each of 4 ranks" in output
     assert "2 for each optimizer step, on average" in output
     assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "0.001"]) == 1
+
+
+def test_the_placement_names_rollout_workers(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=ray", "cluster.workers.count=3", "cluster.workers.num_gpus=1"])
+    lines = {line.name: line.value for line in placement_lines(config, device="cpu")}
+    assert lines["environments and tools"].startswith("in 3 rollout workers on a Ray cluster, each with 1 CPUs, 1 GPUs")
+    assert lines["engine"] == "in each rollout worker, with a copy of the weights"

@@ -179,7 +179,7 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
 
 def _critic_folder(path: str) -> Path | None:
     """The directory, if it has a saved critic in it, and not only a model."""
-    from turnwise.training.local_critic import HEAD_FILE  # torch
+    from turnwise.training.value_head import HEAD_FILE  # torch
 
     folder = Path(path).expanduser()
     return folder if (folder / HEAD_FILE).is_file() else None

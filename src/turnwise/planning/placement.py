@@ -81,6 +81,14 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
     else:
         lines.append(PlanLine("engine", _engine_text(config)))
     where = "on rank 0" if several else "in the trainer's process"
+    if launcher == "ray":
+        workers = config.cluster.workers
+        where = (
+            f"in {workers.count} rollout workers on a Ray cluster, each with {workers.num_cpus:g} CPUs, "
+            f"{workers.num_gpus:g} GPUs and at most {workers.max_concurrent} conversations"
+        )
+        if isinstance(engine, LocalEngineSection):
+            lines[-1] = PlanLine("engine", "in each rollout worker, with a copy of the weights")
     if config.rollout_server.url is not None:
         where = f"on the rollout server {config.rollout_server.url}"
     lines.append(PlanLine("environments and tools", where))

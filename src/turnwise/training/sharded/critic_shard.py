@@ -15,7 +15,6 @@ from turnwise.training.background import StopFlag
 from turnwise.training.critic_update import CriticSums, critic_loss
 from turnwise.training.forward import shares_prefixes
 from turnwise.training.learner import PackingRequirements
-from turnwise.training.local_critic import load_head, trained_parameters
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.sharded.loading import load_sharded
@@ -25,6 +24,7 @@ from turnwise.training.sharded.rounds import dummy_micro_batch, rounds_of
 from turnwise.training.sharded.sharded_model import ShardedModel, complete
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_forward import ValueForward, body_of, new_value_head
+from turnwise.training.value_head import load_head, trained_parameters
 
 __all__ = ["HEAD_PREFIX", "CriticShard", "ShardedValueForward"]
 

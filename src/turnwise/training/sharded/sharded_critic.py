@@ -12,7 +12,6 @@ from turnwise.models.lora import save_adapter
 from turnwise.training.background import StopFlag
 from turnwise.training.critic_update import CriticSums, PassCritic
 from turnwise.training.learner import PackingRequirements
-from turnwise.training.local_critic import save_head
 from turnwise.training.packing import MicroBatch
 from turnwise.training.sharded.commands import (
     Accumulate,
@@ -28,6 +27,7 @@ from turnwise.training.sharded.critic_shard import HEAD_PREFIX
 from turnwise.training.sharded.leader import Leader
 from turnwise.training.sharded.options import CriticOptions
 from turnwise.training.value_batch import StatePlaces, ValueTargets
+from turnwise.training.value_head import save_head
 
 __all__ = ["ShardedCritic"]
 
