@@ -116,6 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rollout",
         "services",
         "rollout_server",
+        "ray_workers",
         "terminal",
         "training",
         "user_code.live_objects",

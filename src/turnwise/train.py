@@ -197,6 +197,7 @@ def _finish_step(
         **conversation_metrics(groups),
         **staleness_metrics(taken.trained, run.step),
         **time_metrics(groups),
+        **run.worker_metrics(),
         "groups/too_small": sum(active.too_small for active in taken.active),
         "loss": update and update.loss,
         "kl": update and update.kl,

@@ -24,7 +24,7 @@ from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
-__all__ = ["RayOptions", "RayRollouts"]
+__all__ = ["Losses", "RayOptions", "RayRollouts"]
 
 _ATTEMPTS = 3
 """How often a conversation is started whose worker is lost."""
@@ -41,6 +41,16 @@ class RayOptions:
     pool: PoolOptions
     info: WorkerInfo
     """What a worker must have loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What a training step has lost, and what was done about it."""
+
+    workers: int
+    """Workers that were lost."""
+    restarted_conversations: int
+    """Conversations that were started again because their worker was lost."""
 
 
 class RayRollouts:
@@ -94,6 +104,12 @@ class RayRollouts:
         if self._connected:
             self._connected = False
             ray_api.disconnect()
+
+    def take_losses(self) -> Losses:
+        """What was lost since the last call."""
+        losses = Losses(workers=self.pool.losses, restarted_conversations=self.restarted)
+        self.pool.losses = self.restarted = 0
+        return losses
 
     def make_runner(self, context: RolloutContext) -> Runner:
         """The runner of conversations on the workers, with the sampling of `context`."""

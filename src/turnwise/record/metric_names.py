@@ -117,6 +117,8 @@ METRICS = (
         "Groups that are not trained on, because fewer than `train.min_group_size` of their conversations did not fail.",
         lines=_TRAIN,
     ),
+    Metric("workers/lost", "count", "", "Rollout workers (`cluster=ray`) lost since the last step.", lines=_TRAIN),
+    Metric("workers/restarted_conversations", "count", "", "Conversations that ran again after that.", lines=_TRAIN),
     Metric(
         "groups/timed_out", "count", "", "Groups with conversations that were ended by `train.group_timeout`.", lines=_TRAIN,
     ),

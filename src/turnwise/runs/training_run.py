@@ -12,6 +12,7 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.data.curriculum import initial_pass_rates
 from turnwise.data.row_source import DataState, RowSource
 from turnwise.engines.publisher import WeightPublisher
+from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
@@ -65,6 +66,16 @@ class TrainingRun(RunState):
         """The use of the critic; None without a critic."""
         level = self.credit.needs_values
         return None if self.critic is None or level is None else CriticTraining(self.critic, level, self.config)
+
+    def worker_metrics(self) -> dict[str, int]:
+        """The rollout workers that were lost since the last call; empty without rollout workers."""
+        if not isinstance(self.context.engine, RayRollouts):
+            return {}
+        losses = self.context.engine.take_losses()
+        return {
+            "workers/lost": losses.workers,
+            "workers/restarted_conversations": losses.restarted_conversations,
+        }
 
     def advance_data(self) -> None:
         self.data = self.pipeline.state

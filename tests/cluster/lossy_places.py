@@ -1,0 +1,77 @@
+"""Environments of the tests of faults: they end the process of their rollout worker, block it, or take their time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from turnwise.environments.environment import environment, user_message
+from turnwise.types import Opening, Reply, Row, Turn
+
+_together: list[asyncio.Event] = []
+
+
+def _first(folder: str, name: str) -> bool:
+    """Whether this is the first call with this name, in all processes."""
+    try:
+        (Path(folder) / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+@environment
+async def kills_its_worker_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """In the second turn of row 1, the process of the worker is killed. Once."""
+    yield Opening(messages=row.messages)
+    if row.id == "1" and _first(folder, "killed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    turn = yield user_message("And?")
+    yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def kills_its_worker(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Row 1 kills the process of its worker each time."""
+    turn = yield Opening(messages=row.messages)
+    if row.id == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def blocks_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Row 1 blocks the process of its worker for a long time. Once."""
+    turn = yield Opening(messages=row.messages)
+    if row.id == "1" and _first(folder, "blocked"):
+        time.sleep(600)
+    yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def slow(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Takes 0.3 seconds for a turn, and leaves the number of its process and its node in a file."""
+    node = os.environ.get("RAY_RAYLET_PID", "")
+    (Path(folder) / f"{os.getpid()}").write_text(node, encoding="utf-8")
+    turn = yield Opening(messages=row.messages)
+    await asyncio.sleep(0.3)
+    turn = yield user_message("And?")
+    await asyncio.sleep(0.3)
+    yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def all_together(row: Row, count: int) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Waits until `count` conversations run in this process."""
+    everyone = asyncio.Event()
+    _together.append(everyone)
+    if len(_together) == count:
+        for event in _together:
+            event.set()
+    await everyone.wait()
+    turn = yield Opening(messages=row.messages)
+    yield Reply(reward=len(turn.text), done=True)
