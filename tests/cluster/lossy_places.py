@@ -45,9 +45,9 @@ async def kills_its_worker(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
 
 @environment
 async def blocks_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Row 1 blocks the process of its worker for a long time. Once."""
+    """The first conversation blocks the process of its worker for a long time."""
     turn = yield Opening(messages=row.messages)
-    if row.id == "1" and _first(folder, "blocked"):
+    if _first(folder, "blocked"):
         time.sleep(600)
     yield Reply(reward=len(turn.text), done=True)
 

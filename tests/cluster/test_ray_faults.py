@@ -97,26 +97,27 @@ def test_a_worker_without_a_sign_of_life_is_replaced(recipe: Path, tmp_path: Pat
     trajectories, metrics = trained(recipe, tmp_path / "run", *blocking)
     assert_each_once(trajectories, steps=1)
     assert not [line for line in trajectories if line.get("error")]
-    assert metrics[0]["workers/lost"] == 1
+    assert metrics[0]["workers/lost"] >= 1  # on a busy machine, another worker may be late, too
 
 
-def test_a_lost_node_is_replaced_by_another(recipe: Path, tmp_path: Path, started: Any) -> None:
-    node = add_node(started, {"doomed": 4})
+def test_a_lost_node_ends_neither_the_run_nor_its_conversations(recipe: Path, tmp_path: Path, started: Any) -> None:
+    nodes = [add_node(started, {"doomed": 4}) for _ in range(2)]  # one worker on each
 
-    def lose_the_node() -> None:
-        while not [file for file in tmp_path.iterdir() if file.name.isdigit()]:
+    def lose_a_node() -> None:
+        while len([file for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
             time.sleep(0.1)
-        started.remove_node(node, allow_graceful=False)
-        add_node(started, {"doomed": 4})
+        started.remove_node(nodes[0], allow_graceful=False)
 
-    thread = threading.Thread(target=lose_the_node)
+    thread = threading.Thread(target=lose_a_node)
     thread.start()
-    doomed = [*overrides(started, "slow", folder=str(tmp_path)), "cluster.workers.resources={doomed: 2}"]
+    doomed = [*overrides(started, "slow", folder=str(tmp_path)), "cluster.workers.resources={doomed: 3}"]
     trajectories, metrics = trained(recipe, tmp_path / "run", *doomed)
     thread.join()
+    started.remove_node(nodes[1])
     assert_each_once(trajectories)
     assert not [line for line in trajectories if line.get("error")]
-    assert sum(line["workers/lost"] for line in metrics) == 2  # both were on the node
+    assert sum(line["workers/lost"] for line in metrics) >= 1
+    assert sum(line["workers/restarted_conversations"] for line in metrics) >= 1
 
 
 def test_without_a_worker_conversations_fail_in_time_and_the_reason_is_told(

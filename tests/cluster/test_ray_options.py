@@ -8,7 +8,7 @@ import pytest
 
 from support.recipes import PLACES, save_recipe
 from turnwise import build
-from turnwise.build.ray_rollouts import ray_options
+from turnwise.build.ray_rollouts import ray_options, worker_recipe
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
@@ -66,6 +66,10 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
         (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=ray"),
         (["cluster.fsdp.offload=cpu"], "cluster.fsdp.offload has no effect with cluster.launcher=ray"),
         (["rollout_server.url=http://x"], "rollout_server.url=http://x on a server: remove one of them"),
+        (
+            ["engine={name: vllm, url: [http://a, http://b]}", "cluster.workers.count=3"],
+            "cluster.workers.count=3 needs at least 3 servers in engine.url",
+        ),
         (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
     ],
 )
@@ -73,6 +77,16 @@ def test_what_has_no_effect_is_refused(recipe: Path, overrides: list[str], messa
     with pytest.raises(ConfigError) as refused:
         refuse_without_effect(load(recipe, overrides)[0])
     assert message in str(refused.value)
+
+
+def test_the_servers_of_the_recipe_are_divided_among_the_workers(recipe: Path) -> None:
+    servers = "engine={name: vllm, url: [http://a, http://b, http://c]}"
+    config, _ = load(recipe, [servers, "cluster.workers.count=2"])
+    recipes = [worker_recipe(config, number) for number in range(2)]
+    assert [of_worker.engine.url for of_worker in recipes] == [["http://a", "http://c"], ["http://b"]]
+    assert all(of_worker.runs_conversations_elsewhere is None for of_worker in recipes)
+    single, _ = load(recipe, ["engine={name: sglang, url: http://a}"])
+    assert worker_recipe(single, 0).engine.url == ["http://a"]
 
 
 def test_fine_tuning_has_no_conversations_to_run_on_ray(tmp_path: Path, model: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from turnwise.build.conversation_host import rollout_worker
 from turnwise.chat.renderer import Renderer
 from turnwise.config.cluster import ClusterSection
-from turnwise.config.schema import Config
+from turnwise.config.schema import Config, ServerEngineSection
 from turnwise.ray_workers.pool import PoolOptions
 from turnwise.ray_workers.ray_api import ActorOptions
 from turnwise.ray_workers.rollout_worker import WorkerInfo
@@ -16,14 +17,24 @@ from turnwise.rollout_server.recipe import base_weights
 from turnwise.training import fingerprint
 from turnwise.version import __version__
 
-__all__ = ["ray_options", "ray_rollouts"]
+__all__ = ["ray_options", "ray_rollouts", "worker_recipe"]
 
 
 def ray_rollouts(config: Config, renderer: Renderer) -> RayRollouts:
     """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`."""
-    # in the process of a worker, the conversations run in that process
-    of_worker = config.model_copy(update={"cluster": ClusterSection()})
-    return RayRollouts(ray_options(config, renderer), functools.partial(rollout_worker, of_worker))
+    return RayRollouts(
+        ray_options(config, renderer), lambda number: functools.partial(rollout_worker, worker_recipe(config, number))
+    )
+
+
+def worker_recipe(config: Config, number: int) -> Config:
+    """The recipe of the worker with a number. Conversations run in its process. The servers of `engine.url` are divided among the
+    workers, because one engine changes the weights of a server."""
+    changes: dict[str, Any] = {"cluster": ClusterSection()}
+    if isinstance(config.engine, ServerEngineSection) and config.engine.url is not None:
+        urls = [config.engine.url] if isinstance(config.engine.url, str) else config.engine.url
+        changes["engine"] = config.engine.model_copy(update={"url": urls[number :: config.cluster.workers.count]})
+    return config.model_copy(update=changes)
 
 
 def ray_options(config: Config, renderer: Renderer) -> RayOptions:

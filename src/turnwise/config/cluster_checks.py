@@ -5,6 +5,7 @@ from __future__ import annotations
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.config.section import changed_options
+from turnwise.config.server_engines import ServerEngineSection
 
 __all__ = ["cluster_problems"]
 
@@ -75,7 +76,9 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
 
 def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
     """Problems of rollout workers on Ray. `of_ranks` are the changed options that only several ranks use."""
-    ray = config.cluster.launcher == "ray"
+    ray, workers = config.cluster.launcher == "ray", config.cluster.workers.count
+    urls = config.engine.url if isinstance(config.engine, ServerEngineSection) else None
+    servers = [urls] if isinstance(urls, str) else urls or []
     server = config.rollout_server.url
     return [
         (
@@ -87,6 +90,11 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
             ray and server is not None,
             f"cluster.launcher=ray runs conversations in rollout workers, and rollout_server.url={server} on a server: "
             f"remove one of them",
+        ),
+        (
+            ray and urls is not None and len(servers) < workers,
+            f"cluster.workers.count={workers} needs at least {workers} servers in engine.url, because each server belongs to one "
+            f"rollout worker; there are {len(servers)}. Set a smaller cluster.workers.count, or add servers",
         ),
         (
             ray and config.deterministic,

@@ -23,9 +23,9 @@ from turnwise.ray_workers.routing import choose_worker
 __all__ = ["PoolOptions", "Worker", "WorkerPool"]
 
 _MAX_STARTS = 5
-"""Starts of a worker without a finished conversation in between."""
-_PAUSE = 2.0
-"""Seconds after a failed start."""
+"""Successful starts of a worker without a finished conversation in between."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
+"""Seconds after a failed start: the pause is doubled after each further failure."""
 _SIGNS = 4
 """How often a worker is asked for a sign of life in the time after which it is lost."""
 _STOP_SECONDS = 15.0
@@ -58,7 +58,7 @@ class Worker:
     running: int = 0
     """Conversations."""
     starts: int = 0
-    """Starts since the last finished conversation."""
+    """Successful starts since the last finished conversation."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     problem: str | None = None
     """Why it is not started again; None if it runs or will be started."""
@@ -69,9 +69,12 @@ class Worker:
 
 
 class WorkerPool:
-    """The workers. `check` raises ConfigError if a worker has loaded something else than the trainer."""
+    """The workers. `make` gives the function that makes the worker with a number in its process. `check` raises ConfigError if a
+    worker has loaded something else than the trainer."""
 
-    def __init__(self, options: PoolOptions, make: MakeWorker, check: Callable[[WorkerInfo], None]) -> None:
+    def __init__(
+        self, options: PoolOptions, make: Callable[[int], MakeWorker], check: Callable[[WorkerInfo], None]
+    ) -> None:
         self.options = options
         self.workers = [Worker(number) for number in range(options.count)]
         self.losses = 0
@@ -213,6 +216,7 @@ class WorkerPool:
         """Watch a worker, and start it again after each loss."""
         while True:
             await self._watch(worker)
+            pause = _FIRST_PAUSE
             while not worker.ready:
                 if worker.starts >= _MAX_STARTS:
                     worker.problem = f"{worker.name} was started {_MAX_STARTS} times without finishing a conversation"
@@ -223,7 +227,8 @@ class WorkerPool:
                     await self._start(worker)
                 except (EngineError, ConfigError) as error:
                     _log.warning("%s cannot be started: %s", worker.name, error)
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _watch(self, worker: Worker) -> None:
         """Ask a ready worker for signs of life until it is lost."""
@@ -242,10 +247,9 @@ class WorkerPool:
 
     async def _start(self, worker: Worker) -> None:
         """Start an actor, and give it the present weights. Raises EngineError or ConfigError."""
-        worker.starts += 1
         worker.lost.clear()
         started = False
-        actor = worker.actor = ray_api.create_actor(self._make, self.options.actor)
+        actor = worker.actor = ray_api.create_actor(self._make(worker.number), self.options.actor)
         try:
             async with asyncio.timeout(self.options.start_timeout):
                 self._check(await answer(actor.start.remote()))
@@ -262,5 +266,6 @@ class WorkerPool:
         finally:
             if not started:
                 ray_api.kill(actor)
+        worker.starts += 1
         worker.ready = True
         self._wake(self.options.actor.max_concurrent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,10 @@ class Losses:
 
 
 class RayRollouts:
-    """All rollout workers of a run. `make` makes a worker in its process. One object serves one event loop."""
+    """All rollout workers of a run. `make` gives the function that makes the worker with a number in its process. One object
+    serves one event loop."""
 
-    def __init__(self, options: RayOptions, make: MakeWorker) -> None:
+    def __init__(self, options: RayOptions, make: Callable[[int], MakeWorker]) -> None:
         self.version = -1
         """The version of the weights that the workers have; -1 before the first weights were sent."""
         self.restarted = 0
