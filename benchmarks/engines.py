@@ -54,7 +54,7 @@ from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine, closing
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
-from turnwise.training.published_weights import published_weights
+from turnwise.models.published_weights import published_weights
 from turnwise.types import Completion, Request, Sampling
 
 HERE = Path(__file__).resolve().parent

@@ -23,9 +23,9 @@ from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.weights import Probe
 from turnwise.environments.environment import environment
 from turnwise.errors import EngineError
+from turnwise.models.published_weights import published_weights, token_logprobs
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
-from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.types import Completion, LogprobKind, Opening, Reply, Request, Row, Sampling, Segment, Turn
 
 pytestmark = pytest.mark.engines

@@ -17,8 +17,9 @@ from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import Part
+from turnwise.engines.remote.weight_shapes import read_shapes
 from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
-from turnwise.engines.sglang.checksums import check_checksums, file_contents, read_shapes
+from turnwise.engines.sglang.checksums import check_checksums, file_contents
 from turnwise.engines.sglang.images import decode_images
 from turnwise.engines.sglang.launch import SglangLaunch, kv_token_bytes, server_command
 from turnwise.errors import ConfigError, EngineError

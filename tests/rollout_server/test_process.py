@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from support.recipes import save_recipe
 from support.tiny import save_model
+from turnwise.commands import serve
 from turnwise.compat.swift.serving import from_rollout_arguments
 from turnwise.config.recipe import checked
 
@@ -35,6 +37,24 @@ def test_the_arguments_of_swift_rollout_make_a_recipe() -> None:
     engine: Any = config.engine
     assert (engine.name, engine.arguments) == ("vllm", ["--gpu-memory-utilization", "0.8"])
     assert (config.limits.turns, config.limits.context, config.model.lora.rank) == (3, 512, None)
+
+
+def test_options_of_the_recipe_come_before_the_arguments_of_swift_rollout() -> None:
+    options = argparse.Namespace(
+        recipe="engine.python=/env/python",
+        overrides=["model.device=cpu", *SWIFT.split()],
+        multi_turn_scheduler=None,
+        external_plugins=[],
+        max_turns=None,
+    )
+    config, _, given = serve._from_swift(options)
+    engine: Any = config.engine
+    assert (engine.name, engine.python, engine.arguments) == (
+        "vllm",
+        "/env/python",
+        ["--gpu-memory-utilization", "0.8"],
+    )
+    assert (config.model.device, given["port"]) == ("cpu", 8123)
 
 
 @pytest.mark.slow

@@ -83,7 +83,8 @@ def test_the_token_may_be_in_the_address(server: Running) -> None:
 @pytest.mark.parametrize(
     ("request_", "config", "reason"),
     [
-        ({**REQUEST, "images": ["x.png"]}, CONFIG, "contains media"),
+        ({**REQUEST, "images": ["x.png"]}, CONFIG, "images.0 is 'x.png': it must be base64, or the path of a file"),
+        ({**REQUEST, "audios": ["x.wav"]}, CONFIG, "contains audio"),
         ({**REQUEST, "messages": []}, CONFIG, "messages must be a list of messages"),
         (REQUEST, {**CONFIG, "n": 2}, "request_config.n=2 is not supported"),
         (REQUEST, {**CONFIG, "repetition_penalty": 1.1}, "request_config.repetition_penalty=1.1 is not supported"),

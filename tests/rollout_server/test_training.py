@@ -22,12 +22,12 @@ from support.rollout_servers import TOKEN, Running, client_of, running
 from support.tiny import save_rows, tiny_model
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, EngineError
+from turnwise.models.published_weights import published_weights
 from turnwise.rollout.rollout import new_group
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases
 from turnwise.serve.http import RequestRefused
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
-from turnwise.training.published_weights import published_weights
 from turnwise.types import Row, Sampling
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
-from turnwise.data.images import media_kind
+from turnwise.data.images import media_kind, media_value
 from turnwise.errors import ConfigError
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
@@ -39,6 +39,7 @@ def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClien
             tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
             recipe=served_options(config),
             base=base_weights(config),
+            vision=renderer.vision,
         )
     )
     with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
@@ -59,7 +60,18 @@ def refuse_what_needs_conversations_here(scorer: Scorer, rows: Iterable[Row], op
     for row in rows:
         contents = [message.get("content") for message in row.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        if any(isinstance(part, dict) and media_kind(part) is not None for part in parts):
+        media = [part for part in parts if isinstance(part, dict) and media_kind(part) is not None]
+        if media and option != "rollout_server.url":
             raise ConfigError(
                 f"row {row.id} contains an image or a video, and with {option} rows contain text only: remove {option}"
+            )
+        if any(media_kind(part) == "video" and not isinstance(media_value(part), list | tuple) for part in media):
+            raise ConfigError(
+                f"row {row.id} contains a video file, and a rollout server takes only frames: give a list of frames, "
+                f"or remove {option}"
+            )
+        if "multi_modal_inputs" in row.fields:
+            raise ConfigError(
+                f"data.return_multi_modal_inputs=true has no effect on a rollout server, whose environments receive no "
+                f"tensors: remove it, or remove {option}"
             )

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.chat.media_cache import MediaCache
+from turnwise.chat.media_cache import MediaCache, ProcessedMedia
 from turnwise.chat.media_parts import MediaPart, media_parts
 from turnwise.chat.placeholders import MediaKind, Placeholders
 from turnwise.chat.processors import load_processor
@@ -166,6 +166,13 @@ class MediaProcessor:
             self._check_grid(item)
             located.append(replace(item, start=own[0], length=own[-1] - own[0] + 1))
         return located
+
+    def process(self, kind: MediaKind, value: Any) -> ProcessedMedia:
+        """One image, or one video as a list of frames, after the processor. Equal images share their tensors.
+
+        Raises DataError if it cannot be loaded or processed.
+        """
+        return self._cache.get(MediaPart(kind, value, f"the {kind}"))
 
     def preprocess(self, messages: Sequence[Message]) -> dict[str, Any]:
         """Run the images of these messages through the processor now, and keep the results for the rest of the run.

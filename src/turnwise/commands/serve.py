@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 from turnwise.commands.command import Context, add_recipe, print_lines
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 _HOST, _PORT = "127.0.0.1", 8000
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+"""An option of the recipe, such as `engine.python=...`."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +27,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run a server that holds an engine and runs conversations with the environment, the tools and the limits of "
         "a recipe (docs/server.md). Clients need the token in the environment variable TURNWISE_SERVER_TOKEN; if it is not set, "
-        "a token is made and printed. With --from swift, write the arguments of `swift rollout` after `--`."
+        "a token is made and printed. With --from swift, write the arguments of `swift rollout` after `--`, and options of the "
+        "recipe, such as engine.python=/path/to/vllm/bin/python, before it."
     )
     add_recipe(parser, nargs="?")
     parser.add_argument(
@@ -102,7 +107,7 @@ def _from_swift(options: argparse.Namespace) -> tuple[Config, list[str], dict[st
     """The recipe of the arguments of `swift rollout`, notes on arguments that were left out, and the arguments."""
     from turnwise.commands.convert import refuse
     from turnwise.compat.swift.serving import from_rollout_arguments
-    from turnwise.config.recipe import checked
+    from turnwise.config.recipe import with_overrides
 
     for name in ("multi_turn_scheduler", "external_plugins", "max_turns"):
         if getattr(options, name):
@@ -110,7 +115,9 @@ def _from_swift(options: argparse.Namespace) -> tuple[Config, list[str], dict[st
                 f"with --from swift, write --{name} after `--`, with the other arguments of `swift rollout`"
             )
     words = [word for word in (options.recipe, *options.overrides) if word is not None]
-    report, given = from_rollout_arguments(words)
+    overrides = list(itertools.takewhile(lambda word: _OVERRIDE.match(word) is not None, words))
+    report, given = from_rollout_arguments(words[len(overrides) :])
     refuse(report, how="Remove these arguments, or write a recipe with `turnwise convert --from swift` and edit it")
     source = "the recipe of ms-swift's arguments (`turnwise convert --from swift` shows it)"
-    return checked(report.recipe, source=source), [f"left out: {key}" for key in report.unsupported], given
+    config, notes = with_overrides(report.recipe, overrides, source=source)
+    return config, [*notes, *(f"left out: {key}" for key in report.unsupported)], given

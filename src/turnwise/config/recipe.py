@@ -6,6 +6,7 @@ schema. The error lists all problems, with the most similar name for each unknow
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from turnwise.config.schema import Config, Section
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_yaml, read_text
 
-__all__ = ["checked", "load"]
+__all__ = ["checked", "load", "with_overrides"]
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
@@ -43,6 +44,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
     notes = _override(tree, overrides)
     return checked(_interpolate(tree, where=str(path)), source=str(path)), notes
+
+
+def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source: str) -> tuple[Config, list[str]]:
+    """A recipe that was made by a program, with overrides (`engine.python=...`). Returns the recipe and notes for the user.
+
+    Raises ConfigError.
+    """
+    changed = copy.deepcopy(dict(tree))
+    notes = _override(changed, overrides)
+    return checked(changed, source=source), notes
 
 
 def checked(tree: Mapping[str, Any], *, source: str) -> Config:

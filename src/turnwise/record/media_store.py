@@ -100,14 +100,19 @@ class MediaStore:
             image = load_image(source, where="an image of the record")
         except DataError:
             return None  # reported where the image was used
-        if self._folder is not None:
-            file = self._folder / f"{digest(image)}.png"
-            if not file.exists():
-                self._folder.mkdir(parents=True, exist_ok=True)
-                temporary = file.with_suffix(".writing")
-                image.save(temporary, "PNG", compress_level=1)
-                os.replace(temporary, file)
+        self.keep(image, digest(image))
         return image
+
+    def keep(self, image: Any, name: str) -> None:
+        """Write a PIL image under the hash of its content, unless it is written already."""
+        if self._folder is None:
+            return
+        file = self._folder / f"{name}.png"
+        if not file.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_suffix(".writing")
+            image.save(temporary, "PNG", compress_level=1)
+            os.replace(temporary, file)
 
 
 def _key(key: Any) -> str:

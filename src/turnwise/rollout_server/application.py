@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.rollout_server.conversations import HEARTBEAT, ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Events, Handler, guarded, read_body
+from turnwise.rollout_server.images import MAX_BODY
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.openapi import document, page
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases, WeightUpdates
@@ -45,6 +46,8 @@ class ServedRun:
     """The fingerprint of the tokenizer."""
     options: Mapping[str, Any]
     """The options of the recipe that must be those of the trainer."""
+    processor: str | None
+    """The fingerprint of the model's image processor; None for a text model."""
     base: str | None
     """The fingerprint of the weights below an adapter; None if the recipe has no adapter."""
     longest_weights: int
@@ -126,6 +129,7 @@ class _Routes:
                 "max_concurrent": run.conversations.context.max_concurrent,
                 "lease": run.leases.owner,
                 "options": dict(run.options),
+                "processor": run.processor,
                 "base": run.base,
             }
         )
@@ -148,7 +152,7 @@ class _Routes:
     async def rollouts(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse
 
-        body = await read_body(request, RolloutBody)
+        body = await read_body(request, RolloutBody, longest=MAX_BODY)
         events = Events(heartbeat=HEARTBEAT, seconds=HEARTBEAT_SECONDS)
         work = asyncio.ensure_future(
             self._engine_loop.call(events.run(lambda send: self._run_conversations(body, send)))

@@ -12,15 +12,19 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from turnwise.chat.media import MediaProcessor
+from turnwise.chat.media_parts import has_media
 from turnwise.engines.remote.engine import WriteAdapter
 from turnwise.engines.remote.http import HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.adapters import pack_adapter
+from turnwise.rollout_server.images import processor_fingerprint
 from turnwise.rollout_server.recipe import differences
 from turnwise.rollout_server.wire import fill_trajectory, request_body
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
@@ -56,6 +60,8 @@ class ServerOptions:
     """The trainer's `served_options`."""
     base: str | None = None
     """The fingerprint of the weights below the trained adapter; None if all weights are trained."""
+    vision: MediaProcessor | None = None
+    """The image processor of the trainer's model."""
 
 
 def trainer_name(output: str) -> str:
@@ -180,12 +186,16 @@ class RolloutClient:
     async def _stream(self, remaining: dict[str, Trajectory], sampling: Sampling) -> None:
         """Ask for conversations until the server has room, and fill them as they finish. Raises EngineError."""
         while remaining:
-            body = request_body(
-                list(remaining.values()),
+            trajectories = list(remaining.values())
+            make = partial(
+                request_body,
+                trajectories,
                 sampling,
                 least_version=None if self._lease is None else self.version,
                 lease=self._lease,
             )
+            images = any(has_media(trajectory.row.messages) for trajectory in trajectories)
+            body, packed = await asyncio.to_thread(make) if images else make()  # encoding images takes time
             try:
                 async for event in self._server.events("/rollouts", body):
                     trajectory = remaining.get(_id_of(event))
@@ -193,7 +203,8 @@ class RolloutClient:
                         raise EngineError(
                             f"the rollout server sent a trajectory {_id_of(event)!r} that was not asked for"
                         )
-                    fill_trajectory(trajectory, event, where=f"the answer of {self.options.url}/rollouts")
+                    where = f"the answer of {self.options.url}/rollouts"
+                    fill_trajectory(trajectory, event, where=where, packed=packed, vision=self.options.vision)
                     del remaining[trajectory.id]
             except ServerFailed as error:
                 if error.status != 503:
@@ -254,6 +265,11 @@ class RolloutClient:
             raise ConfigError(
                 f"the rollout server {self.options.url} has another tokenizer or chat template (its model is "
                 f"{info.get('model')}): serve the model that is trained"
+            )
+        if info.get("processor") != processor_fingerprint(self.options.vision):
+            raise ConfigError(
+                f"the model of the rollout server {self.options.url} ({info.get('model')}) has another image processor than "
+                f"model.path here: serve the model that is trained"
             )
         if info.get("base") != self.options.base:
             raise ConfigError(

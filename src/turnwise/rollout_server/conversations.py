@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from turnwise.engines.engine import Engine
+from turnwise.errors import EngineError
 from turnwise.rollout.rollout import RolloutContext, rollout, rollout_groups
 from turnwise.rollout_server.metrics import ServerMetrics
-from turnwise.rollout_server.wire import ConversationBody, RolloutBody, empty_trajectory, finished_event
+from turnwise.rollout_server.wire import ConversationBody, RolloutBody, empty_trajectory, finished_event, with_images
 from turnwise.serve.http import RequestRefused
 from turnwise.types import Group, Sampling, Trajectory
 
@@ -58,11 +59,15 @@ class ConversationQueue:
         Raises RequestRefused before a conversation starts.
         """
         self._refuse_old_weights(body)
+        try:
+            conversations = with_images(body)
+        except EngineError as error:
+            raise RequestRefused(400, str(error)) from None
         await self.run_trajectories(
-            body.conversations,
+            conversations,
             body.sampling.to_sampling() if body.sampling is not None else None,
             on_admitted=lambda: emit(HEARTBEAT),
-            on_finished=lambda trajectory, id: emit(finished_event(trajectory, id=id)),
+            on_finished=lambda trajectory, id: emit(finished_event(trajectory, id=id, known_images=body.images)),
         )
 
     async def run_trajectories(

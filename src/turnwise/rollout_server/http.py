@@ -34,7 +34,7 @@ B = TypeVar("B", bound=BaseModel)
 Handler = Callable[["Request"], Awaitable["Response"]]
 
 LONGEST_JSON = 64 << 20
-"""Bytes of a JSON body, at most."""
+"""Bytes of a JSON body without images, at most."""
 _TOKEN_HINT = "send the token that the server printed when it started, or that it was given in its environment variable"
 
 
@@ -53,9 +53,9 @@ def guarded(handler: Handler, *, token: str | None, on_refused: Callable[[int], 
     return checked
 
 
-async def read_body(request: Request, kind: type[B]) -> B:
-    """The JSON body of a request. Raises RequestRefused if it is too long, not JSON, or not of that form."""
-    value = await json_body(request, longest=LONGEST_JSON)
+async def read_body(request: Request, kind: type[B], *, longest: int = LONGEST_JSON) -> B:
+    """The JSON body of a request. Raises RequestRefused if it has more than `longest` bytes, is not JSON, or not of that form."""
+    value = await json_body(request, longest=longest)
     try:
         return kind.model_validate(value)
     except ValidationError as error:

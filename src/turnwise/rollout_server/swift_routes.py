@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from turnwise.compat.swift.messages import flatten_media
 from turnwise.compat.swift.rewards import infos_of
 from turnwise.rollout_server.conversations import ConversationQueue
 from turnwise.rollout_server.http import EngineLoop, Handler, read_body
+from turnwise.rollout_server.images import MAX_BODY
+from turnwise.rollout_server.swift_images import encoded_media, with_images
 from turnwise.rollout_server.swift_weights import BucketBody, CommunicatorBody, SwiftWeights, TensorBody
 from turnwise.rollout_server.wire import ConversationBody, RowBody
 from turnwise.serve.http import RequestRefused
-from turnwise.types import Message, Sampling, Segment, Trajectory, Turn
+from turnwise.types import Sampling, Segment, Trajectory, Turn
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -189,7 +192,7 @@ def _infer(conversations: ConversationQueue, loop: EngineLoop) -> Handler:
     async def handler(request: Request) -> Response:
         from starlette.responses import JSONResponse
 
-        body = await read_body(request, InferBody)
+        body = await read_body(request, InferBody, longest=MAX_BODY)
         if body.adapter_request is not None:
             raise RequestRefused(400, "adapter_request is not supported: the server samples from its own weights")
         asked = [
@@ -212,13 +215,16 @@ def _infer(conversations: ConversationQueue, loop: EngineLoop) -> Handler:
 
 
 def _conversation(number: int, item: Mapping[str, Any], config: Mapping[str, Any]) -> ConversationBody:
-    if any(item.get(kind) for kind in ("images", "audios", "videos", "objects")):
-        raise RequestRefused(400, f"infer_requests.{number} contains media, and this server takes text only")
+    if any(item.get(kind) for kind in ("audios", "objects")):
+        raise RequestRefused(
+            400, f"infer_requests.{number} contains audio or objects, and this server takes images only"
+        )
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise RequestRefused(400, f"infer_requests.{number}.messages must be a list of messages; got {messages!r:.80}")
     if messages[-1].get("role") == "assistant":  # ms-swift's trainer may send the data set's answer
         messages = messages[:-1]
+    messages = with_images(messages, item.get("images") or [], item.get("videos") or [], f"infer_requests.{number}")
     seed = config.get("seed")
     fields = dict(item.get("data_dict") or {})
     if item.get("tools"):
@@ -258,8 +264,10 @@ def _outputs(trajectory: Trajectory, uuid: str) -> list[dict[str, Any]]:
 def _output(trajectory: Trajectory, segment: Segment, uuid: str, infos: Mapping[str, Any]) -> dict[str, Any]:
     sampled = sorted({turn for turn in segment.turn if turn >= 0})
     last = trajectory.turns[sampled[-1]]
-    histories: list[list[Message]] = [*trajectory.previous_histories, trajectory.messages]
-    history = histories[last.history]
+    histories = [*trajectory.previous_histories, trajectory.messages]
+    history, shown = flatten_media(histories[last.history])
+    if shown != flatten_media(trajectory.row.messages)[1]:  # the trainer must see what the model has seen
+        infos = {**infos, **encoded_media(shown)}
     # the last output has the complete conversation; an earlier segment ends with its last turn
     ends = len(history) if last is trajectory.turns[-1] else (last.message_index or 0) + 1
     ids, masks, logprobs = _answers(trajectory.turns, segment, sampled)

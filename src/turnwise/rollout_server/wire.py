@@ -6,16 +6,19 @@ record: with the sampled tokens where the segments do not contain all of them, b
 
 from __future__ import annotations
 
+import base64
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from turnwise.chat.media import MediaProcessor
 from turnwise.errors import EngineError, RunError
 from turnwise.record.decode import decode_trajectory
 from turnwise.record.encode import encode_line, trajectory_record
+from turnwise.rollout_server.images import CollectedImages, PackedRows, ReceivedImages, unpack_row
 from turnwise.types import Completion, LogprobKind, Message, Row, Sampling, Trajectory, Turn
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "finished_event",
     "request_body",
     "take_over",
+    "with_images",
 ]
 
 
@@ -46,7 +50,8 @@ class RowBody(_Body):
     id: str
     """The id of the row."""
     messages: list[dict[str, Any]] = Field(min_length=1)
-    """The opening messages in the OpenAI format; text only."""
+    """The opening messages in the OpenAI format. The value of an image is `sha256:<hash>` of an image in `images` of the request,
+    or a data URI; a video is a list of such values."""
     fields: dict[str, Any] = {}
     """The other columns of the row."""
     source: str = ""
@@ -98,6 +103,8 @@ class RolloutBody(_Body):
     """The request is refused if the server's weights are older than this version; null: any weights."""
     lease: str | None = None
     """The trainer's lease, which the request renews; null for clients that change no weights."""
+    images: dict[str, str] = {}
+    """The images of the conversations: PNG files in base64, each under the SHA-256 of its mode, size and pixels."""
 
 
 class LeaseBody(_Body):
@@ -129,8 +136,13 @@ class WeightsPathBody(_Body):
 
 def request_body(
     trajectories: Sequence[Trajectory], sampling: Sampling, *, least_version: int | None, lease: str | None
-) -> dict[str, Any]:
-    """The body of `POST /rollouts` for empty trajectories. Values of rows without a JSON type become texts."""
+) -> tuple[dict[str, Any], PackedRows]:
+    """The body of `POST /rollouts` for empty trajectories, and their images. Values of rows without a JSON type become texts.
+
+    Raises EngineError if an image cannot be sent.
+    """
+    packed = PackedRows()
+    rows = [packed.pack(trajectory.row) for trajectory in trajectories]
     body = {
         "conversations": [
             {
@@ -139,12 +151,12 @@ def request_body(
                 "seed": trajectory.seed,
                 "row": {
                     "id": trajectory.row.id,
-                    "messages": list(trajectory.row.messages),
-                    "fields": dict(trajectory.row.fields),
+                    "messages": messages,
+                    "fields": fields,
                     "source": trajectory.row.source,
                 },
             }
-            for trajectory in trajectories
+            for trajectory, (messages, fields) in zip(trajectories, rows, strict=True)
         ],
         "sampling": {
             "temperature": sampling.temperature,
@@ -156,7 +168,20 @@ def request_body(
         "least_version": least_version,
         "lease": lease,
     }
-    return json.loads(encode_line(body))
+    plain = json.loads(encode_line(body))
+    if packed.images:
+        plain["images"] = {name: base64.b64encode(file).decode() for name, file in packed.images.items()}
+    return plain, packed
+
+
+def with_images(body: RolloutBody) -> list[ConversationBody]:
+    """The conversations of a request, with the images in place of the references to them. Raises EngineError."""
+    conversations: list[ConversationBody] = []
+    for conversation in body.conversations:
+        messages, fields = unpack_row(conversation.row.messages, conversation.row.fields, body.images)
+        row = conversation.row.model_copy(update={"messages": messages, "fields": fields})
+        conversations.append(conversation.model_copy(update={"row": row}))
+    return conversations
 
 
 def empty_trajectory(body: ConversationBody, *, prefix: str) -> Trajectory:
@@ -165,12 +190,13 @@ def empty_trajectory(body: ConversationBody, *, prefix: str) -> Trajectory:
     return Trajectory(id=f"{prefix}{body.id}", group=body.group, row=row, seed=body.seed)
 
 
-def finished_event(trajectory: Trajectory, *, id: str) -> bytes:
-    """A finished trajectory as a server-sent event; `id` is the client's id of it."""
-    record = {**trajectory_record(trajectory, exact_logprobs=True), "id": id}
+def finished_event(trajectory: Trajectory, *, id: str, known_images: Collection[str] = ()) -> bytes:
+    """A finished trajectory as a server-sent event; `id` is the client's id of it, `known_images` are those of its request."""
+    images = CollectedImages(known_images)
+    record = {**trajectory_record(trajectory, media=images, exact_logprobs=True), "id": id}
     completions = [_completion_record(turn, trajectory) for turn in trajectory.turns]
-    line = encode_line({"trajectory": record, "completions": completions}, separators=(",", ":"))
-    return b"data: " + line + b"\n"
+    event = {"trajectory": record, "completions": completions, **({"images": images.files} if images.files else {})}
+    return b"data: " + encode_line(event, separators=(",", ":")) + b"\n"
 
 
 def _completion_record(turn: Turn, trajectory: Trajectory) -> dict[str, Any] | None:
@@ -203,10 +229,19 @@ def _sampled_columns(turn: Turn, trajectory: Trajectory) -> tuple[list[int], lis
     return ids, logprobs, versions
 
 
-def fill_trajectory(trajectory: Trajectory, value: Mapping[str, Any], *, where: str) -> None:
+def fill_trajectory(
+    trajectory: Trajectory,
+    value: Mapping[str, Any],
+    *,
+    where: str,
+    packed: PackedRows | None = None,
+    vision: MediaProcessor | None = None,
+) -> None:
     """Fill an empty trajectory from a parsed line of the server. Its id, row, seed and group stay.
 
-    Raises EngineError if the line is not a trajectory.
+    `packed` are the images of the request, `vision` is the image processor of the trainer's model.
+
+    Raises EngineError if the line is not a trajectory, or if its images cannot be used.
     """
     try:
         done = decode_trajectory(value.get("trajectory"), where=where)
@@ -217,6 +252,12 @@ def fill_trajectory(trajectory: Trajectory, value: Mapping[str, Any], *, where: 
         raise EngineError(f"{where}: `completions` must have an entry for each of the {len(done.turns)} turns")
     for turn, completion in zip(done.turns, completions, strict=True):
         turn.completion = None if completion is None else _completion(completion, turn, done, where)
+    given = {} if packed is None else packed.given[id(trajectory.row)]
+    images = ReceivedImages(vision, given, value.get("images", {}), where=where)
+    done.messages = images.messages(done.messages)
+    done.previous_histories = [images.messages(history) for history in done.previous_histories]
+    for segment in done.segments:
+        segment.media = [images.media(item, segment) for item in segment.media]
     take_over(trajectory, done)
     _share_messages(trajectory)
 

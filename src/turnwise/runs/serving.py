@@ -17,6 +17,7 @@ from turnwise.doctor.preflight import preflight
 from turnwise.engines.vllm.trainer_group import join_by_nccl
 from turnwise.rollout_server.application import ServedRun
 from turnwise.rollout_server.conversations import ConversationQueue
+from turnwise.rollout_server.images import processor_fingerprint
 from turnwise.rollout_server.metrics import ServerMetrics
 from turnwise.rollout_server.recipe import base_weights, served_options
 from turnwise.rollout_server.server import TOKEN, Address, open_socket, serving, token_for
@@ -72,6 +73,7 @@ async def serve(
             model_path=config.model.path,
             tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
             options=served_options(config),
+            processor=processor_fingerprint(renderer.vision),
             base=base_weights(config),
             longest_weights=longest_weights,
             further_routes=swift_routes(

@@ -16,6 +16,7 @@ from turnwise.models.allocator import return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
+from turnwise.models.published_weights import published_weights, token_logprobs
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
@@ -27,7 +28,6 @@ from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_update import PassLearner, policy_loss
-from turnwise.training.published_weights import published_weights, token_logprobs
 from turnwise.training.reference import Reference
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums

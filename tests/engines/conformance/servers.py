@@ -19,7 +19,7 @@ from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.weights import Probe
 from turnwise.models.lora import save_adapter
-from turnwise.training.published_weights import token_logprobs
+from turnwise.models.published_weights import token_logprobs
 from turnwise.types import LogprobKind
 
 
@@ -27,6 +27,8 @@ class Server(Subject):
     """An engine of a recipe, with one server that turnwise starts."""
 
     lora_rank: int | None = None
+    memory_gb: float = 0.1
+    """The size of the server's KV cache."""
     arguments: Sequence[str] = ()
     """Further arguments of the server."""
 
@@ -39,7 +41,7 @@ class Server(Subject):
             "engine": {
                 "name": self.name,
                 "python": str(engine_env.python(self.name)),
-                "memory_gb": 0.1,
+                "memory_gb": self.memory_gb,
                 "arguments": list(self.arguments),
             },
             "max_concurrent": 64,

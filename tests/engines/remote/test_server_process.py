@@ -146,3 +146,14 @@ time.sleep(300)
     trainer.send_signal(number)
     trainer.wait()
     wait_for(lambda: not any(alive(pid) for pid in both))
+
+
+def test_an_interpreter_without_the_engine_is_named_in_the_error(tmp_path: Path) -> None:
+    server, _ = process(tmp_path, "import no_such_engine")
+    server.start()
+
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(EngineError, match=r"(?s)Set engine\.python to the Python interpreter.*no_such_engine"):
+        asyncio.run(server.wait_until(never))

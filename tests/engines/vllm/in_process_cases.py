@@ -24,7 +24,7 @@ from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.weights import Probe, WeightFiles
 from turnwise.engines.vllm.in_process import InProcessServer
 from turnwise.errors import EngineError
-from turnwise.training.published_weights import token_logprobs
+from turnwise.models.published_weights import token_logprobs
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 PROMPT = [5, 17, 300, 44, 45]

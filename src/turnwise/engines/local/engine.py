@@ -22,6 +22,8 @@ from turnwise.engines.local.requests import PendingRequest, RequestLimits
 from turnwise.engines.local.scheduler import Stats
 from turnwise.engines.local.vision import VisionForward, VisionPrompt
 from turnwise.errors import EngineError
+from turnwise.models.lora import has_adapter
+from turnwise.models.published_weights import published_weights
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.types import Completion, Request
 
@@ -238,9 +240,28 @@ def _context(model: PreTrainedModel, context: int | None) -> int:
     return context or positions or 0
 
 
-def _copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into the parameters and buffers of the same names."""
+def _named_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The model's tensors by its own names, or by those of checkpoint files, in which some models have other names.
+
+    Raises EngineError if tensors of checkpoint files are not parts of the model's own.
+    """
     own = model.state_dict(keep_vars=True)
+    if has_adapter(model) or own.keys() >= weights.keys():
+        return own
+    storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    published = published_weights(model)
+    copies = [name for name, tensor in published.items() if tensor.untyped_storage().data_ptr() not in storages]
+    if copies:
+        raise EngineError(
+            f"the embedded engine cannot take the weights of {type(model).__name__} from another process, because "
+            f"{copies[0]} is computed from the model's tensors: use engine.name=vllm, or train in one process"
+        )
+    return published
+
+
+def _copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into the parameters and buffers of the same names: those of the model, or those of its checkpoint files."""
+    own = _named_tensors(model, weights)
     unknown = sorted(set(weights) - set(own))
     # of tied weights, one name is enough
     given = {own[name].data_ptr() for name in weights if name in own}

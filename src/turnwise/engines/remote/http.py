@@ -139,8 +139,11 @@ class HttpServer:
                 if not data:
                     raise ServerLost(f"{self.url}{path} closed the connection before the answer was complete")
                 buffer += data
-                *lines, rest = buffer.split(b"\n")
-                buffer = bytearray(rest)
+                if b"\n" not in data:  # a long event is split once, at its end
+                    lines = []
+                else:
+                    *lines, rest = buffer.split(b"\n")
+                    buffer = bytearray(rest)
                 if len(buffer) > _MAX_ANSWER:
                     raise ServerFailed(f"{self.url}{path} sent an event of more than {_MAX_ANSWER >> 20} MB")
                 for line in lines:

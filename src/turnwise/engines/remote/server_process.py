@@ -30,6 +30,11 @@ _POLL = 0.25  # seconds between two checks whether a starting server is ready
 _PROGRESS = 15.0  # seconds between two messages about a starting server
 _TAIL = 12  # lines of the log in an error message
 
+_NO_ENGINE = (
+    "Set engine.python to the Python interpreter of the environment in which the engine is installed: pip install "
+    "'turnwise[vllm]' or 'turnwise[sglang]' makes one (docs/engines.md)"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -97,11 +102,7 @@ class ServerProcess:
         command = self.command
         program = command.arguments[0]
         if not (os.path.isfile(program) and os.access(program, os.X_OK)):
-            raise EngineError(
-                f"{command.name} cannot be started: there is no program {program}. Set engine.python to the Python interpreter "
-                f"of the environment in which the engine is installed: pip install 'turnwise[vllm]' or 'turnwise[sglang]' "
-                f"makes one (docs/engines.md)"
-            )
+            raise EngineError(f"{command.name} cannot be started: there is no program {program}. {_NO_ENGINE}")
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             with command.log.open("ab") as output:
@@ -151,7 +152,10 @@ class ServerProcess:
                 lines = file.read().decode("utf-8", errors="replace").splitlines()
         except OSError:
             return f". Its log is {self.command.log}"
-        return "".join([f". The end of its log {self.command.log}:", *(f"\n  {line}" for line in lines[-_TAIL:])])
+        end = lines[-_TAIL:]
+        missing = any("No module named" in line for line in end)
+        hint = f". {_NO_ENGINE}" if missing else ""
+        return "".join([f"{hint}. The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])
 
     async def stop(self, grace: float = guard.GRACE + 2.0) -> None:
         """End the process group: SIGTERM, and SIGKILL after 10 seconds. Returns when it has ended."""

@@ -21,9 +21,10 @@ from turnwise.engines.remote.images import checked_images
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.trainer_groups import TrainerGroups
+from turnwise.engines.remote.weight_shapes import WeightShapes, read_shapes
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.engines.sglang.broadcast import broadcast
-from turnwise.engines.sglang.checksums import Contents, WeightShapes, check_checksums, contents_of, read_shapes
+from turnwise.engines.sglang.checksums import Contents, check_checksums, contents_of
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Media, Request, Sampling

@@ -1,23 +1,18 @@
-"""Checks of the weights of a SGLang server: names and shapes before an update, checksums after an update.
-
-SGLang accepts an update in which weights are missing, and dies at a weight of another shape. Both are found here, before the
-update is sent.
-"""
+"""The checksums of the weights of a SGLang server, compared with those of an update."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from turnwise.engines.remote.images import tensor_bytes
+from turnwise.engines.remote.weight_shapes import read_header, read_shapes
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 
-__all__ = ["Contents", "WeightShapes", "check_checksums", "contents_of", "file_contents", "read_shapes"]
+__all__ = ["Contents", "check_checksums", "contents_of", "file_contents"]
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang keeps these weights as one: the rows of the parts, one after the other."""
@@ -37,39 +32,6 @@ class Contents:
     """The bytes of a weight, in blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShapes:
-    """The names and the shapes of all weights of a model."""
-
-    shapes: Mapping[str, Sequence[int]]
-
-    def check(self, given: Mapping[str, Sequence[int]]) -> None:
-        """Raise EngineError if an update does not have all of these weights, with these shapes, and no others.
-
-        The weights of an output layer may be missing: tied embeddings have one name in a file.
-        """
-        missing = sorted(name for name in self.shapes if name not in given and name != "lm_head.weight")
-        unknown = sorted(name for name in given if name not in self.shapes)
-        other = sorted(name for name, shape in given.items() if list(self.shapes.get(name, shape)) != list(shape))
-        for names, problem in (
-            (missing, "are missing"),
-            (unknown, "are not the model's"),
-            (other, "have another shape"),
-        ):
-            if names:
-                raise EngineError(
-                    f"{len(names)} of the weights {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. "
-                    f"An update must have all weights of the model that the server serves"
-                )
-
-
-def read_shapes(files: Sequence[Path]) -> WeightShapes:
-    """The names and shapes in the headers of safetensors files."""
-    return WeightShapes(
-        {name: entry["shape"] for file in files for name, entry in _header(file)[0].items() if name != "__metadata__"}
-    )
-
-
 def contents_of(update: WeightUpdate) -> Contents:
     """The weights of an update: a file, or tensors on the CPU."""
     if update.tensors is None:
@@ -82,7 +44,7 @@ def contents_of(update: WeightUpdate) -> Contents:
 
 def file_contents(file: Path) -> Contents:
     """The weights of a safetensors file."""
-    header, start = _header(file)
+    header, start = read_header(file)
 
     def read(name: str) -> Iterator[bytes]:
         begin, end = header[name]["data_offsets"]
@@ -129,10 +91,3 @@ def _parts(name: str, header: Mapping[str, object]) -> Iterator[str]:
         names = [name.replace(f".{fused}.", f".{part}.") for part in parts]
         if f".{fused}." in name and all(part in header for part in names):
             yield from names
-
-
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the position of the first tensor's bytes."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        return json.loads(stream.read(size)), 8 + size

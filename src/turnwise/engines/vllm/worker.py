@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from turnwise.engines.remote.weight_shapes import WeightShapes, read_shapes
 
 __all__ = ["WeightReceiver"]
 
@@ -31,7 +33,7 @@ class WeightReceiver:
     """Whether the model has the weights of a broadcast, which only the trainer can send again."""
     turnwise_group: Any = None
     """The group of torch.distributed with the trainer; None before `turnwise_join`."""
-    turnwise_names: dict[str, list[int]] | None = None
+    turnwise_names: Mapping[str, Sequence[int]] | None = None
     """Names and shapes of the weights of the last successful update."""
 
     def turnwise_claim(self, owner: str, lease: float) -> dict[str, Any]:
@@ -122,19 +124,20 @@ class WeightReceiver:
             leave(group)
 
     def _turnwise_checked(self, path: str, checksum: str) -> dict[str, Any]:
-        """The tensors of a file. Raises ValueError unless they are all weights of the model, with finite values."""
+        """The tensors of a file. Raises ValueError or EngineError unless they are all finite weights of the model."""
         tensors = _read(path, checksum)
         self._turnwise_compare_names({name: list(tensor.shape) for name, tensor in tensors.items()})
         _check_finite(tensors)
         return tensors
 
     def _turnwise_compare_names(self, given: dict[str, list[int]]) -> None:
-        """Raise ValueError unless these are the names and shapes of all weights of the model."""
+        """Raise EngineError unless these are the names and shapes of all weights of the model."""
         known = self.turnwise_names
         if known is None:
-            known = _names_in(self.model_runner.vllm_config.model_config.model)  # type: ignore[attr-defined]
-        if known:
-            _compare_names(known, given)
+            folder = Path(self.model_runner.vllm_config.model_config.model)  # type: ignore[attr-defined]
+            known = read_shapes(sorted(folder.glob("*.safetensors"))).shapes
+        if known:  # the model directory has safetensors files
+            WeightShapes(known).check(given)
 
     def _turnwise_replace(self, tensors: dict[str, Any] | None) -> None:
         """Load weights into the model; None: those of the model directory."""
@@ -193,28 +196,6 @@ def _check_finite(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"the weight {name} has values that are not finite")
-
-
-def _names_in(model: str) -> dict[str, list[int]]:
-    """Names and shapes of the weights in a model directory; empty if it has no safetensors files."""
-    from safetensors import safe_open
-
-    names: dict[str, list[int]] = {}
-    for file in sorted(Path(model).glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            names.update({name: list(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-    return names
-
-
-def _compare_names(known: dict[str, list[int]], given: dict[str, list[int]]) -> None:
-    missing = sorted(known.keys() - given.keys() - {"lm_head.weight"})
-    unknown = sorted(given.keys() - known.keys() - {"lm_head.weight"})
-    shapes = sorted(name for name in known.keys() & given.keys() if known[name] != given[name])
-    for names, problem in ((missing, "are missing"), (unknown, "are not the model's"), (shapes, "have another shape")):
-        if names:
-            raise ValueError(
-                f"{len(names)} weights {problem}, such as {names[0]}: the server must serve the model of model.path"
-            )
 
 
 def _pack_tied_output_layers(model: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
+from turnwise.models.published_weights import token_logprobs
 from turnwise.models.torch_threads import use_deterministic_algorithms
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
@@ -24,7 +25,6 @@ from turnwise.training.model_fingerprint import of_tensors
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.policy_update import policy_loss
-from turnwise.training.published_weights import token_logprobs
 from turnwise.training.reference import reference_model
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import ShardOptions

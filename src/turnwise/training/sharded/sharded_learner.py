@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from turnwise.models.lora import save_adapter
+from turnwise.models.published_weights import published_weights
 from turnwise.training.background import StopFlag
 from turnwise.training.learner import BatchRequirements
 from turnwise.training.loss import make_loss
 from turnwise.training.packing import MicroBatch
 from turnwise.training.policy_update import PassLearner
-from turnwise.training.published_weights import published_weights
 from turnwise.training.sharded.commands import (
     Accumulate,
     Build,

@@ -1,0 +1,102 @@
+"""Faults of real servers: too little memory for the prompts, and a server that hangs. Death is in the suite of all engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from engines.conformance.servers import Server, Sglang, Vllm
+from engines.conformance.test_conformance_life import start_requests
+from engines.conformance.test_conformance_sampling import assert_exact
+from turnwise.errors import EngineError
+
+TOKEN_BYTES = 2 * 3 * 2 * 32 * 4
+"""A token in the KV cache of the demo's model: keys and values, 3 layers, 2 heads of 32 numbers."""
+
+
+class SmallVllm(Vllm):
+    """A KV cache of about one conversation of 2,048 tokens; with less, vLLM does not start."""
+
+    memory_gb = 2400 * TOKEN_BYTES / 2**30
+
+
+class SmallSglang(Sglang):
+    """A KV cache of 1,200 tokens: less than the context of the model."""
+
+    memory_gb = 1200 * TOKEN_BYTES / 2**30
+
+
+class TinyVllm(Vllm):
+    """Less memory than one conversation needs."""
+
+    memory_gb = 600 * TOKEN_BYTES / 2**30
+
+
+@pytest.fixture(scope="module", params=[SmallVllm, SmallSglang], ids=lambda kind: kind.name)
+def small(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = request.param()
+    yield server
+    server.close()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, 760) for _ in range(length)]
+
+
+@pytest.mark.engines
+def test_prompts_that_need_more_memory_than_there_is_wait_for_each_other(small: Server) -> None:
+    requests = [small.request(prompt(700, seed), max_tokens=40) for seed in range(6)]
+    for request, completion in zip(requests, small.ask(*requests), strict=True):
+        assert len(completion.token_ids) > 0
+        assert_exact(small, request, completion)
+    assert small.process.starts == 1
+
+
+@pytest.mark.engines
+def test_a_prompt_that_is_longer_than_the_memory_fails_alone(small: Server) -> None:
+    """SGLang refuses the prompt. vLLM has the memory for each prompt that it accepts, and does not start with less."""
+    if isinstance(small, SmallVllm):
+        with pytest.raises(EngineError, match=r"(?s)vLLM server 0 has ended .*KV cache"):
+            TinyVllm()
+        return
+    good = small.request(prompt(300, 1), max_tokens=8)
+
+    async def both() -> tuple[object, object]:
+        long = small.request(prompt(1500, 2), max_tokens=8)
+        found = await asyncio.gather(small.engine.generate(long), small.engine.generate(good), return_exceptions=True)
+        return found[0], found[1]
+
+    failed, answered = small.run(both())
+    assert isinstance(failed, EngineError)
+    assert "1500" in str(failed)
+    assert not isinstance(answered, BaseException)
+    assert_exact(small, good, answered)  # type: ignore[arg-type]
+    assert small.process.starts == 1
+
+
+@pytest.mark.engines
+def test_a_server_that_hangs_is_started_again_and_its_requests_go_on(small: Server) -> None:
+    limits = small.server.limits
+    small.server.limits = replace(limits, idle=6.0, answer=6.0)
+
+    async def play() -> list[object]:
+        requests = [small.request(prompt(40, seed), max_tokens=400) for seed in (3, 4)]
+        tasks = await start_requests(small, requests)
+        assert small.process.pid is not None
+        os.killpg(small.process.pid, signal.SIGSTOP)
+        completions = await asyncio.gather(*tasks)
+        return list(zip(requests, completions, strict=True))
+
+    try:
+        for request, completion in small.run(play()):  # type: ignore[misc]
+            assert_exact(small, request, completion)  # type: ignore[has-type]
+    finally:
+        small.server.limits = limits
+    assert small.process.starts == 2
