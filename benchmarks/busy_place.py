@@ -1,4 +1,4 @@
-"""The environment of cluster.py: it computes in each turn, as a game or a parser does."""
+"""The environment of ray_rollouts.py: it computes in each turn, as a game or a parser does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rollout workers on Ray: 1 against 2 workers, and a run with a worker against a run in one process.
 
-`python benchmarks/cluster.py`, five minutes. A tiny model with random weights trains on conversations of several turns, whose
+`python benchmarks/ray_rollouts.py`, five minutes. A tiny model with random weights trains on conversations of several turns, whose
 environment computes for some milliseconds in each turn. The same recipe is run in one process, with one worker and with two
 workers on a Ray cluster of this machine, at the same number of conversations. The learning rate is so small that all runs sample
 the same conversations.
@@ -82,7 +82,7 @@ def main() -> None:
         table.add_row(mode, f"{rollout:.2f}", f"{step:.2f}", f"{options.groups * 8 / rollout:.1f}")
     Console().print(table)
     print(f"overhead {best['1 worker'][1] / best['one process'][1]:.2f}")
-    print(f"cluster {best['1 worker'][0] / best['2 workers'][0]:.2f}")
+    print(f"ray_rollouts {best['1 worker'][0] / best['2 workers'][0]:.2f}")
 
 
 if __name__ == "__main__":
