@@ -1,6 +1,6 @@
 """Rollout workers on Ray: 1 against 2 workers, and a run with a worker against a run in one process.
 
-`python benchmarks/ray_rollouts.py`, five minutes. A tiny model with random weights trains on conversations of several turns, whose
+`python benchmarks/ray_rollouts.py`, five minutes. A tiny random model trains on conversations of several turns, whose
 environment computes for some milliseconds in each turn. The same recipe is run in one process, with one worker and with two
 workers on a Ray cluster of this machine, at the same number of conversations. The learning rate is so small that all runs sample
 the same conversations.
