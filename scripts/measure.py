@@ -40,10 +40,10 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 88,
-    "way: lines": 13960,
-    "way: lines that run": 4110,
+    "way: lines": 14100,
+    "way: lines that run": 4160,
     "way without the embedded engine: files": 76,
-    "way without the embedded engine: lines": 12120,
+    "way without the embedded engine: lines": 12140,
     "way without the embedded engine: lines that run": 3250,
     "largest file": 400,
     "longest function": 60,

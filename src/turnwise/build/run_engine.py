@@ -1,4 +1,4 @@
-"""Builds the engine of a run, wherever its conversations run."""
+"""Builds the engine of a run: in its own process, or in a process of rollout workers."""
 
 from __future__ import annotations
 

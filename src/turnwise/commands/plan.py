@@ -37,7 +37,11 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="the number of ranks that torchrun will start (cluster=torchrun); default: WORLD_SIZE, or 1",
     )
     parser.add_argument("--simulate", type=Path, metavar="RUN", help="the directory of a measured run of this recipe")
-    simulation = parser.add_argument_group("options of --simulate")
+    _add_simulation_options(parser.add_argument_group("options of --simulate"))
+    parser.set_defaults(command=_run)
+
+
+def _add_simulation_options(simulation: argparse._ArgumentGroup) -> None:
     simulation.add_argument(
         "--devices", default="8,64,512,1024", metavar="N,N", help="numbers of devices; default: %(default)s"
     )
@@ -79,7 +83,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="multiply train.batch_size and max_concurrent by the number of devices",
     )
-    parser.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:

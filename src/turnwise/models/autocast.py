@@ -36,7 +36,7 @@ class Bfloat16Linears:
         self._source = model
         self.model = copy.deepcopy(model, shared)
         """The second model. Its linear layers compute in bfloat16."""
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _ParameterCopy] = {}
         self.refresh()
 
     def refresh(self, *, force: bool = True) -> None:
@@ -45,7 +45,7 @@ class Bfloat16Linears:
         Without `force`, a weight is copied only if torch has counted a change since the last copy. Some optimizers change
         weights without torch's knowledge.
         """
-        copies: dict[int, _Copy] = {}
+        copies: dict[int, _ParameterCopy] = {}
         # also inside an engine's inference mode: tensors of that mode could not be changed outside of it
         with torch.inference_mode(False), torch.no_grad():
             for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
@@ -62,7 +62,7 @@ class Bfloat16Linears:
         self._copies = copies
 
 
-class _Copy:
+class _ParameterCopy:
     """A bfloat16 copy of a parameter, and the state of the parameter when it was copied."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -71,9 +71,9 @@ class _Copy:
         self.state = _state(parameter)
 
 
-def _copied(parameter: torch.Tensor, previous: _Copy | None, *, force: bool) -> _Copy:
+def _copied(parameter: torch.Tensor, previous: _ParameterCopy | None, *, force: bool) -> _ParameterCopy:
     if previous is None or previous.source is not parameter or previous.values.shape != parameter.shape:
-        return _Copy(parameter)
+        return _ParameterCopy(parameter)
     if force or previous.state != _state(parameter):
         previous.values.copy_(parameter)
         previous.state = _state(parameter)
