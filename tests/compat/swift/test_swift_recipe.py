@@ -74,7 +74,7 @@ def test_a_script_is_converted_into_a_recipe_and_what_is_left_out_is_reported(
     assert environment_factory(config)() is not None
     assert (config.train.steps, config.train.batch_size, config.train.group_size, config.limits.turns) == (1, 2, 2, 4)
     told = capsys.readouterr().out
-    assert "left out: deepspeed='zero2': about memory and devices" in told
+    assert "left out: deepspeed='zero2': has no effect with one process" in told
     assert "CHANGES THE TRAINING" not in told
 
 

@@ -250,6 +250,8 @@ def _named_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) 
         return own
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
     published = published_weights(model)
+    if len(weights.keys() - published.keys()) >= len(weights.keys() - own.keys()):
+        return own  # names of neither kind: the error is about the model's own names
     copies = [name for name, tensor in published.items() if tensor.untyped_storage().data_ptr() not in storages]
     if copies:
         raise EngineError(

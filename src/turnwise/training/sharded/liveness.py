@@ -49,14 +49,14 @@ class Liveness:
         self._closing = threading.Event()
         self.on_lost: Callable[[LostRank], None] = lambda lost: None
         """Called in a thread of its own if a rank gives no sign of life for `limit` seconds."""
-        self._store.set(f"turnwise/place/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        self._store.set(f"place/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._thread.start()
 
     def report(self, error: BaseException) -> None:
         """Write down why this rank ends."""
         with self._lock:
-            self._store.set(f"turnwise/error/{self._rank}", f"{type(error).__name__}: {error}")
+            self._store.set(f"error/{self._rank}", f"{type(error).__name__}: {error}")
 
     def lost(self) -> LostRank | None:
         """The rank whose connection was lost, after waiting until it is known; None if all ranks are alive.
@@ -81,7 +81,7 @@ class Liveness:
             count += 1
             try:
                 with self._lock:
-                    self._store.set(f"turnwise/alive/{self._rank}", str(count))
+                    self._store.set(f"alive/{self._rank}", str(count))
                 self._read()
             except RuntimeError:  # the store is gone, and with it the rank or the agent that holds it
                 if not self._closing.is_set():
@@ -97,11 +97,11 @@ class Liveness:
     def _read(self) -> None:
         for other, (seen, _) in list(self._seen.items()):
             with self._lock:
-                if not self._store.check([f"turnwise/alive/{other}"]):
+                if not self._store.check([f"alive/{other}"]):
                     continue
-                count = int(self._store.get(f"turnwise/alive/{other}"))
-                if other not in self._places and self._store.check([f"turnwise/place/{other}"]):
-                    self._places[other] = self._store.get(f"turnwise/place/{other}").decode()
+                count = int(self._store.get(f"alive/{other}"))
+                if other not in self._places and self._store.check([f"place/{other}"]):
+                    self._places[other] = self._store.get(f"place/{other}").decode()
             if count != seen:
                 self._seen[other] = (count, time.monotonic())
 
@@ -110,8 +110,8 @@ class Liveness:
         for other in self._seen:
             try:
                 with self._lock:
-                    if self._store.check([f"turnwise/error/{other}"]):
-                        text = self._store.get(f"turnwise/error/{other}").decode(errors="replace")
+                    if self._store.check([f"error/{other}"]):
+                        text = self._store.get(f"error/{other}").decode(errors="replace")
                         return LostRank(other, self._place(other), f"has ended: {text}")
             except RuntimeError:
                 return LostRank(0, self._place(0), "has ended, or its machine cannot be reached")

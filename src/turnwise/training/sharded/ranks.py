@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
 from turnwise.training.sharded.liveness import Liveness
 from turnwise.training.sharded.options import RankOptions
 
@@ -27,6 +29,8 @@ __all__ = ["Ranks"]
 
 _NO_LIMIT = datetime.timedelta(days=365)
 _CONNECT = datetime.timedelta(minutes=10)
+_PAUSE = 0.02
+"""Seconds between two looks for the other ranks."""
 
 
 class Ranks:
@@ -40,10 +44,12 @@ class Ranks:
         self.rank, self.size, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         self.device = _device(options.device, local)
         backend = _backend(options.backend, self.device)
-        store = _store(self.rank, self.size)
+        raw = _store(self.rank, self.size)
+        start = f"turnwise/{_name_of_start(raw, self.rank, self.size)}"
+        store = PrefixStore(start, raw)
         dist.init_process_group(
             backend=backend,
-            store=PrefixStore("turnwise/data", store),
+            store=PrefixStore("data", store),
             rank=self.rank,
             world_size=self.size,
             timeout=datetime.timedelta(seconds=options.timeout),
@@ -53,8 +59,8 @@ class Ranks:
         self._control = control
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
         # a connection of its own: a connection serves one thread at a time
-        own: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        self.liveness = Liveness(own, rank=self.rank, size=self.size, limit=options.heartbeat)
+        own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self.liveness = Liveness(PrefixStore(start, own), rank=self.rank, size=self.size, limit=options.heartbeat)
 
     @property
     def leads(self) -> bool:
@@ -136,3 +142,33 @@ def _store(rank: int, size: int) -> Store:
         )
     store, _, _ = next(rendezvous("env://", timeout=_CONNECT))
     return store
+
+
+def _name_of_start(store: Store, rank: int, size: int) -> str:
+    """A name for this start of the ranks, which rank 0 chooses and tells the others.
+
+    torchrun keeps its store when it starts ranks again. Without such a name, they would read the addresses of the ranks before.
+    Keys of earlier starts are harmless here: each answer belongs to a question with a random name, and rank 0 waits until each
+    rank has confirmed the name.
+    """
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + _CONNECT.total_seconds()
+    if rank != 0:
+        store.set(f"turnwise/question/{rank}", own)
+        store.wait([f"turnwise/answer/{own}"], _CONNECT)
+        name = store.get(f"turnwise/answer/{own}").decode()
+        store.set(f"turnwise/confirmed/{name}/{rank}", "")
+        return name
+    missing = set(range(1, size))
+    while missing:
+        for other in missing:
+            if store.check([f"turnwise/question/{other}"]):
+                store.set(f"turnwise/answer/{store.get(f'turnwise/question/{other}').decode()}", own)
+        time.sleep(_PAUSE)
+        missing = {other for other in missing if not store.check([f"turnwise/confirmed/{own}/{other}"])}
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"trainer ranks {sorted(missing)} have not connected for {_CONNECT.total_seconds():g} s: look into their logs, and "
+                f"start all ranks again"
+            )
+    return own
