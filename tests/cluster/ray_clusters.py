@@ -16,6 +16,9 @@ ENVIRONMENT = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_BACKEND_LOG_LEVEL": "fatal",
+    # a busy machine answers late; the end of a node's process is noticed by its connection
+    "RAY_health_check_timeout_ms": "30000",
+    "RAY_health_check_failure_threshold": "20",
     "PYTHONPATH": os.pathsep.join(str(Path(__file__).parent.parent.parent / name) for name in ("src", "tests")),
 }
 _STORE = 100 << 20
@@ -41,6 +44,9 @@ def cluster(*nodes: dict[str, float], cpus: int = 0) -> Iterator[Any]:
                 add_node(started, resources)
             yield started
         finally:
+            import ray
+
+            ray.shutdown()  # a failed test may have left its connection
             started.shutdown()
     finally:
         os.environ.clear()

@@ -22,6 +22,8 @@ from turnwise.ray_workers.routing import choose_worker
 
 __all__ = ["PoolOptions", "Worker", "WorkerPool"]
 
+_FIRST_STARTS = 3
+"""How often a worker is started at the beginning of a run."""
 _MAX_STARTS = 5
 """Successful starts of a worker without a finished conversation in between."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
@@ -93,7 +95,12 @@ class WorkerPool:
         """Start all workers and wait until they are ready. Raises EngineError or ConfigError."""
         if self._tasks:
             return
-        await asyncio.gather(*(self._start(worker) for worker in self.workers))
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for worker in self.workers:
+                    starts.create_task(self._start_first(worker))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
 
     @contextlib.asynccontextmanager
@@ -211,6 +218,17 @@ class WorkerPool:
             if not waiting.done():
                 waiting.set_result(None)
                 count -= 1
+
+    async def _start_first(self, worker: Worker) -> None:
+        """Start a worker at the beginning of a run. Its machine may be lost meanwhile: then it is started on another one."""
+        for attempt in range(_FIRST_STARTS):
+            try:
+                return await self._start(worker)
+            except WorkerLost as error:
+                if attempt == _FIRST_STARTS - 1:
+                    raise
+                _log.warning("%s was lost at its start and is started again: %s", worker.name, error)
+                await asyncio.sleep(_FIRST_PAUSE)
 
     async def _keep(self, worker: Worker) -> None:
         """Watch a worker, and start it again after each loss."""

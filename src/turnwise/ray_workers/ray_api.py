@@ -169,7 +169,9 @@ def _cancel(reference: Any) -> None:
     import ray
     from ray.exceptions import RayError
 
-    with contextlib.suppress(RayError, ConnectionError, ValueError):
+    with contextlib.suppress(
+        RayError, ConnectionError, ValueError, TypeError
+    ):  # TypeError: the call is not known any more
         ray.cancel(reference)
 
 

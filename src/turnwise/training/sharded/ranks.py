@@ -8,6 +8,7 @@ fail at once. `Liveness` (liveness.py) notices a rank that does not end, but doe
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import time
@@ -95,6 +96,9 @@ class Ranks:
         """Leave the group. Called when no rank computes."""
         self.liveness.close()
         dist.destroy_process_group()
+        # Threads of gloo release the Python objects of the last operations a moment later. If the interpreter ends meanwhile,
+        # such a thread ends the process with "terminate called without an active exception".
+        atexit.register(time.sleep, 0.3)
 
 
 def _number(name: str) -> int:
@@ -168,7 +172,7 @@ def _name_of_start(store: Store, rank: int, size: int) -> str:
         missing = {other for other in missing if not store.check([f"turnwise/confirmed/{own}/{other}"])}
         if time.monotonic() > deadline:
             raise RunError(
-                f"trainer ranks {sorted(missing)} have not connected for {_CONNECT.total_seconds():g} s: look into their logs, and "
-                f"start all ranks again"
+                f"trainer ranks {sorted(missing)} have not connected for {_CONNECT.total_seconds():g} s: look into their logs, "
+                f"and start all ranks again"
             )
     return own
