@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-slow test-engines test-cluster test-view lint check docs format wheel bench mutants clean
+.PHONY: help demo test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,7 +25,10 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 	$(BIN)/python -m pytest -m engines
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
-	$(BIN)/python -m pytest -m cluster
+	$(BIN)/python -m pytest -m 'cluster and not ray'
+
+test-ray: $(VENV)/ready-dev  ## start a local Ray cluster of several nodes, kill rollout workers, nodes and the driver
+	$(BIN)/python -m pytest -m ray
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rs

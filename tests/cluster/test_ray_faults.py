@@ -21,7 +21,7 @@ from support.recipes import save_recipe
 from support.tiny import save_rows
 from turnwise.errors import EngineError
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 PLACES = Path(__file__).parent / "lossy_places.py"
 STEPS, GROUPS, SIZE = 3, 2, 4

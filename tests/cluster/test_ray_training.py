@@ -18,7 +18,7 @@ from turnwise.config.recipe import load
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
 
 @pytest.fixture(scope="module")
