@@ -24,8 +24,9 @@ _CPU = (
     "--cuda-graph-backend-prefill=disabled",
     "--disable-overlap-schedule",
     "--mem-fraction-static=0.2",
+    "--sleep-on-idle",
 )
-"""Without a GPU, SGLang runs with torch's own operations."""
+"""Without a GPU, SGLang runs with torch's own operations. An idle server must not take a core from the trainer."""
 _CPU_MEMORY_GB = 1.0
 """The KV cache of a server on the CPU, unless the options give its size: SGLang would take a fifth of the machine's memory."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -149,7 +149,7 @@ def _store(rank: int, size: int) -> Store:
 
 
 def _name_of_start(store: Store, rank: int, size: int) -> str:
-    """A name for this start of the ranks, which rank 0 chooses and tells the others.
+    """A name for this start of the ranks, which rank 0 chooses and sends to the others.
 
     torchrun keeps its store when it starts ranks again. Without such a name, they would read the addresses of the ranks before.
     Keys of earlier starts are harmless here: each answer belongs to a question with a random name, and rank 0 waits until each
