@@ -60,7 +60,9 @@ def turnwise(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True, text=True, check=True,
     ).stdout.strip())  # fmt: skip
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    # with PYTHONPATH=src, pip would take the present tree for an installed turnwise
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True, env=clean)
     present = [path for path in map(Path, sys.path) if path.name in ("site-packages", "dist-packages")]
     present = present or [Path(sysconfig.get_path("purelib"))]
     # addsitedir would also read the .pth files there, which may add this clone; plain lines do not
