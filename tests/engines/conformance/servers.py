@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +24,16 @@ from turnwise.models.lora import save_adapter
 from turnwise.models.published_weights import token_logprobs
 from turnwise.types import LogprobKind
 
+SLOW = "while kill -STOP $0; do sleep 0.2; kill -CONT $0; sleep 0.005; done"
+"""Stops a process and lets it run by turns, until it ends. In a pause vLLM's HTTP process, which needs longer for a token than
+the model, answers the requests that wait."""
+
 
 class Server(Subject):
     """An engine of a recipe, with one server that turnwise starts."""
 
+    worker: str
+    """How the title of the process with the model begins."""
     lora_rank: int | None = None
     memory_gb: float = 0.1
     """The size of the server's KV cache."""
@@ -53,6 +61,13 @@ class Server(Subject):
         assert replica.process is not None
         self.server, self.process = replica.server, replica.process
         self.run(engine.start())
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Let this process go first. vLLM's two processes that wait for each other busily have taken two cores for seconds (Linux
+        6.18), in which no test could do anything to the requests that ran."""
+        with suppress(OSError):  # no automatic groups of processes, or not Linux
+            Path(f"/proc/{self.process.pid}/autogroup").write_text("10", encoding="ascii")
 
     def close(self) -> None:
         super().close()
@@ -66,16 +81,49 @@ class Server(Subject):
         """The server samples some tokens, and the model computes their log-probabilities."""
         return Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, self.model), tolerance=1e-4)
 
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """Let the model run for a fortieth of the time. The process that answers HTTP requests is as fast as before."""
+        pid = str(self._worker_pid())
+        # a process, and not a thread: the answers that this process reads would delay it
+        slow = subprocess.Popen(["sh", "-c", SLOW, pid], stderr=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            slow.kill()
+            slow.wait()
+            with suppress(ProcessLookupError):  # a case may have killed it
+                os.kill(int(pid), signal.SIGCONT)
+
+    def _worker_pid(self) -> int:
+        assert self.process.pid is not None
+        (pid,) = [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit()
+            and _group(int(folder.name)) == self.process.pid
+            and (folder / "cmdline").read_text(errors="replace").startswith(self.worker)
+        ]
+        return pid
+
     def kill(self) -> None:
         """Kill the server, and leave it to the engine to notice."""
         assert self.process.pid is not None
         os.killpg(self.process.pid, signal.SIGKILL)
 
 
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
 class Sglang(Server):
     """SGLang on the CPU: keeps no seeds, and recomputes the prefix of running requests after an update."""
 
     name = "sglang"
+    worker = "sglang::scheduler"
     claims = Claims(logprob_kind=LogprobKind.TEMPERED, seeded=False, recomputes=True, cache_block=1, processes=True)
 
     async def running(self) -> int:
@@ -87,6 +135,7 @@ class Vllm(Server):
     """vLLM on the CPU, without compilation, which would take longer than the cases."""
 
     name = "vllm"
+    worker = "VLLM::Worker"
     claims = Claims(logprob_kind=LogprobKind.SAMPLED, greedy_is_certain=False, cache_block=32, processes=True)
     arguments = ("--enforce-eager",)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +110,10 @@ class Subject(ABC):
     @abstractmethod
     async def running(self) -> int:
         """The number of requests that hold resources of the engine."""
+
+    def slowed(self) -> AbstractContextManager[None]:
+        """Sample slowly, so that no request ends before a case has done what it does to requests that run."""
+        return nullcontext()
 
     def kill(self) -> None:
         """Kill the processes of the engine's servers."""

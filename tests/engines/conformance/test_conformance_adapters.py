@@ -43,9 +43,10 @@ def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     requests = [adapted.request(prompt, seed=index, max_tokens=900) for index in range(2)]
 
     async def play() -> list[Completion]:
-        running = await start_requests(adapted, requests)
-        change_adapter(adapted, 3)
-        await adapted.publish(before + 1)
+        with adapted.slowed():
+            running = await start_requests(adapted, requests)
+            change_adapter(adapted, 3)
+            await adapted.publish(before + 1)
         return await asyncio.gather(*running)
 
     for request, completion in zip(requests, adapted.run(play()), strict=True):

@@ -23,15 +23,11 @@ async def until_running(subject: Subject, count: int) -> None:
 
 
 async def start_requests(subject: Subject, requests: Sequence[Request]) -> list[asyncio.Task[Completion]]:
-    """Send requests, and return their tasks while all of them run. On a fast machine some may have ended: then again."""
-    for _ in range(8):
-        tasks = [asyncio.ensure_future(subject.engine.generate(request)) for request in requests]
-        # the server's own count comes too late: its metrics wait for the same process as its tokens
-        await asyncio.sleep(0.4 if subject.claims.processes else 0.02)
-        if not any(task.done() for task in tasks):
-            return tasks
-        await asyncio.gather(*tasks)
-    raise AssertionError(f"one of the {len(requests)} requests had ended after 0.4 s, in each of 8 attempts")
+    """Send requests, and return their tasks when all of them run. To be called while the subject is slowed."""
+    tasks = [asyncio.ensure_future(subject.engine.generate(request)) for request in requests]
+    await until_running(subject, len(tasks))
+    assert not any(task.done() for task in tasks)
+    return tasks
 
 
 def test_a_cancelled_request_is_freed(subject: Subject) -> None:
@@ -52,7 +48,8 @@ def test_a_cancelled_request_is_freed(subject: Subject) -> None:
         await asyncio.wait(tasks)
         await until_running(subject, 0)
 
-    subject.run(play())
+    with subject.slowed():
+        subject.run(play())
     request = subject.request(prompts(1)[0], max_tokens=8)
     assert_exact(subject, request, *subject.ask(request))
 
