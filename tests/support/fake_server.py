@@ -51,6 +51,8 @@ class FakeServer:
     """Fields of the events that are replaced."""
     status: int = 200
     fail_load: bool = False
+    hanging_loads: int = 0
+    """How many of the next updates get no answer."""
     wrong_weights: bool = False
     url: str = ""
     runner: web.AppRunner | None = None
@@ -147,6 +149,9 @@ class FakeServer:
             case "resume":
                 self.running.set()
             case "load":
+                if self.hanging_loads:
+                    self.hanging_loads -= 1
+                    await asyncio.sleep(60)
                 if self.fail_load:
                     return web.json_response({"error": "half of the weights are missing"}, status=500)
                 self.version, self.label = body["version"], str(body["version"])

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import engine_env
+import pytest
 
 from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
 from turnwise import build
@@ -43,25 +44,40 @@ class Server(Subject):
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory(prefix=f"turnwise-{self.name}-")
+        started = {
+            "python": str(engine_env.python(self.name)),
+            "memory_gb": self.memory_gb,
+            "arguments": list(self.arguments),
+        }
+        self.engine = self._build(started)
+        (replica,) = self.engine._replicas.all
+        assert replica.process is not None
+        self.server, self.process = replica.server, replica.process
+        try:
+            self.run(self.engine.start())
+        except BaseException:
+            self.close()
+            raise
+        self._give_way()
+
+    def _build(self, options: Mapping[str, object]) -> RemoteEngine:
         recipe = {
             "model": {"path": str(MODEL), "device": "cpu", "lora": {"rank": self.lora_rank}},
             "data": {"train": str(MODEL.parent / "train.jsonl")},
-            "engine": {
-                "name": self.name,
-                "python": str(engine_env.python(self.name)),
-                "memory_gb": self.memory_gb,
-                "arguments": list(self.arguments),
-            },
+            "engine": {"name": self.name, **options},
             "max_concurrent": 64,
             "output": self._folder.name,
         }
         engine = build.engine(Config.model_validate(recipe), self.renderer, self.model)
         assert isinstance(engine, RemoteEngine)
-        self.engine, (replica,) = engine, engine._replicas.all
-        assert replica.process is not None
-        self.server, self.process = replica.server, replica.process
-        self.run(engine.start())
-        self._give_way()
+        return engine
+
+    def other_trainer(self, token: str | None = None) -> RemoteEngine:
+        """The engine of another run that uses this server, with the server's token unless another is given."""
+        with pytest.MonkeyPatch.context() as environment:
+            right = self.server._headers["Authorization"].removeprefix("Bearer ")
+            environment.setenv("TURNWISE_TEST_TOKEN", token or right)
+            return self._build({"url": self.server.url, "api_key_env": "TURNWISE_TEST_TOKEN", "start_timeout": 30})
 
     def _give_way(self) -> None:
         """Let this process go first. vLLM's two processes that wait for each other busily have taken two cores for seconds (Linux

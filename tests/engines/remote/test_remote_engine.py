@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ def expected(last: int, count: int, version: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def engine_on(servers: list[FakeServer], *, files: Path | None = None, token: str | None = None, **options: Any):
+    limits = replace(LIMITS, answer=options.pop("answer", LIMITS.answer))
     replicas = [
-        Replica(HttpServer(server.url, token=token, limits=LIMITS), health_path="/health") for server in servers
+        Replica(HttpServer(server.url, token=token, limits=limits), health_path="/health") for server in servers
     ]
     engine = RemoteEngine(
         FakeApi(options.pop("owner", "a")),
@@ -287,6 +289,26 @@ def test_a_failed_update_leaves_the_old_weights_and_the_version(tmp_path: Path) 
     run(main())
 
 
+@pytest.mark.parametrize("hanging", [1, 2])
+def test_a_server_that_hangs_in_an_update_gets_it_again_or_keeps_the_old_weights(tmp_path: Path, hanging: int) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, answer=0.5) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            server.hanging_loads = hanging  # the second attempt of an update is the last
+            if hanging == 1:
+                await engine.load_weights(2, WEIGHTS)
+            else:
+                with pytest.raises(EngineError, match=r"goes on with version 1: .*no answer within 0\.5 s"):
+                    await engine.load_weights(2, WEIGHTS)
+            version = 3 - hanging
+            assert engine.version == version
+            completion = await engine.generate(request([4]))
+            assert list(completion.versions) == [version] * 8
+            assert list(completion.token_ids) == expected(4, 8, version)
+
+    run(main())
+
+
 def test_wrong_log_probabilities_after_an_update_take_it_back(tmp_path: Path) -> None:
     probe = Probe(prompt=[1, 2], tokens=4, logprobs=lambda ids: [-0.7] * (len(ids) - 1), tolerance=1e-4)
 
@@ -321,6 +343,18 @@ def test_a_second_trainer_is_refused_at_a_server(tmp_path: Path) -> None:
                 await first.load_weights(1, WEIGHTS)
             async with engine_on([server], files=tmp_path, owner="b") as second:
                 await second.start()  # the first has released it
+
+    run(main())
+
+
+def test_an_evaluation_at_the_server_of_a_trainer_leaves_the_server_to_the_trainer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path) as trainer:
+            await trainer.load_weights(1, WEIGHTS)
+            async with engine_on([server], owner="evaluation", version=1) as evaluation:
+                assert list((await evaluation.generate(request([4]))).token_ids) == expected(4, 8, 1)
+            assert server.owner == "a"
+            assert "release" not in server.events
 
     run(main())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from turnwise.engines.remote.partial import Part
 from turnwise.errors import EngineError
 
-__all__ = ["check_part"]
+__all__ = ["check_part", "expected_form"]
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may lift a log-probability."""
@@ -41,6 +43,21 @@ def check_part(server: str, part: Part, *, vocab_size: int, room: int) -> None:
         )
     if part.versions is not None and len(part.versions) != len(ids):
         raise EngineError(f"{server} returned {len(ids)} tokens and the weight versions of {len(part.versions)} tokens")
+
+
+@contextmanager
+def expected_form(server: str, kind: str) -> Iterator[None]:
+    """Raise EngineError if the code inside cannot read an answer of `server`, because a field is missing or has another type.
+
+    `kind` is the expected kind of server, such as `vLLM`.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise EngineError(
+            f"an answer of {server} does not have the form of {kind}'s answers ({type(error).__name__}: {error}). The server "
+            f"must be {kind}, in a version that turnwise was tested with (docs/engines.md): check engine.name and engine.url"
+        ) from error
 
 
 def _is_int(value: object) -> bool:

@@ -167,7 +167,7 @@ class RemoteEngine:
         self._closed = True
         self._open.set()
         for replica in self._replicas.all:
-            if replica.ready and replica.process is None:
+            if replica.ready and replica.process is None and self._files is not None:  # `_prepare` has claimed it
                 try:
                     await self._api.release(replica.server)
                 except EngineError as error:

@@ -210,7 +210,7 @@ class HttpServer:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise ServerFailed(f"{self.url}{path} must send JSON objects; it sent {payload[:_QUOTED]!r}")
+            raise ServerFailed(f"{self.url}{path} must send JSON objects; it sent {bytes(payload[:_QUOTED])!r}")
         if "error" in event:
             raise ServerFailed(f"{self.url}{path} failed: {_error_text(event['error'])}")
         return event

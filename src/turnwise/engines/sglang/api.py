@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.engines.remote.checks import expected_form
 from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images
@@ -115,7 +116,8 @@ class SglangApi:
         incremental, known, complete = bool(facts.get("incremental_streaming_output")), 0, False
         try:
             async for event in server.events("/generate", body):
-                part = self._part(server, event, request, 0 if incremental else known)
+                with expected_form(server.url, self.name):
+                    part = self._part(server, event, request, 0 if incremental else known)
                 known += len(part.token_ids)
                 complete = part.finish is not None
                 yield part
@@ -264,10 +266,11 @@ class SglangApi:
         sampling = Sampling(temperature=_PROBE_TEMPERATURE, max_tokens=12)
         body = {"input_ids": prompt, "sampling_params": sampling_params(sampling, None), "return_logprob": True}
         answer = await server.post("/generate", body)
-        ids, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
-        raw = (await self.probe(server, [*prompt, *ids]))[len(prompt) - 1 :]
-        differences = [abs(entry[0] - other) for entry, other in zip(entries, raw, strict=True)]
-        return LogprobKind.RAW if max(differences) < 1e-3 else LogprobKind.TEMPERED
+        with expected_form(server.url, self.name):
+            ids, entries = answer["output_ids"], answer["meta_info"]["output_token_logprobs"]
+            raw = (await self.probe(server, [*prompt, *ids]))[len(prompt) - 1 :]
+            difference = max(abs(entry[0] - other) for entry, other in zip(entries, raw, strict=True))
+        return LogprobKind.RAW if difference < 1e-3 else LogprobKind.TEMPERED
 
     # weights
 
@@ -294,8 +297,10 @@ class SglangApi:
         """Compare the weights of a server on the CPU with those of the update."""
         facts = self._facts[server.url]
         if facts.get("device") == "cpu" and facts.get("tp_size") == 1:
-            (rank,) = (await server.post("/weights_checker", {"action": "checksum"}))["ranks"]
-            check_checksums(server.url, rank["checksums"], contents)
+            answer = await server.post("/weights_checker", {"action": "checksum"})
+            with expected_form(server.url, self.name):
+                (rank,) = answer["ranks"]
+                check_checksums(server.url, rank["checksums"], contents)
 
     async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
         """Load an adapter under a new name, and unload the previous one."""
@@ -313,7 +318,9 @@ class SglangApi:
             await server.post("/unload_lora_adapter", {"lora_name": previous})
 
     async def _label(self, server: HttpServer) -> str:
-        return str((await server.get("/model_info"))["weight_version"])
+        answer = await server.get("/model_info")
+        with expected_form(server.url, self.name):
+            return str(answer["weight_version"])
 
     async def _set_label(self, server: HttpServer, label: str) -> None:
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from turnwise.engines.remote.checks import expected_form
 from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.partial import Part
@@ -99,8 +100,9 @@ class VllmApi:
         self._sender.close()
 
     async def info(self, server: HttpServer) -> ServerInfo:
-        models = (await server.get("/v1/models"))["data"]
-        base = next((model for model in models if model.get("parent") is None), None)
+        answer = await server.get("/v1/models")
+        with expected_form(server.url, self.name):
+            base = next((model for model in answer["data"] if model.get("parent") is None), None)
         if base is None or not isinstance(base.get("max_model_len"), int):
             raise EngineError(f"{server.url} is no vLLM server: /v1/models must name a model with its max_model_len")
         self._models[server.url] = base["id"]
@@ -127,15 +129,13 @@ class VllmApi:
         }
         finish, versions, cached, count = None, None, None, 0
         async for event in server.events("/inference/v1/generate", body):
-            cached = _cached_tokens(event) if cached is None else cached
-            for choice in event.get("choices") or ():
-                part = _part(server, choice)
+            with expected_form(server.url, self.name):
+                cached = _cached_tokens(event) if cached is None else cached
+                parts = [(_part(server, choice), _spans(choice)) for choice in event.get("choices") or ()]
+            for part, spans in parts:
                 count += len(part.token_ids)
                 yield replace(part, finish=None)
                 if part.finish is not None:
-                    spans = [
-                        (span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()
-                    ]
                     finish, versions = part.finish, self._labels.versions(server.url, spans, count)
         yield Part(finish=finish, all_versions=versions, cached_tokens=cached)
 
@@ -184,20 +184,22 @@ class VllmApi:
         sampling = sampling_params(Sampling(top_k=1, max_tokens=_PROBE_TOKENS), seed=1)
         body = {"model": self._models[server.url], "token_ids": [5, 6, 7], "sampling_params": sampling}
         try:
-            choice = (await server.post("/inference/v1/generate", body))["choices"][0]
+            answer = await server.post("/inference/v1/generate", body)
         except ServerRefused as error:
             if error.status in (403, 404):
                 raise EngineError(
                     f"{server.url} does not take token ids: start the server with --enable-scale-out (docs/engines.md)"
                 ) from error
             raise
-        logprobs = _part(server, choice).logprobs
-        if max(logprobs) > 1e-3:
+        with expected_form(server.url, self.name):
+            logprobs = _part(server, answer["choices"][0]).logprobs
+            highest, lowest = max(logprobs), min(logprobs)
+        if highest > 1e-3:
             raise EngineError(
-                f"{server.url} reports logits ({max(logprobs)}) instead of log-probabilities: start the server with "
+                f"{server.url} reports logits ({highest}) instead of log-probabilities: start the server with "
                 f"--logprobs-mode processed_logprobs"
             )
-        return LogprobKind.SAMPLED if min(logprobs) > -1e-6 else LogprobKind.RAW
+        return LogprobKind.SAMPLED if lowest > -1e-6 else LogprobKind.RAW
 
     async def _check_pixels(self, server: HttpServer, request: Request) -> None:
         """Refuse a server that expects raw pixels and normalizes them itself, which is vLLM's default. Asked once.
@@ -250,10 +252,17 @@ def _part(server: HttpServer, choice: Mapping[str, Any]) -> Part:
         raise ServerFailed(f"{server.url} ended a request with finish_reason={finish!r}")
     content = (choice.get("logprobs") or {}).get("content") or []
     return Part(
-        token_ids=choice.get("token_ids") or [],
+        token_ids=list(choice.get("token_ids") or []),
         logprobs=[entry.get("logprob") for entry in content],
         finish=finishes[finish],
     )
+
+
+def _spans(choice: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """The label of the weights of the tokens from a start to an end."""
+    return [
+        (str(span["version"]), int(span["start"]), int(span["end"])) for span in choice.get("weight_versions") or ()
+    ]
 
 
 def _png(image: Any) -> str:
