@@ -268,7 +268,11 @@ def program(tmp_path: Path, code: str, **options: Any) -> Program:
 
 def test_a_program_that_crashes_is_a_failure_with_its_last_output(tmp_path: Path) -> None:
     make = program(tmp_path, "ask(row['messages'])\nprint('so far')\nraise SystemExit('no luck')")
-    assert failed(held(Says("a"), make)).endswith("ended with the exit status 1. Its last output: no luck")
+    trajectory = held(Says("a"), make)
+    assert failed(trajectory).startswith("the program '")
+    assert failed(trajectory).endswith("ended with the exit status 1. Its last output: no luck")
+    assert trajectory.error is not None
+    assert trajectory.error.traceback == "", "frames of turnwise hide the program's own output"
     killed = program(tmp_path, "ask(row['messages'])\nos.kill(os.getpid(), 9)")
     assert "was killed by signal 9" in failed(held(Says("a"), killed))
     early = program(tmp_path, "print('nothing to do')")

@@ -19,14 +19,18 @@ from turnwise.environments.agents.continuation import Continuation, LiveHistorie
 from turnwise.environments.agents.conversation import AgentConversation, AgentRequest
 from turnwise.environments.agents.parameters import log_forced
 from turnwise.environments.agents.proxy import Proxy
-from turnwise.errors import Failed, boundary
+from turnwise.errors import Failed, TurnwiseError, boundary
 from turnwise.types import Message, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import own_context, spawn
 
-__all__ = ["Agent", "AgentConnection", "AgentEnvironment", "AgentResult"]
+__all__ = ["Agent", "AgentConnection", "AgentEnvironment", "AgentError", "AgentResult"]
 
 _KEY = "agent"
 """The key in `Turn.info` of what this environment records."""
+
+
+class AgentError(TurnwiseError):
+    """An agent failed in its own code or process. The message says how; turnwise's own traceback would not help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +242,7 @@ class _AgentRun:
 
     def _refuse_abandoned(self, pending: AgentRequest) -> None:
         if pending.abandoned:
-            raise ConnectionError("the agent closed its connection while the model was answering its request")
+            raise AgentError("the agent closed its connection while the model was answering its request")
 
     def result(self) -> AgentResult:
         """The result of the agent, which has ended. Raises what the agent raised."""

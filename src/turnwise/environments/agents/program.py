@@ -12,7 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from turnwise.environments.agents.agent_environment import AgentConnection, AgentResult
+from turnwise.environments.agents.agent_environment import AgentConnection, AgentError, AgentResult
 from turnwise.environments.agents.agent_source import AgentSource
 from turnwise.errors import ConfigError
 from turnwise.types import Row
@@ -94,7 +94,7 @@ class Program(AgentSource):
         if status != 0:
             last = (errors or out).strip()[-1500:]
             how = f"was killed by signal {-status}" if status < 0 else f"ended with the exit status {status}"
-            raise RuntimeError(f"the program {self._command[0]!r} {how}. Its last output: {last}")
+            raise AgentError(f"the program {self._command[0]!r} {how}. Its last output: {last}")
         if self._reward != "json":
             return 0.0, {}
         line = out.strip().rpartition("\n")[2]
@@ -105,7 +105,7 @@ class Program(AgentSource):
         result = value if isinstance(value, dict) else {"reward": value}
         reward = result.get("reward")
         if not isinstance(reward, int | float):
-            raise ValueError(
+            raise AgentError(
                 f"with reward=json the last line that the program prints must be a number, or a JSON object with the key "
                 f"`reward`; it is {line!r:.200}"
             )
