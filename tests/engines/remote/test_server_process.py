@@ -109,6 +109,35 @@ def test_a_server_that_ends_at_its_start_is_reported_with_its_log(tmp_path: Path
     asyncio.run(main())
 
 
+def test_the_cause_is_named_where_it_is_far_above_the_end_of_the_log(tmp_path: Path) -> None:
+    """As vLLM writes it: the process with the model fails, and the process that waits for it ends with another error."""
+    script = """
+import sys
+for _ in range(2):
+    print("(EngineCore pid=7) ERROR 11-22 23:54:14 [core.py:12] ValueError: 1.2 GiB KV cache is needed")
+for line in range(40):
+    print("  File", line)
+sys.exit("RuntimeError: Engine core initialization failed. See root cause above.")
+"""
+    own, port = process(tmp_path, script)
+    server = HttpServer(f"http://127.0.0.1:{port}")
+    own.command.log.parent.mkdir()
+    own.command.log.write_text("OSError: of an earlier start\n")
+
+    async def main() -> str:
+        own.start()
+        with pytest.raises(EngineError) as raised:
+            await own.wait_until(lambda: server.healthy("/"))
+        await server.close()
+        return str(raised.value)
+
+    message = asyncio.run(main())
+    assert message.count("ValueError: 1.2 GiB KV cache is needed") == 1
+    assert message.count("RuntimeError: Engine core initialization failed") == 1
+    assert message.index("ValueError") < message.index("The end of its log") < message.index("RuntimeError")
+    assert "earlier start" not in message
+
+
 def test_a_server_that_is_never_ready_is_stopped_after_the_time_limit(tmp_path: Path) -> None:
     own, port = process(tmp_path, "import time; time.sleep(300)", timeout=1.0)
     server = HttpServer(f"http://127.0.0.1:{port}")

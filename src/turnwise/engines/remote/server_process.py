@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -29,6 +30,12 @@ __all__ = ["ServerCommand", "ServerProcess", "free_port", "new_token", "python_p
 _POLL = 0.25  # seconds between two checks whether a starting server is ready
 _PROGRESS = 15.0  # seconds between two messages about a starting server
 _TAIL = 12  # lines of the log in an error message
+_LONGEST_LOG = 1 << 18  # bytes of the log that are searched for errors
+_MAX_ERRORS = 3  # errors of the log in an error message, besides its last lines
+_LONGEST_ERROR = 500  # characters of each of them
+_START = "[turnwise] starting the server, "  # begins the log of each start
+_ERROR = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception): .+")
+"""An exception in a log, such as `ValueError: too little memory`. Engines put it behind a time and the name of a process."""
 
 _NO_ENGINE = (
     "Set engine.python to the Python interpreter of the environment in which the engine is installed: pip install "
@@ -106,7 +113,7 @@ class ServerProcess:
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             with command.log.open("ab") as output:
-                output.write(f"[turnwise] {time.strftime('%Y-%m-%d %H:%M:%S')} starting {command.name}\n".encode())
+                output.write(f"{_START}{time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
                 output.flush()
                 self._process = subprocess.Popen(
                     [sys.executable, guard.__file__, *command.arguments],
@@ -144,18 +151,21 @@ class ServerProcess:
             await asyncio.sleep(_POLL)
 
     def log_tail(self) -> str:
-        """The last lines of the log, as the end of an error message."""
+        """The end of an error message: the last lines of the log, after the errors above them, which may be the cause."""
         try:
             with self.command.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - 16384))
-                lines = file.read().decode("utf-8", errors="replace").splitlines()
+                file.seek(max(0, file.tell() - _LONGEST_LOG))
+                log = file.read().decode("utf-8", errors="replace")
         except OSError:
             return f". Its log is {self.command.log}"
+        lines = log[max(0, log.rfind(_START)) :].splitlines()
         end = lines[-_TAIL:]
         missing = any("No module named" in line for line in end)
         hint = f". {_NO_ENGINE}" if missing else ""
-        return "".join([f"{hint}. The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])
+        errors = _errors(lines[:-_TAIL], "\n".join(end))
+        quoted = "".join(["Errors in its log:", *(f"\n  {error}" for error in errors), "\n"]) if errors else ""
+        return "".join([f"{hint}. {quoted}The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])
 
     async def stop(self, grace: float = guard.GRACE + 2.0) -> None:
         """End the process group: SIGTERM, and SIGKILL after 10 seconds. Returns when it has ended."""
@@ -178,6 +188,14 @@ class ServerProcess:
             os.killpg(process.pid, signal.SIGKILL)
         _close_pipe(process)
         process.wait()
+
+
+def _errors(lines: Sequence[str], end: str) -> list[str]:
+    """The last different exceptions in lines of a log that are not in its end. Servers of several processes end with the message
+    that another process has failed, and the cause is above it."""
+    found = [match.group()[:_LONGEST_ERROR] for line in lines if (match := _ERROR.search(line))]
+    different = list(dict.fromkeys(error for error in found if error not in end))
+    return different[-_MAX_ERRORS:]
 
 
 def _close_pipe(process: subprocess.Popen[bytes]) -> None:
