@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions
@@ -100,11 +101,11 @@ def compared(learner: ShardedLearner, case: Case) -> dict[str, Any]:
     expected = measured(case, one, lambda: dict(zip(names, (p.grad for p in one._optimizer.parameters), strict=True)))
     critic = ShardedCritic(learner.leader, options_of(case))
     actual = measured(case, critic, lambda: learner.leader.run(Gradients()))
-    of_one, of_ranks = expected.pop("gradients"), actual.pop("gradients")
-    assert of_one.keys() == of_ranks.keys()
-    largest = max(float(tensor.abs().max()) for tensor in of_one.values())
-    difference = max(float((of_ranks[name] - of_one[name]).abs().max()) for name in of_one) / largest
-    return {"ranks": actual, "one": expected, "gradients": difference}
+    return {
+        "ranks": actual,
+        "one": expected,
+        "gradients": difference(actual.pop("gradients"), expected.pop("gradients")),
+    }
 
 
 def losses(critic: Any, count: int) -> list[float]:

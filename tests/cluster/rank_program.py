@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions
 from turnwise.models.lora import LoraOptions
@@ -161,13 +162,6 @@ def stats(update: UpdateStats) -> dict[str, Any]:
     """The statistics, with the log-probabilities in the order of the sequences."""
     logprobs = [float(value) for of_batch in update.logprobs for _, row in sorted(of_batch.items()) for value in row]
     return {**asdict(replace(update, logprobs=())), "logprobs": logprobs}
-
-
-def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference, as a share of the largest value."""
-    assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
-    largest = max(float(tensor.float().abs().max()) for tensor in expected.values())
-    return max(float((actual[name].float() - expected[name].float()).abs().max()) for name in expected) / largest
 
 
 def compared(ranks: Ranks, case: Case) -> dict[str, Any]:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from cluster.ray_clusters import cluster
-from support.recipes import save_recipe
-from support.tiny import save_rows
-from turnwise.config.recipe import load
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from support.training import save_short_recipe, train_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray]
 
@@ -29,15 +22,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def recipe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    return save_recipe(
-        folder,
-        model,
-        data={"train": str(save_rows(folder / "train.jsonl", 4)), "eval": str(save_rows(folder / "eval.jsonl", 2))},
-        limits={"turns": 2, "tokens_per_turn": 6},
-        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.01},
-        checkpoint={"every": 100},
-    )
+    return save_short_recipe(tmp_path_factory.mktemp("recipe"), model)
 
 
 def on_ray(address: str, workers: int = 2) -> list[str]:
@@ -51,12 +36,7 @@ def on_ray(address: str, workers: int = 2) -> list[str]:
 
 def trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The trajectories and the metrics."""
-    run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(run, TrainReport(Console(quiet=True))))
-    trajectories, metrics = (
-        [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("trajectories.jsonl", "metrics.jsonl")
-    )
+    trajectories, metrics, _ = train_run(recipe, out, *overrides)
     return trajectories, metrics
 
 

@@ -17,19 +17,18 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from rich.console import Console
 
 from support.recipes import save_recipe
 from support.rollout_servers import TOKEN, Running, client_of, running
 from support.swift_client import Swift, swift
+from support.training import train_run
 from support.vision import image_part, picture, save_vision_model, text_part
 from turnwise import build
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
 from turnwise.rollout.rollout import new_group
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Row, Sampling
 
 ENVIRONMENT = f"{Path(__file__).resolve().parents[1] / 'support' / 'vision.py'}:shows_another"
@@ -66,12 +65,7 @@ def server(recipe: Path) -> Iterator[Running]:
 
 def trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[Any], str]:
     """The trajectories, the losses and the ratios, and the fingerprint of the weights at the end."""
-    run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(run, TrainReport(Console(quiet=True))))
-    lines, metrics = (
-        [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("trajectories.jsonl", "metrics.jsonl")
-    )
+    lines, metrics, run = train_run(recipe, out, *overrides)
     for line in lines:
         for timed in (line, *line["turns"]):
             for name in ("seconds", "started"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import socket
 import threading
@@ -14,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support import byte_tokenizer
-from support.recipes import save_recipe
 from support.rollout_servers import TOKEN, Running, client_of, running
-from support.tiny import save_rows, tiny_model
+from support.tiny import tiny_model
+from support.training import save_short_recipe, train_run
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, EngineError
 from turnwise.models.published_weights import published_weights
 from turnwise.rollout.rollout import new_group
 from turnwise.rollout_server.weights import LEASE_SECONDS, Leases
 from turnwise.serve.http import RequestRefused
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Row, Sampling
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
@@ -35,15 +32,7 @@ PLACES = Path(__file__).parent.parent / "support" / "places.py"
 
 @pytest.fixture(scope="module")
 def recipe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    return save_recipe(
-        folder,
-        model,
-        data={"train": str(save_rows(folder / "train.jsonl", 4)), "eval": str(save_rows(folder / "eval.jsonl", 2))},
-        limits={"turns": 2, "tokens_per_turn": 6},
-        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.01},
-        checkpoint={"every": 100},
-    )
+    return save_short_recipe(tmp_path_factory.mktemp("recipe"), model)
 
 
 @pytest.fixture(autouse=True)
@@ -59,12 +48,7 @@ def server(recipe: Path) -> Iterator[Running]:
 
 def trained(recipe: Path, out: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     """The trajectories, the metrics without times, and the fingerprint of the weights at the end."""
-    run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(run, TrainReport(Console(quiet=True))))
-    trajectories, metrics = (
-        [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
-        for name in ("trajectories.jsonl", "metrics.jsonl")
-    )
+    trajectories, metrics, run = train_run(recipe, out, *overrides)
     timed = ("seconds", "per_second", "_seconds", "prefix_hit", "memory")
     metrics = [
         {key: value for key, value in line.items() if not any(word in key for word in timed)} for line in metrics

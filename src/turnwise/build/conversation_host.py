@@ -26,7 +26,7 @@ from turnwise.rollout_server.recipe import base_weights
 from turnwise.training import fingerprint
 from turnwise.version import __version__
 
-__all__ = ["ConversationHost", "conversation_host", "rollout_worker"]
+__all__ = ["ConversationHost", "conversation_host", "rollout_worker", "worker_info"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,16 @@ async def rollout_worker(config: Config) -> AsyncIterator[RolloutWorker]:
     """A rollout worker by a recipe without the section `cluster`. Raises TurnwiseError."""
     renderer = build_renderer(config)
     async with conversation_host(config, renderer) as host:
-        info = WorkerInfo(
-            turnwise=__version__,
-            tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
-            base=base_weights(config),
-        )
-        yield RolloutWorker(host.context, load_adapter=host.load_adapter, info=info)
+        yield RolloutWorker(host.context, load_adapter=host.load_adapter, info=worker_info(config, renderer))
+
+
+def worker_info(config: Config, renderer: Renderer) -> WorkerInfo:
+    """What this process has loaded: the worker compares it with what the trainer has."""
+    return WorkerInfo(
+        turnwise=__version__,
+        tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+        base=base_weights(config),
+    )
 
 
 def _adapter_loader(config: Config, engine: Engine, model: Any | None) -> LoadAdapter | None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from turnwise.build.conversation_host import rollout_worker
+from turnwise.build.conversation_host import rollout_worker, worker_info
 from turnwise.chat.renderer import Renderer
 from turnwise.config.cluster import ClusterSection
 from turnwise.config.schema import Config, ServerEngineSection
 from turnwise.ray_workers.pool import PoolOptions
 from turnwise.ray_workers.ray_api import ActorOptions
-from turnwise.ray_workers.rollout_worker import WorkerInfo
 from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
-from turnwise.rollout_server.recipe import base_weights
-from turnwise.training import fingerprint
-from turnwise.version import __version__
 
 __all__ = ["ray_options", "ray_rollouts", "worker_recipe"]
 
@@ -32,8 +28,8 @@ def worker_recipe(config: Config, number: int) -> Config:
     workers, because one engine changes the weights of a server."""
     changes: dict[str, Any] = {"cluster": ClusterSection()}
     if isinstance(config.engine, ServerEngineSection) and config.engine.url is not None:
-        urls = [config.engine.url] if isinstance(config.engine.url, str) else config.engine.url
-        changes["engine"] = config.engine.model_copy(update={"url": urls[number :: config.cluster.workers.count]})
+        own = config.engine.urls[number :: config.cluster.workers.count]
+        changes["engine"] = config.engine.model_copy(update={"url": own})
     return config.model_copy(update=changes)
 
 
@@ -47,12 +43,7 @@ def ray_options(config: Config, renderer: Renderer) -> RayOptions:
         runtime_env=workers.runtime_env,
         max_concurrent=workers.max_concurrent,
     )
-    info = WorkerInfo(
-        turnwise=__version__,
-        tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
-        base=base_weights(config),
-    )
     pool = PoolOptions(
         count=workers.count, actor=actor, start_timeout=workers.start_timeout, heartbeat=cluster.heartbeat
     )
-    return RayOptions(address=cluster.address, pool=pool, info=info)
+    return RayOptions(address=cluster.address, pool=pool, info=worker_info(config, renderer))

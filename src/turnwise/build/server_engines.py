@@ -183,8 +183,7 @@ def given_servers(options: ServerEngineSection, health_path: str) -> list[Replic
                 f"engine.api_key_env={options.api_key_env}: there is no such environment variable. Set it to the token of the "
                 f"servers in engine.url, or remove engine.api_key_env"
             )
-    urls = [options.url] if isinstance(options.url, str) else options.url
-    return [Replica(HttpServer(url, token=token, limits=http_limits(options)), health_path) for url in urls]
+    return [Replica(HttpServer(url, token=token, limits=http_limits(options)), health_path) for url in options.urls]
 
 
 def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool) -> list[Replica]:

@@ -5,7 +5,6 @@ Imports torch only in a rank.
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from turnwise.config.local_ranks import local_ranks
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def run_as_rank(config: Config, console: Console) -> int | None:
                 "cluster.launcher=local starts the ranks itself, and this process was started by torchrun (RANK is set): set "
                 "cluster=torchrun, or start the command without torchrun"
             )
-        return _Launcher(cluster.trainers or _devices(), cluster.restarts, console).run()
+        return _Launcher(local_ranks(cluster), cluster.restarts, console).run()
     return _follow(config) if rank not in (None, "0") else None
 
 
@@ -58,15 +58,6 @@ def _follow(config: Config) -> int:
     from turnwise.training.sharded.following import follow_rank_0  # torch
 
     return follow_rank_0(build.rank_options(config))
-
-
-def _devices() -> int:
-    """The number of ranks: one for each GPU, or 2. Counted without torch, which is imported by the ranks."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else len([name for name in visible.split(",") if name])
-    )
-    return gpus or 2
 
 
 class _Launcher:

@@ -77,8 +77,8 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
 def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
     """Problems of rollout workers on Ray. `of_ranks` are the changed options that only several ranks use."""
     ray, workers = config.cluster.launcher == "ray", config.cluster.workers.count
-    urls = config.engine.url if isinstance(config.engine, ServerEngineSection) else None
-    servers = [urls] if isinstance(urls, str) else urls or []
+    engine = config.engine if isinstance(config.engine, ServerEngineSection) else None
+    servers = [] if engine is None else engine.urls
     server = config.rollout_server.url
     return [
         (
@@ -92,7 +92,7 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
             f"remove one of them",
         ),
         (
-            ray and urls is not None and len(servers) < workers,
+            ray and engine is not None and engine.url is not None and len(servers) < workers,
             f"cluster.workers.count={workers} needs at least {workers} servers in engine.url, because each server belongs to one "
             f"rollout worker; there are {len(servers)}. Set a smaller cluster.workers.count, or add servers",
         ),

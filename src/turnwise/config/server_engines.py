@@ -55,6 +55,11 @@ class ServerEngineSection(Section):
     """The time in seconds after which a server that sends no token at all is given up. A server that turnwise started is then
     restarted."""
 
+    @property
+    def urls(self) -> list[str]:
+        """The addresses in `url`; empty if turnwise starts the servers."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
+
 
 class VllmEngineSection(ServerEngineSection):
     """vLLM: faster than the embedded engine for large models and on GPUs. It is installed in an environment of its own

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-__all__ = ["return_freed_blocks"]
+__all__ = ["LARGE_MODEL", "return_freed_blocks"]
+
+LARGE_MODEL = 20_000_000
+"""With more parameters, training returns freed memory to the system at once."""
 
 _M_MMAP_THRESHOLD = -3
 """glibc's number of the option in <malloc.h>."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise import build
+from turnwise.config.local_ranks import local_ranks
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
@@ -24,12 +24,11 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.training.sharded.options import SMALL_GRADIENTS
 
 __all__ = ["number_of_ranks", "rank_memory", "rank_memory_check", "refuse_impossible"]
 
 _DIVIDED = ("weights", "reference model", "critic", "optimizer")
-_LARGE_GRADIENTS = 2**30
-"""With more bytes, `cluster.fsdp.gradient_sync=auto` divides the gradients after each micro-batch."""
 
 
 def number_of_ranks(config: Config, given: int | None) -> int:
@@ -41,7 +40,7 @@ def number_of_ranks(config: Config, given: int | None) -> int:
     if not cluster.distributed:
         known = 1
     elif cluster.launcher == "local":
-        known = cluster.trainers or _gpus() or 2
+        known = local_ranks(cluster)
     else:
         return given or int(os.environ.get("WORLD_SIZE", "1"))
     if given is not None and given != known:
@@ -50,10 +49,6 @@ def number_of_ranks(config: Config, given: int | None) -> int:
             f"cluster=torchrun; set cluster.trainers for cluster=local"
         )
     return known
-
-
-def _gpus() -> int:
-    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
@@ -97,7 +92,7 @@ def rank_memory(config: Config, model_config: Any, workload: Workload, ranks: in
     offloaded = fsdp.offload == "cpu"
     precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
     each = fsdp.gradient_sync == "micro_batch" or (
-        fsdp.gradient_sync == "auto" and parts.get("gradients", 0) > _LARGE_GRADIENTS
+        fsdp.gradient_sync == "auto" and parts.get("gradients", 0) > SMALL_GRADIENTS
     )
     gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
     found = [

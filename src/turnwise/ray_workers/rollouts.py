@@ -6,6 +6,7 @@ A conversation whose worker is lost runs again from its beginning, with the same
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from turnwise.engines.remote.engine import WriteAdapter
 from turnwise.errors import ConfigError, EngineError, Failed, boundary
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.actor import MakeWorker
-from turnwise.ray_workers.packed_weights import PackedWeights, pack
+from turnwise.ray_workers.packed_weights import pack
 from turnwise.ray_workers.pool import PoolOptions, WorkerPool
 from turnwise.ray_workers.ray_api import WorkerLost, answer
 from turnwise.ray_workers.rollout_worker import WorkerInfo
@@ -93,11 +94,8 @@ class RayRollouts:
         if weights is None:
             raise EngineError("rollout workers have their own copies of the weights: give the weights")
         # serialized here and not in a thread: the trainer changes its weights in place
-        await self.pool.publish(self._put(pack(version, weights)))
+        await self.pool.publish(ray_api.put(pack(version, weights)))
         self.version = version
-
-    def _put(self, weights: PackedWeights) -> Any:
-        return ray_api.put(weights)
 
     async def close(self) -> None:
         """End the workers, and the connection with Ray if this object has made it."""
@@ -136,11 +134,8 @@ class RayRollouts:
         """Start the conversation until a worker has finished it. Raises EngineError."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                if attempt < _ATTEMPTS:
+                async with self._suspects if attempt == _ATTEMPTS else contextlib.nullcontext():
                     done = await self._run_once(trajectory.group, empty, sampling)
-                else:
-                    async with self._suspects:
-                        done = await self._run_once(trajectory.group, empty, sampling)
             except WorkerLost as error:
                 _log.info("%s lost its rollout worker; attempt %d of %d", trajectory.id, attempt, _ATTEMPTS)
                 if attempt == _ATTEMPTS:

@@ -142,7 +142,8 @@ def request_body(
     Raises EngineError if an image cannot be sent.
     """
     packed = PackedRows()
-    rows = [packed.pack(trajectory.row) for trajectory in trajectories]
+    rows = {id(trajectory.row): trajectory.row for trajectory in trajectories}  # a group shares its row
+    of_rows = {key: packed.pack(row) for key, row in rows.items()}
     body = {
         "conversations": [
             {
@@ -156,7 +157,8 @@ def request_body(
                     "source": trajectory.row.source,
                 },
             }
-            for trajectory, (messages, fields) in zip(trajectories, rows, strict=True)
+            for trajectory in trajectories
+            for messages, fields in [of_rows[id(trajectory.row)]]
         ],
         "sampling": {
             "temperature": sampling.temperature,

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
 
-__all__ = ["StopFlag", "run_cancellable", "run_to_completion"]
+__all__ = ["Passes", "StopFlag", "run_cancellable", "run_to_completion"]
 
+M = TypeVar("M")
+S = TypeVar("S")
 T = TypeVar("T")
+Report = Callable[[], None]
 
 
 class StopFlag:
@@ -68,3 +72,36 @@ async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
     if cancelled and (task := asyncio.current_task()) is not None:
         task.cancel()
     return running.result()
+
+
+class Passes(ABC, Generic[M, S]):
+    """What a learner and a critic have in common: gradients of batches, and optimizer steps. Both methods block."""
+
+    @abstractmethod
+    def accumulate(self, micro_batches: Sequence[M], on_micro_batch: Report, stop: StopFlag) -> S:
+        """Replace the gradients by those of a batch. Returns its loss and metrics."""
+
+    @abstractmethod
+    def step(self, lr: float) -> float:
+        """Take an optimizer step. Returns the norm of the gradient before clipping."""
+
+    async def take_steps(
+        self, batches: list[list[M]], report: Report, on_first: Report, lr: float, epochs: int, cancellable: bool
+    ) -> tuple[list[S], list[float]]:
+        """Take one optimizer step for each batch, `epochs` times over. Returns the sums and the norm of the gradient of each.
+
+        `report` is called after each micro-batch, and `on_first` before the first step. Gradients are computed in a thread, so
+        that the event loop can serve rollouts and signals meanwhile. The weights change in the event loop's own thread, and
+        therefore never in the middle of an engine's step. If the call is cancelled before the first step and `cancellable` is
+        true, CancelledError is raised at once, and the thread ends after its micro-batch; otherwise, after the last step.
+        """
+        sums: list[S] = []
+        norms: list[float] = []
+        for batch in batches * epochs:
+            in_thread = run_cancellable if cancellable and not sums else run_to_completion
+            total = await in_thread(lambda stop, batch=batch: self.accumulate(batch, report, stop))
+            if not sums:
+                on_first()
+            norms.append(self.step(lr))
+            sums.append(total)
+        return sums, norms

@@ -6,13 +6,13 @@ of models, devices or ranks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.background import Passes, StopFlag, run_cancellable
 from turnwise.training.critic import CriticStats
 from turnwise.training.packing import MicroBatch
 from turnwise.training.value_batch import StateBatch, StatePlaces, ValueBatch, ValueTargets
@@ -34,7 +34,7 @@ class CriticSums:
         return CriticSums(self.loss + other.loss, self.clipped + other.clipped, self.states + other.states)
 
 
-class PassCritic(ABC):
+class PassCritic(Passes[MicroBatch[ValueTargets], CriticSums]):
     """The methods of a `Critic` that run passes through its model. The passes themselves are abstract; they block."""
 
     @abstractmethod
@@ -43,27 +43,11 @@ class PassCritic(ABC):
     ) -> list[torch.Tensor]:
         """The values [N] of the states of each micro-batch, without gradients. The list is shorter if `stop` is set."""
 
-    @abstractmethod
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch[ValueTargets]], on_micro_batch: Callable[[], None], stop: StopFlag
-    ) -> CriticSums:
-        """Replace the gradients by those of a batch. Returns its loss and metrics."""
-
-    @abstractmethod
-    def step(self, lr: float) -> float:
-        """Take an optimizer step. Returns the norm of the gradient before clipping."""
-
     async def values(self, batch: StateBatch, *, on_micro_batch: Callable[[], None] = lambda: None) -> list[float]:
         """See `Critic.values`. Computed in a thread."""
-
-        def measure(stop: StopFlag) -> list[float]:
-            value_S = torch.zeros(batch.states)
-            values = self.measure(batch.micro_batches, on_micro_batch, stop)
-            for micro, value_N in zip(batch.micro_batches, values, strict=False):
-                value_S[micro.targets.place_N] = value_N.cpu()
-            return value_S.tolist()
-
-        return await run_cancellable(measure)
+        return await run_cancellable(
+            lambda stop: batch.in_order(self.measure(batch.micro_batches, on_micro_batch, stop))
+        )
 
     async def update(
         self,
@@ -76,18 +60,9 @@ class PassCritic(ABC):
         on_first_step: Callable[[], None] = lambda: None,
     ) -> CriticStats:
         """See `Critic.update`. Gradients are computed in a thread; the weights change in the event loop's own thread."""
-        sums: list[CriticSums] = []
-        norms: list[float] = []
-        for _ in range(epochs):
-            for batch in batches:
-                in_thread = run_cancellable if cancellable and not sums else run_to_completion
-                total = await in_thread(
-                    lambda stop, batch=batch: self.accumulate(batch.micro_batches, on_micro_batch, stop)
-                )
-                if not sums:
-                    on_first_step()
-                norms.append(self.step(lr))
-                sums.append(total)
+        sums, norms = await self.take_steps(
+            [batch.micro_batches for batch in batches], on_micro_batch, on_first_step, lr, epochs, cancellable
+        )
         if not sums:
             return CriticStats()
         states = sum(total.states for total in sums)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnwise.models.allocator import return_freed_blocks
+from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
@@ -34,10 +34,6 @@ from turnwise.training.update_sums import UpdateSums
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
-
-
-_LARGE = 20_000_000
-"""On a CPU, models with more parameters return freed memory to the system at once."""
 
 
 class LocalLearner(PassLearner):
@@ -81,7 +77,7 @@ class LocalLearner(PassLearner):
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if model.device.type == "cpu" and model.num_parameters() > _LARGE:
+        if model.device.type == "cpu" and model.num_parameters() > LARGE_MODEL:
             return_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)

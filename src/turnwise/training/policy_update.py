@@ -6,14 +6,14 @@ sharded learner shares them out among its ranks. Knows nothing of models, device
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.background import Passes, StopFlag, run_cancellable
 from turnwise.training.batch import Batch
 from turnwise.training.correction import CorrectionSums, correct
 from turnwise.training.forward import Forward
@@ -28,7 +28,7 @@ from turnwise.training.value_batch import StateBatch
 __all__ = ["PassLearner", "PreparedBatch", "policy_loss", "prepare"]
 
 
-class PassLearner(ABC):
+class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
     """The methods of a `Learner` that run passes through its model. The passes themselves are abstract; they block."""
 
     loss: Loss
@@ -42,16 +42,6 @@ class PassLearner(ABC):
         Without gradients. The list is shorter if `stop` is set. Raises ValueError if there is no reference model.
         """
 
-    @abstractmethod
-    def accumulate(
-        self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
-    ) -> UpdateSums:
-        """Replace the gradients by those of a batch. Returns its loss and metrics."""
-
-    @abstractmethod
-    def step(self, lr: float) -> float:
-        """Take an optimizer step. Returns the norm of the gradient before clipping."""
-
     async def update(
         self,
         batches: Sequence[Batch],
@@ -61,29 +51,11 @@ class PassLearner(ABC):
         on_micro_batch: Callable[[], None] = lambda: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> UpdateStats:
-        """See `Learner.update`.
-
-        Gradients are computed in a thread, so that the event loop can serve rollouts and signals meanwhile. The weights change
-        in the event loop's own thread, and therefore never in the middle of an engine's step.
-
-        If the call is cancelled before the first optimizer step, CancelledError is raised at once; the thread ends after its
-        current micro-batch.
-        """
+        """See `Learner.update` and `Passes.take_steps`."""
         # before the first step: afterwards the weights are no longer those that sampled
         prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
-        batches = [of_batch.batch for of_batch in prepared]
-        sums: list[UpdateSums] = []
-        norms: list[float] = []
-        for _ in range(epochs):
-            for batch in batches:
-                in_thread = run_to_completion if sums else run_cancellable
-                total = await in_thread(
-                    lambda stop, batch=batch: self.accumulate(batch.micro_batches, on_micro_batch, stop)
-                )
-                if not sums:
-                    on_first_step()
-                norms.append(self.step(lr))
-                sums.append(total)
+        micro_batches = [of_batch.batch.micro_batches for of_batch in prepared]
+        sums, norms = await self.take_steps(micro_batches, on_micro_batch, on_first_step, lr, epochs, True)
         logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
         return update_stats(
             sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs
@@ -103,15 +75,9 @@ class PassLearner(ABC):
 
     async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
         """See `Learner.logprobs`. Computed in a thread."""
-
-        def measure(stop: StopFlag) -> list[float]:
-            logprob_S = torch.zeros(batch.states, dtype=torch.float64)
-            logprobs = self.target_logprobs(batch.micro_batches, stop, reference=reference)
-            for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False):
-                logprob_S[micro.targets.place_N] = logprob_N.double().cpu()
-            return logprob_S.tolist()
-
-        return await run_cancellable(measure)
+        return await run_cancellable(
+            lambda stop: batch.in_order(self.target_logprobs(batch.micro_batches, stop, reference=reference))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,13 @@ class StateBatch:
     states: int
     """The number of states."""
 
+    def in_order(self, results: Sequence[torch.Tensor]) -> list[float]:
+        """Numbers [N] of the states of each micro-batch, in the order of the states; 0 for micro-batches without a result."""
+        result_S = torch.zeros(self.states, dtype=torch.float64)
+        for micro, result_N in zip(self.micro_batches, results, strict=False):
+            result_S[micro.targets.place_N] = result_N.double().cpu()
+        return result_S.tolist()
+
 
 @dataclass(frozen=True, slots=True)
 class ValueBatch:

@@ -21,6 +21,7 @@ from turnwise.engines.local.prefix_cache import PrefixCache
 from turnwise.engines.local.requests import PendingRequest, RequestLimits
 from turnwise.engines.local.scheduler import Stats
 from turnwise.engines.local.vision import VisionForward, VisionPrompt
+from turnwise.engines.remote.weight_shapes import refuse_weights
 from turnwise.errors import EngineError
 from turnwise.models.lora import has_adapter
 from turnwise.models.published_weights import published_weights
@@ -269,12 +270,8 @@ def _copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -
     given = {own[name].data_ptr() for name in weights if name in own}
     missing = sorted(name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in given)
     shapes = [name for name, tensor in weights.items() if name in own and own[name].shape != tensor.shape]
-    for names, problem in ((unknown, "are not the model's"), (missing, "are missing"), (shapes, "have another shape")):
-        if names:
-            raise EngineError(
-                f"{len(names)} of the weights {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. "
-                "load_weights takes the entire state dict of the same model, or None if the model was changed in place"
-            )
+    rule = "load_weights takes the entire state dict of the same model, or None if the model was changed in place"
+    refuse_weights(missing, unknown, shapes, rule=rule)
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

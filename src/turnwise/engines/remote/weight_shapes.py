@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.errors import EngineError
 
-__all__ = ["WeightShapes", "read_header", "read_shapes"]
+__all__ = ["WeightShapes", "read_header", "read_shapes", "refuse_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,22 @@ class WeightShapes:
         missing = sorted(self.shapes.keys() - given.keys() - tied)
         unknown = sorted(given.keys() - self.shapes.keys() - tied)
         other = sorted(name for name, shape in given.items() if list(self.shapes.get(name, shape)) != list(shape))
-        for names, problem in (
-            (missing, "are missing"),
-            (unknown, "are not the model's"),
-            (other, "have another shape"),
-        ):
-            if names:
-                raise EngineError(
-                    f"{len(names)} of the weights {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. "
-                    f"An update must have all weights of the model that the server serves"
-                )
+        refuse_weights(
+            missing, unknown, other, rule="An update must have all weights of the model that the server serves"
+        )
+
+
+def refuse_weights(missing: Sequence[str], unknown: Sequence[str], other_shape: Sequence[str], *, rule: str) -> None:
+    """Raise EngineError if one of these lists has names of weights. `rule` says what an update must have."""
+    for names, problem in (
+        (missing, "are missing"),
+        (unknown, "are not the model's"),
+        (other_shape, "have another shape"),
+    ):
+        if names:
+            raise EngineError(
+                f"{len(names)} of the weights {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. {rule}"
+            )
 
 
 def read_shapes(files: Sequence[Path]) -> WeightShapes:

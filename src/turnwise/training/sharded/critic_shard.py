@@ -20,7 +20,7 @@ from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import CriticOptions
 from turnwise.training.sharded.ranks import Ranks
-from turnwise.training.sharded.rounds import dummy_micro_batch, rounds_of
+from turnwise.training.sharded.rounds import accumulate_rounds, measure_rounds
 from turnwise.training.sharded.sharded_model import ShardedModel, complete
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_forward import ValueForward, body_of, new_value_head
@@ -87,33 +87,24 @@ class CriticShard:
         self, mine: Sequence[MicroBatch[StatePlaces]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
     ) -> list[torch.Tensor]:
         """The values [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
-        values: list[torch.Tensor] = []
-        with torch.no_grad():
-            for micro in rounds_of(self.ranks, mine, rounds, stop):
-                value_N = self._forward.values((micro or dummy_micro_batch()).to(self.ranks.device))
-                if micro is not None:
-                    values.append(value_N.cpu())
-                on_round()
-        return values
+        return measure_rounds(self.ranks, mine, rounds, stop, self._forward.values, on_round)
 
     def accumulate(
         self, mine: Sequence[MicroBatch[ValueTargets]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
     ) -> CriticSums:
         """Replace the gradients by those of a batch, of which this rank computes `mine`. Returns the sums over `mine`."""
         self.optimizer.zero_grad()
-        sums = CriticSums()
-        for number, micro in enumerate(rounds_of(self.ranks, mine, rounds, stop)):
-            self._sharded.sync_gradients(last=number == rounds - 1)
-            if micro is None:
-                value_N = self._forward.values(dummy_micro_batch().to(self.ranks.device))
-                (value_N.sum() * 0.0).backward()
-            else:
-                loss, metrics = critic_loss(self._forward, micro.to(self.ranks.device), clip=self._clip)
-                loss.backward()
-                with torch.no_grad():
-                    sums += metrics()
-            on_round()
-        return sums
+        sums = accumulate_rounds(
+            self.ranks,
+            mine,
+            rounds,
+            stop,
+            sharded=self._sharded,
+            compute=self._forward.values,
+            loss_of=lambda number, micro: critic_loss(self._forward, micro, clip=self._clip),
+            on_round=on_round,
+        )
+        return sum(sums, CriticSums())
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The weights as in `ModelShard.state_tensors`, and those of the value head; divided."""

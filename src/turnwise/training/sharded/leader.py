@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from turnwise.errors import RunError
 from turnwise.training.background import StopFlag
 from turnwise.training.packing import MicroBatch
-from turnwise.training.sharded.commands import Finish, Rank, RankCommand
+from turnwise.training.sharded.commands import Finish, LoadComplete, LoadShards, Part, Rank, RankCommand
 from turnwise.training.sharded.liveness import LostRank
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.rounds import share_out
@@ -97,6 +98,10 @@ class Leader:
     def shares(self, micro_batches: Sequence[MicroBatch[Any]]) -> list[list[int]]:
         """The indexes of the micro-batches of each rank."""
         return share_out([micro.token_ids_BL.numel() for micro in micro_batches], self.rank.ranks.size)
+
+    def load_state(self, state: Mapping[str, Any], shards: Path | None, part: Part) -> None:
+        """Resume from the directory that any number of ranks has written, or without one from the state of one process."""
+        self.run(LoadComplete(dict(state), part) if shards is None else LoadShards(shards.absolute(), part))
 
     def close(self) -> None:
         """End the other ranks. Nothing is done if a rank was lost."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from turnwise.models.allocator import return_freed_blocks
+from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model, use_complete_attention
 from turnwise.models.lora import without_adapter
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
@@ -20,9 +20,6 @@ from turnwise.training.sharded.options import ShardingOptions
 from turnwise.training.sharded.sharded_model import ShardedModel
 
 __all__ = ["LoadedModel", "load_sharded"]
-
-_LARGE = 20_000_000
-"""With more parameters, freed memory goes back to the system at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ def load_sharded(
     options = replace(options, device="cpu")
     fingerprint = fingerprint and options.lora is not None
     staged = open_staged(options)
-    if staged is None or staged.model.num_parameters() > _LARGE:
+    if staged is None or staged.model.num_parameters() > LARGE_MODEL:
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
         try:

@@ -29,7 +29,7 @@ from turnwise.training.reference import reference_model
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import ShardOptions
 from turnwise.training.sharded.ranks import Ranks
-from turnwise.training.sharded.rounds import dummy_micro_batch, rounds_of
+from turnwise.training.sharded.rounds import accumulate_rounds, measure_rounds
 from turnwise.training.sharded.sharded_model import ShardedModel, complete
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import UpdateSums
@@ -140,18 +140,11 @@ class ModelShard:
         """The log-probabilities [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
         if reference and self.reference is None:
             raise ValueError("this learner has no reference model: give it a ReferenceConfig")
-        logprobs: list[torch.Tensor] = []
-        with torch.no_grad():
-            for micro in rounds_of(self.ranks, mine, rounds, stop):
-                here = (micro or dummy_micro_batch()).to(self.ranks.device)
-                if reference:
-                    assert self.reference is not None
-                    logprob_N = self.reference.logprobs(here)
-                else:
-                    logprob_N = self._forward.logprobs(here)[0]
-                if micro is not None:
-                    logprobs.append(logprob_N.cpu())
-        return logprobs
+        compute = self.reference.logprobs if reference and self.reference is not None else self._logprobs
+        return measure_rounds(self.ranks, mine, rounds, stop, compute)
+
+    def _logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
+        return self._forward.logprobs(micro)[0]
 
     def accumulate(
         self, mine: Sequence[MicroBatch[Targets]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
@@ -162,20 +155,22 @@ class ModelShard:
         if self._loss.needs_reference:
             # before the passes with gradients, which may use the same layers
             references = self.target_logprobs(mine, rounds, stop, reference=True)
-        sums = UpdateSums()
-        for number, micro in enumerate(rounds_of(self.ranks, mine, rounds, stop)):
-            self._sharded.sync_gradients(last=number == rounds - 1)
-            if micro is None:
-                logprob_N, _ = self._forward.logprobs(dummy_micro_batch().to(self.ranks.device))
-                (logprob_N.sum() * 0.0).backward()
-            else:
-                reference_N = references[number].to(self.ranks.device) if references else None
-                total, metrics = policy_loss(self._forward, self._loss, micro.to(self.ranks.device), reference_N)
-                total.backward()
-                with torch.no_grad():
-                    sums += metrics()
-            on_round()
-        return sums
+
+        def loss_of(number: int, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+            reference_N = references[number].to(self.ranks.device) if references else None
+            return policy_loss(self._forward, self._loss, micro, reference_N)
+
+        sums = accumulate_rounds(
+            self.ranks,
+            mine,
+            rounds,
+            stop,
+            sharded=self._sharded,
+            compute=self._logprobs,
+            loss_of=loss_of,
+            on_round=on_round,
+        )
+        return sum(sums, UpdateSums())
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See `Learner.token_logprobs`."""

@@ -12,7 +12,10 @@ from turnwise.types import Sampling
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
 
-__all__ = ["CriticOptions", "RankOptions", "ShardOptions", "ShardingOptions"]
+__all__ = ["SMALL_GRADIENTS", "CriticOptions", "RankOptions", "ShardOptions", "ShardingOptions"]
+
+SMALL_GRADIENTS = 2**30
+"""Bytes: with at most as many for the gradients of all trained weights, `gradient_sync: auto` adds them up once for a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

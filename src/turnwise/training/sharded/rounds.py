@@ -6,17 +6,20 @@ rank without a micro-batch in a round computes a pass of weight 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from turnwise.training.background import StopFlag
 from turnwise.training.packing import MicroBatch
 from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.sharded_model import ShardedModel
 from turnwise.training.targets import Targets
 
-__all__ = ["dummy_micro_batch", "rounds_of", "share_out"]
+__all__ = ["accumulate_rounds", "measure_rounds", "rounds_of", "share_out"]
+
+S = TypeVar("S")
 
 
 def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -49,7 +52,56 @@ def rounds_of(
         yield mine[number] if number < len(mine) else None
 
 
-def dummy_micro_batch() -> MicroBatch[Targets]:
+def measure_rounds(
+    ranks: Ranks,
+    mine: Sequence[MicroBatch[Any]],
+    rounds: int,
+    stop: StopFlag,
+    compute: Callable[[MicroBatch[Any]], torch.Tensor],
+    on_round: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """The results [N] of `compute` for this rank's micro-batches, without gradients, on the CPU; fewer if rank 0 stops."""
+    results: list[torch.Tensor] = []
+    with torch.no_grad():
+        for micro in rounds_of(ranks, mine, rounds, stop):
+            result_N = compute((micro or _dummy_micro_batch()).to(ranks.device))
+            if micro is not None:
+                results.append(result_N.cpu())
+            on_round()
+    return results
+
+
+def accumulate_rounds(
+    ranks: Ranks,
+    mine: Sequence[MicroBatch[Any]],
+    rounds: int,
+    stop: StopFlag,
+    *,
+    sharded: ShardedModel,
+    compute: Callable[[MicroBatch[Any]], torch.Tensor],
+    loss_of: Callable[[int, MicroBatch[Any]], tuple[torch.Tensor, Callable[[], S]]],
+    on_round: Callable[[], None],
+) -> list[S]:
+    """Add the gradients of a batch up, of which this rank computes `mine`. Returns the metrics of each of them.
+
+    `loss_of` gives the loss of a micro-batch, and a function that computes its metrics; its first argument is the index in
+    `mine`. `compute` gives the outputs of the model for a round in which the rank has no micro-batch.
+    """
+    sums: list[S] = []
+    for number, micro in enumerate(rounds_of(ranks, mine, rounds, stop)):
+        sharded.sync_gradients(last=number == rounds - 1)
+        if micro is None:
+            (compute(_dummy_micro_batch().to(ranks.device)).sum() * 0.0).backward()
+        else:
+            loss, metrics = loss_of(number, micro.to(ranks.device))
+            loss.backward()
+            with torch.no_grad():
+                sums.append(metrics())
+        on_round()
+    return sums
+
+
+def _dummy_micro_batch() -> MicroBatch[Targets]:
     """A micro-batch with one target, for a rank without a micro-batch in a round. Its loss is not used."""
     zero_N = torch.zeros(1)
     index_N = torch.zeros(1, dtype=torch.int64)

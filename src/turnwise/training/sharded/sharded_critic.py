@@ -17,8 +17,6 @@ from turnwise.training.sharded.commands import (
     Accumulate,
     BuildCritic,
     GatherWeights,
-    LoadComplete,
-    LoadShards,
     MeasureValues,
     OptimizerStep,
     SaveShards,
@@ -81,10 +79,7 @@ class ShardedCritic(PassCritic):
         return {}
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
-        if shards is not None:
-            self._leader.run(LoadShards(shards.absolute(), "critic"))
-        else:
-            self._leader.run(LoadComplete(dict(state), "critic"))
+        self._leader.load_state(state, shards, "critic")
 
     def save_shards(self, folder: Path) -> None:
         self._leader.run(SaveShards(folder.absolute(), "critic"))

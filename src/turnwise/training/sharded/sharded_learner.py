@@ -24,8 +24,6 @@ from turnwise.training.sharded.commands import (
     ComputeTokenLogprobs,
     Fingerprint,
     GatherWeights,
-    LoadComplete,
-    LoadShards,
     MeasureLogprobs,
     MixReference,
     OptimizerStep,
@@ -113,10 +111,7 @@ class ShardedLearner(PassLearner):
         return {}
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
-        if shards is not None:
-            self.leader.run(LoadShards(shards.absolute()))
-        else:
-            self.leader.run(LoadComplete(dict(state)))
+        self.leader.load_state(state, shards, "policy")
 
     def save_shards(self, folder: Path) -> None:
         self.leader.run(SaveShards(folder.absolute()))

@@ -21,14 +21,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError
-from turnwise.training.sharded.options import ShardingOptions
+from turnwise.training.sharded.options import SMALL_GRADIENTS, ShardingOptions
 
 __all__ = ["ShardedModel", "complete", "like"]
 
 T = TypeVar("T")
-
-_SMALL_GRADIENTS = 2**30
-"""Bytes: with at most as many for the gradients of all trained weights, `gradient_sync: auto` adds them up once for a batch."""
 
 
 class _Root(torch.nn.Module):
@@ -65,7 +62,7 @@ class ShardedModel:
         self._root: Any = _Root(model, head)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._sync_always = options.gradient_sync == "micro_batch" or (
-            options.gradient_sync == "auto" and 4 * trained > _SMALL_GRADIENTS
+            options.gradient_sync == "auto" and 4 * trained > SMALL_GRADIENTS
         )
         arguments: dict[str, Any] = {
             "mesh": mesh,
