@@ -22,12 +22,12 @@ test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resum
 
 test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
 	$(BIN)/python scripts/engine_env.py
-	$(BIN)/python -m pytest -m engines
+	$(BIN)/python -m pytest -m 'engines and not ray'
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
 	$(BIN)/python -m pytest -m 'cluster and not ray'
 
-test-ray: $(VENV)/ready-dev  ## start a local Ray cluster of several nodes, kill rollout workers, nodes and the driver
+test-ray: $(VENV)/ready-dev  ## start a local Ray cluster of several nodes, kill rollout workers, their servers, nodes and the driver
 	$(BIN)/python -m pytest -m ray
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots

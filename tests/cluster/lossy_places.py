@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -50,6 +51,31 @@ async def blocks_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, 
     if _first(folder, "blocked"):
         time.sleep(600)
     yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def kills_its_server_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """In the second turn of the first conversation, the engine's server that this process has started is killed. Once."""
+    yield Opening(messages=row.messages)
+    if _first(folder, "killed"):
+        for group in _started_servers():
+            os.killpg(group, signal.SIGKILL)
+    turn = yield user_message("And?")
+    yield Reply(reward=len(turn.text), done=True)
+
+
+def _started_servers() -> list[int]:
+    """The process groups of the servers that this process has started: those of its children under `guard.py`."""
+    servers: list[int] = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            parent = int((process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+            if parent == os.getpid() and "guard.py" in (process / "cmdline").read_text(encoding="utf-8"):
+                servers.append(int(process.name))
+    assert servers, "no server to kill"
+    return servers
 
 
 @environment

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from support.recipes import PLACES, save_recipe
 from turnwise import build
-from turnwise.build.ray_rollouts import ray_options, worker_recipe
+from turnwise.build.ray_rollouts import ray_options, ray_rollouts, worker_recipe
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
@@ -16,6 +17,7 @@ from turnwise.errors import ConfigError
 from turnwise.ray_workers.pool import PoolOptions
 from turnwise.ray_workers.ray_api import ActorOptions
 from turnwise.ray_workers.routing import choose_worker
+from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
 
 SINGLE_TURN = "turnwise.environments.environment:SingleTurn"
@@ -70,6 +72,15 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
             ["engine={name: vllm, url: [http://a, http://b]}", "cluster.workers.count=3"],
             "cluster.workers.count=3 needs at least 3 servers in engine.url",
         ),
+        (
+            ["engine={name: vllm, tensor_parallel: 2, replicas: 2}", "cluster.workers.num_gpus=2"],
+            "cluster.workers.num_gpus=2: the servers of each rollout worker need 4 GPUs",
+        ),
+        (["engine={name: vllm, sleep: true}"], "engine.sleep=true has no effect with cluster.launcher=ray"),
+        (
+            ["engine={name: sglang, check_weights_every: 3}"],
+            "engine.check_weights_every=3 has no effect with cluster.launcher=ray",
+        ),
         (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
     ],
 )
@@ -85,8 +96,26 @@ def test_the_servers_of_the_recipe_are_divided_among_the_workers(recipe: Path) -
     recipes = [worker_recipe(config, number) for number in range(2)]
     assert [of_worker.engine.url for of_worker in recipes] == [["http://a", "http://c"], ["http://b"]]
     assert all(of_worker.runs_conversations_elsewhere is None for of_worker in recipes)
+    assert [of_worker.output for of_worker in recipes] == [f"{config.output}/worker-{number}" for number in range(2)]
     single, _ = load(recipe, ["engine={name: sglang, url: http://a}"])
     assert worker_recipe(single, 0).engine.url == ["http://a"]
+
+
+def test_servers_know_a_worker_by_its_run_and_its_number(recipe: Path) -> None:
+    """The worker that replaces a killed one has the same name, so a server takes it at once."""
+    servers = "engine={name: vllm, url: [http://a, http://b]}"
+    config, _ = load(recipe, [servers, "cluster.workers.count=2"])
+    names: list[list[str]] = []
+    for output in ("runs/a", "runs/a", "runs/b"):
+        rollouts = ray_rollouts(config.model_copy(update={"output": output}), build.renderer(config))
+        makes = [rollouts.pool._make(number) for number in range(2)]
+        names.append([make.args[1] for make in makes if isinstance(make, functools.partial)])
+    assert names[0] == names[1]
+    assert len({*names[0], *names[2]}) == 4
+    for engine in ("vllm", "sglang"):
+        alone, _ = load(recipe, ["cluster=none", f"engine={{name: {engine}, url: http://a}}", "limits.context=64"])
+        made = build.engine(alone, build.renderer(alone), updated=True)
+        assert made._api._owner.name == trainer_name(alone.output)  # a resumed run has the same name
 
 
 def test_fine_tuning_has_no_conversations_to_run_on_ray(tmp_path: Path, model: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_request_that_the_server_could_not_serve_fails() -> None:
 
 def test_versions_come_from_the_labels_of_this_run() -> None:
     api = make_api(labels=True)
-    mine = f"{api._owner}:1795349217"
+    mine = f"{api._owner.name}#{api._owner.process}:1795349217"
     spans = [{"version": f"{mine}:4", "start": 0, "end": 1}, {"version": f"{mine}:5", "start": 1, "end": 3}]
     assert part(api, weight_versions=spans).all_versions == [4, 5, 5]
     assert part(api, weight_versions=spans, finish_reason=None).all_versions is None
@@ -87,6 +87,9 @@ def test_versions_come_from_the_labels_of_this_run() -> None:
         part(api, weight_versions=[{"version": "default", "start": 0, "end": 3}])
     with pytest.raises(ServerLost, match="not of this run"):
         part(api, weight_versions=[{"version": "another:1795349217:5", "start": 0, "end": 3}])
+    killed = f"{api._owner.name}#ab12"  # its version 5 may be other weights
+    with pytest.raises(ServerLost, match="not of this run"):
+        part(api, weight_versions=[{"version": f"{killed}:1795349217:5", "start": 0, "end": 3}])
     with pytest.raises(EngineError, match="weight version of 1 of 3 tokens"):
         part(api, weight_versions=spans[:1])
 
@@ -103,10 +106,17 @@ def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.
         monkeypatch.setattr(SERVER, "get", answer)
         asyncio.run(api.claim(SERVER))
 
-    for label in ("default", "released", "3", f"{api._owner}:{now}:7", f"other:{now - 901}:7"):
+    for label in (
+        "default",
+        "released",
+        "3",
+        f"{api._owner.name}#{api._owner.process}:{now}:7",
+        f"other:{now - 901}:7",
+    ):
         claim(label)
-    with pytest.raises(EngineError, match=r"another trainer \(other\) owns .* wait 800 s"):
-        claim(f"other:{now - 100}:7")
+    claim(f"{api._owner.name}#ab12:{now}:7")  # a killed process, of which this is the replacement
+    with pytest.raises(EngineError, match=r"another trainer \(host:/runs/a\) owns .* wait 800 s"):
+        claim(f"host:/runs/a#ab12:{now - 100}:7")
 
 
 def test_sampling_parameters() -> None:

@@ -11,6 +11,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.doctor.memory import predict, read_model_config, workload_of
 from turnwise.errors import ConfigError
+from turnwise.planning.engine_memory import engine_memory_lines
 from turnwise.planning.placement import placement_lines
 from turnwise.planning.ranks import number_of_ranks, rank_memory, refuse_impossible
 
@@ -88,3 +89,27 @@ def test_the_placement_names_rollout_workers(recipe: Path) -> None:
     lines = {line.name: line.value for line in placement_lines(config, device="cpu")}
     assert lines["environments and tools"].startswith("in 3 rollout workers on a Ray cluster, each with 1 CPUs, 1 GPUs")
     assert lines["engine"] == "in each rollout worker, with a copy of the weights"
+
+
+def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trainer(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = load(recipe, ["cluster=ray"])
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    here = {part.name: part.bytes for part in predict(load(recipe)[0], model_config, workload).parts}
+    trainer = {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    assert set(here) - set(trainer) == {"KV cache"}
+    (line,) = engine_memory_lines(config, model_config)
+    gib = (here["weights"] + here["KV cache"] + here["program"]) / 2**30
+    assert line.name == "memory of a worker"
+    assert line.value.startswith(f"{gib:.2f} GiB: weights ")
+    servers, _ = load(recipe, ["engine={name: vllm, tensor_parallel: 2, memory_gb: 3}", "cluster=ray"])
+    (line,) = engine_memory_lines(servers, model_config)
+    half = here["weights"] / 2 / 2**30
+    assert line.value == f"{half + 3:.2f} GiB: weights {half:.2f}, KV cache 3.00"
+    lines = {line.name: line.value for line in placement_lines(servers, device="cuda")}
+    assert lines["engine"].startswith("in each rollout worker: vllm: 1 servers, started by the run, x 2 devices")
+    assert engine_memory_lines(load(recipe)[0], model_config) == []
+    assert main(["plan", str(recipe), "cluster=ray", "--memory-gb", "64"]) == 0
+    assert "memory of a worker" in capsys.readouterr().out

@@ -143,7 +143,7 @@ class FakeServer:
                     return web.json_response({"error": f"the server belongs to {self.owner}"}, status=409)
                 self.owner = body["owner"]
             case "release":
-                self.owner = None
+                self.owner = None if self.owner == body["owner"] else self.owner
             case "pause":
                 self.running.clear()
             case "resume":
@@ -220,7 +220,7 @@ class FakeApi:
         await self._call(server, "wake")
 
     async def release(self, server: HttpServer) -> None:
-        await self._call(server, "release")
+        await self._call(server, "release", owner=self.owner)
 
 
 @asynccontextmanager

@@ -40,15 +40,18 @@ class ConversationHost:
 
 
 @contextlib.asynccontextmanager
-async def conversation_host(config: Config, renderer: Renderer) -> AsyncIterator[ConversationHost]:
-    """The engine and the environments of a recipe, for conversations whose weights a trainer sends. Raises TurnwiseError."""
+async def conversation_host(
+    config: Config, renderer: Renderer, *, owner: str | None = None
+) -> AsyncIterator[ConversationHost]:
+    """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is the name under
+    which the engine's servers know this process (`Owner.name`); None: a new name. Raises TurnwiseError."""
     async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
         model = engine_model(config, adapter=True)
         if config.deterministic:
             from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        engine = sampling_engine(config, renderer, model, updated=True)
+        engine = sampling_engine(config, renderer, model, updated=True, owner=owner)
         try:
             await engine.start()
             longest = context_length(model.config.to_dict()) if model is not None else longest_context(config)
@@ -62,10 +65,11 @@ async def conversation_host(config: Config, renderer: Renderer) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def rollout_worker(config: Config) -> AsyncIterator[RolloutWorker]:
-    """A rollout worker by a recipe without the section `cluster`. Raises TurnwiseError."""
+async def rollout_worker(config: Config, owner: str) -> AsyncIterator[RolloutWorker]:
+    """A rollout worker by a recipe without the section `cluster`. `owner` is the same for the worker that replaces a lost one.
+    Raises TurnwiseError."""
     renderer = build_renderer(config)
-    async with conversation_host(config, renderer) as host:
+    async with conversation_host(config, renderer, owner=owner) as host:
         yield RolloutWorker(host.context, load_adapter=host.load_adapter, info=worker_info(config, renderer))
 
 

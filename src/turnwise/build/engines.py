@@ -31,12 +31,14 @@ def sampling_engine(
     scripts: Scripts | None = None,
     version: int = 0,
     updated: bool = False,
+    owner: str | None = None,
 ) -> Engine:
     """The engine that samples for conversations in this process: the embedded engine on a loaded `model`, the scripted engine, or
     an engine on servers, whose weights are updated if there is a `model`, or with `updated`.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
-    `engine.script` are used. `version` is the number of the weights that `model` has. Raises ConfigError or DataError.
+    `engine.script` are used. `version` is the number of the weights that `model` has. `owner` is the name under which servers
+    know their trainer (`Owner.name`); None: a new name. Raises ConfigError or DataError.
     """
     options = config.engine
     if scripts is not None:
@@ -46,7 +48,8 @@ def sampling_engine(
     if isinstance(options, OpenAIEngineSection):
         raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
     if isinstance(options, ServerEngineSection):
-        return server_engine(config, options, renderer, trained=updated or model is not None, version=version)
+        trained = updated or model is not None
+        return server_engine(config, options, renderer, trained=trained, version=version, owner=owner)
     if model is None:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
     from turnwise.engines.local import LocalEngine  # torch

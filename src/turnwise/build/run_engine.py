@@ -10,6 +10,7 @@ from turnwise.build.rollout_server import rollout_client
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
+from turnwise.rollout_server.client import trainer_name
 
 __all__ = ["engine"]
 
@@ -32,4 +33,5 @@ def engine(
         return rollout_client(config, config.rollout_server.url, renderer)
     if scripts is None and config.cluster.launcher == "ray":
         return ray_rollouts(config, renderer)
-    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated)
+    owner = trainer_name(config.output)  # only one process at a time writes the output
+    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)

@@ -36,9 +36,15 @@ did not arrive differ by more than 1."""
 
 
 def server_engine(
-    config: Config, options: ServerEngineSection, renderer: Renderer, *, trained: bool, version: int
+    config: Config,
+    options: ServerEngineSection,
+    renderer: Renderer,
+    *,
+    trained: bool,
+    version: int,
+    owner: str | None = None,
 ) -> Engine:
-    """The engine on servers of a recipe. `trained`: its weights are updated during the run.
+    """The engine on servers of a recipe. `trained`: its weights are updated during the run. `owner`: see `sampling_engine`.
 
     The servers are started by `Engine.start`. Raises ConfigError.
     """
@@ -51,7 +57,7 @@ def server_engine(
             f"the config.json of {config.model.path} has no vocab_size, which engine.name={config.engine.name} needs"
         )
     adapter = trained and config.model.lora.rank is not None
-    api, replicas = _servers(config, options, vocab_size, trained=trained, adapter=adapter)
+    api, replicas = _servers(config, options, vocab_size, trained=trained, adapter=adapter, owner=owner)
     return RemoteEngine(
         api,
         replicas,
@@ -115,11 +121,11 @@ def _backend(config: Config) -> Backend:
 
 
 def _servers(
-    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool
+    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: str | None
 ) -> tuple[ServerApi, list[Replica]]:
     """The requests of the recipe's kind of server, and the servers."""
     if isinstance(options, SglangEngineSection):
-        return _sglang(config, options, vocab_size, trained=trained, adapter=adapter)
+        return _sglang(config, options, vocab_size, trained=trained, adapter=adapter, owner=owner)
     assert isinstance(options, VllmEngineSection)
     from turnwise.engines.vllm.api import VllmApi
 
@@ -128,7 +134,7 @@ def _servers(
 
         api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config))
         return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
-    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config))
+    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config), owner=owner)
     return api, _vllm_replicas(config, options, adapter=adapter)
 
 
@@ -218,7 +224,7 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
 
 
 def _sglang(
-    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool
+    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: str | None
 ) -> tuple[ServerApi, list[Replica]]:
     from turnwise.engines.sglang.api import SglangApi, model_shapes
     from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, kv_token_bytes, started_replicas
@@ -238,6 +244,7 @@ def _sglang(
         pause=options.update_mode,
         shapes=model_shapes(model) if trained and not adapter else None,
         backend=_backend(config),
+        owner=owner,
     )
     if options.url is not None:
         return api, given_servers(options, HEALTH)

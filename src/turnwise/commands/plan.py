@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
     from turnwise.config.train_checks import refuse_without_effect
     from turnwise.doctor.memory import memory_check, on_gpu, read_model_config
+    from turnwise.planning.engine_memory import engine_memory_lines
     from turnwise.planning.placement import batch_lines, placement_lines
     from turnwise.planning.ranks import number_of_ranks, rank_memory_check, refuse_impossible
     from turnwise.planning.tables import print_plan
@@ -107,9 +108,12 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         if config.cluster.distributed
         else memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
     )
+    placement = placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks)
+    if model_config is not None:
+        placement += engine_memory_lines(config, model_config)
     sections = {
         "a training step": batch_lines(config, rows=len(build.rows(config)), ranks=ranks),
-        "placement": placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks),
+        "placement": placement,
     }
     print_plan(context.console, sections, memory)
     if options.simulate is not None:

@@ -96,9 +96,37 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
             f"cluster.workers.count={workers} needs at least {workers} servers in engine.url, because each server belongs to one "
             f"rollout worker; there are {len(servers)}. Set a smaller cluster.workers.count, or add servers",
         ),
+        *_problems_of_servers_in_workers(config, ray),
         (
             ray and config.deterministic,
             "deterministic=true cannot be combined with cluster.launcher=ray, because the batches of the workers' engines "
             "depend on timing: remove one of them",
+        ),
+    ]
+
+
+def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
+    """Problems of servers that rollout workers use as their engines."""
+    engine, gpus = config.engine, config.cluster.workers.num_gpus
+    if not ray or not isinstance(engine, ServerEngineSection):
+        return []
+    needed = engine.replicas * engine.tensor_parallel * engine.data_parallel
+    on_gpus = engine.url is None and config.model.device != "cpu" and engine.devices is None
+    return [
+        (
+            on_gpus and (needed > 1 or gpus > 0) and gpus < needed,
+            f"cluster.workers.num_gpus={gpus:g}: the servers of each rollout worker need {needed} GPUs (engine.replicas="
+            f"{engine.replicas} x engine.tensor_parallel={engine.tensor_parallel} x engine.data_parallel="
+            f"{engine.data_parallel}): set cluster.workers.num_gpus={needed}, or model.device=cpu",
+        ),
+        (
+            engine.sleep,
+            "engine.sleep=true has no effect with cluster.launcher=ray, where the servers use the GPUs of the rollout workers: "
+            "remove it",
+        ),
+        (
+            "check_weights_every" in changed_options(engine),
+            f"engine.check_weights_every={engine.check_weights_every} has no effect with cluster.launcher=ray, where the servers "
+            f"of the rollout workers compare checksums only: remove it",
         ),
     ]

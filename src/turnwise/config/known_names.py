@@ -151,8 +151,11 @@ ABSENT: dict[str, tuple[str, ...]] = {
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
     ),
     "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
+    "rollout workers on a Ray cluster are in the section cluster: cluster=ray (docs/cluster.md)": (
+        "ray_init", "ray_kwargs",
+    ),
     "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
-        "deepspeed", "nnodes", "n_gpus_per_node", "num_processes", "ray_init",
+        "deepspeed", "nnodes", "n_gpus_per_node", "num_processes",
     ),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",

@@ -25,6 +25,7 @@ from turnwise.config.kl_checks import needs_reference
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
+from turnwise.doctor.engine_memory import kv_cache_bytes
 from turnwise.errors import Failed, boundary
 from turnwise.models.autocast import autocast
 from turnwise.models.loading import ModelOptions, adapt
@@ -36,6 +37,7 @@ from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_atten
 from turnwise.types import Sampling
 
 __all__ = [
+    "PROGRAM_BYTES",
     "MemoryPart",
     "Prediction",
     "Workload",
@@ -48,7 +50,7 @@ __all__ = [
     "workload_of",
 ]
 
-_PROGRAM = 550 * 2**20
+PROGRAM_BYTES = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
 _PEFT = 170 * 2**20
 """Bytes of peft, which also imports bitsandbytes where it is installed."""
@@ -157,18 +159,20 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
     passes = max(trace.peak, trace.trained + step)
     references = section == "train" and needs_reference(config)
     adapter_off = model_options.lora is not None and config.reference.path is None and config.reference.source != "copy"
-    engine_copy = mixed and section == "train" and isinstance(config.engine, LocalEngineSection)
+    embedded = section == "train" and isinstance(config.engine, LocalEngineSection)
+    embedded = embedded and config.runs_conversations_elsewhere is None
+    cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
     parts = [
         MemoryPart("weights", trace.weights),
-        MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if engine_copy else 0),
+        MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if mixed and embedded else 0),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("activations", trace.activations),
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
-        MemoryPart("KV cache", _kv_bytes(config, model_config, workload) if section == "train" else 0),
-        MemoryPart("program", _PROGRAM + (_PEFT if model_options.lora is not None else 0)),
+        MemoryPart("KV cache", cache if embedded else 0),
+        MemoryPart("program", PROGRAM_BYTES + (_PEFT if model_options.lora is not None else 0)),
     ]
     return Prediction([part for part in parts if part.bytes])
 
@@ -287,20 +291,6 @@ def _step_bytes(trace: _Trace, optimizer: OptimizerConfig) -> int:
     """Temporary tensors of the optimizer step: those of the largest parameter, in float32."""
     copies = (1 + (optimizer.master_weights != "float32")) if trace.lower_precision else 0
     return 4 * trace.largest * (2 + copies)
-
-
-def _kv_bytes(config: Config, model_config: Any, workload: Workload) -> float:
-    """The embedded engine's cache with all conversations of a step."""
-    engine, text = config.engine, model_config.get_text_config()
-    if not isinstance(engine, LocalEngineSection):
-        return 0
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    rows = min(engine.slots, config.max_concurrent, workload.conversations)
-    rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
-    capacity = max(256, 1 << (workload.tokens - 1).bit_length())
-    size = 4 if config.model.exact else 2
-    return min(engine.memory_gb * 2**30, 2.0 * text.num_hidden_layers * heads * width * size * rows * capacity)
 
 
 def _trace(

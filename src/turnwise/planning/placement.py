@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.config.schema import Config, LocalEngineSection, ServerEngineSection
 
 __all__ = ["PlanLine", "batch_lines", "placement_lines"]
 
@@ -89,6 +89,8 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
         )
         if isinstance(engine, LocalEngineSection):
             lines[-1] = PlanLine("engine", "in each rollout worker, with a copy of the weights")
+        elif isinstance(engine, ServerEngineSection) and engine.url is None:
+            lines[-1] = PlanLine("engine", f"in each rollout worker: {lines[-1].value}")
     if config.rollout_server.url is not None:
         where = f"on the rollout server {config.rollout_server.url}"
     lines.append(PlanLine("environments and tools", where))

@@ -657,6 +657,8 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
         ("trainer.balance_batch=True", "turnwise uses one process"),
         ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and all conversations are always written"),
         ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has other options"),
+        ("actor_rollout_ref.rollout.agent.num_workers=4", "set cluster=ray and cluster.workers.count"),
+        ("ray_kwargs.ray_init.num_cpus=8", "turnwise uses Ray only for rollout workers: set cluster=ray"),
         ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has other options"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has other options"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "has no effect with one GPU"),
@@ -986,6 +988,50 @@ def test_numbers_of_gpus_and_how_fsdp_divides_a_model_are_carried(
     assert not {left.key for left in found.unsupported} & {key.partition("=")[0] for key in keys}
     if cluster is not None:
         assert whole(found).cluster.launcher == cluster["launcher"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine"),
+    [
+        (["tensor_model_parallel_size=1"], None),
+        (["tensor_model_parallel_size=2"], {"name": "vllm", "tensor_parallel": 2, "data_parallel": 1, "replicas": 4}),
+        (
+            [
+                "tensor_model_parallel_size=2",
+                "data_parallel_size=2",
+                "gpu_memory_utilization=0.6",
+                "enforce_eager=True",
+            ],
+            {
+                "name": "vllm",
+                "tensor_parallel": 2,
+                "data_parallel": 2,
+                "replicas": 2,
+                "arguments": ["--gpu-memory-utilization", "0.6", "--enforce-eager"],
+            },
+        ),
+    ],
+)
+def test_servers_on_several_gpus_are_carried(keys: list[str], engine: dict[str, Any] | None, grpo: list[str]) -> None:
+    of_rollout = [f"actor_rollout_ref.rollout.{key}" for key in keys]
+    machine = ["trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.name=vllm"]
+    found = from_verl_arguments([*grpo, *machine, *of_rollout])
+    assert found.recipe.get("engine") == (None if engine is None else {**engine, "sleep": True})
+    assert not {left.key for left in found.unsupported} & {key.partition("=")[0] for key in of_rollout}
+    if engine is not None:
+        config = whole(found)
+        assert (config.cluster.trainers, config.engine.sleep) == (8, True)
+        assert any(assumed.key == "engine.name" for assumed in found.assumptions)
+        kept = from_verl_arguments([*grpo, *machine, *of_rollout, "actor_rollout_ref.rollout.free_cache_engine=False"])
+        assert "sleep" not in kept.recipe["engine"]
+
+
+def test_servers_that_do_not_fit_the_machine_are_refused(grpo: list[str]) -> None:
+    name, tensor = "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    found = from_verl_arguments([*grpo, "trainer.n_gpus_per_node=6", name, f"{tensor}=4"])
+    reasons = {left.key: left.reason for left in found.unsupported}
+    assert reasons[tensor].startswith("a server needs 4 x 1 GPUs, and trainer.n_gpus_per_node=6")
+    assert "engine" not in found.recipe
 
 
 def test_several_machines_are_started_by_a_command_that_the_report_names(grpo: list[str]) -> None:

@@ -262,7 +262,7 @@ def test_new_weights_reach_requests_that_are_running(tmp_path: Path) -> None:
                 *expected(completion.token_ids[old - 1], 8 - old, 3),
             ]
             assert engine.version == 3
-            assert server.events == ["claim", "label", "pause", "load", "resume"]
+            assert server.events == ["claim", "resume", "label", "pause", "load", "resume"]
 
     run(main())
 
@@ -355,6 +355,30 @@ def test_an_evaluation_at_the_server_of_a_trainer_leaves_the_server_to_the_train
                 assert list((await evaluation.generate(request([4]))).token_ids) == expected(4, 8, 1)
             assert server.owner == "a"
             assert "release" not in server.events
+
+    run(main())
+
+
+def test_the_replacement_of_a_killed_trainer_takes_over_its_server_at_once(tmp_path: Path) -> None:
+    """The killed trainer has paused the server for an update, and has released nothing."""
+
+    async def main() -> None:
+        async with fake_servers() as (server,):
+            killed = "host:/runs/a, rollout worker 1"
+            server.owner, server.version, server.label = killed, 7, "7"
+            server.running.clear()
+            with pytest.raises(EngineError, match=f"the server belongs to {killed}"):
+                async with engine_on([server], files=tmp_path, owner="host:/runs/a, rollout worker 2") as other:
+                    await other.start()
+            assert not server.running.is_set()  # the other has not touched it
+            async with engine_on([server], files=tmp_path, owner=killed) as engine:
+                await engine.start()
+                assert server.events[-3:] == ["claim", "resume", "label"]
+                await engine.load_weights(8, WEIGHTS)
+                completion = await engine.generate(request([4]))
+                assert list(completion.versions) == [8] * 8
+                assert list(completion.token_ids) == expected(4, 8, 8)
+            assert server.owner is None
 
     run(main())
 

@@ -214,6 +214,7 @@ _WORK = (
     "how verl distributes work and memory; turnwise uses one process and train.micro_batch_tokens, or several processes with "
     "cluster=local or cluster=torchrun (docs/cluster.md)"
 )
+_RAY = "turnwise uses Ray only for rollout workers: set cluster=ray, with the address of the cluster (docs/cluster.md)"
 _ENGINE = "an option of verl's engines; the embedded engine has other options (docs/recipes.md, engine.*)"
 _WATCH = "metrics.jsonl, the curve and all conversations are always written (docs/record.md)"
 _GREEDY = "val_kwargs.temperature selects how an evaluation samples; 0, verl's default, takes the most likely token"
@@ -222,8 +223,8 @@ MACHINERY: dict[str, str] = {
     "hydra.*": "an option of Hydra",
     "*.profiler.*": "turnwise has no profiler",
     "global_profiler.*": "turnwise has no profiler",
-    "ray_init.*": _WORK,
-    "ray_kwargs.*": _WORK,
+    "ray_init.*": _RAY,
+    "ray_kwargs.*": _RAY,
     "transfer_queue.*": _WORK,
     f"{ACTOR}.*micro_batch_size*": _WORK,
     f"{ACTOR}.ppo_max_token_len_per_gpu": _WORK,
@@ -265,7 +266,10 @@ MACHINERY: dict[str, str] = {
     },
     "actor_rollout_ref.model.fused_kernel_options.*": _WORK,
     "actor_rollout_ref.model.tiled_mlp.*": _WORK,
-    f"{ROLLOUT}.agent.num_workers": _WORK,
+    f"{ROLLOUT}.agent.num_workers": (
+        "verl's workers share the servers of the engine; here each rollout worker has its own engine: for several workers, "
+        "set cluster=ray and cluster.workers.count (docs/cluster.md)"
+    ),
     f"{ROLLOUT}.agent.*": "it is for agent loops of the user",
     f"{ROLLOUT}.val_kwargs.*": _GREEDY,
     f"{ROLLOUT}.over_sample_rate": "slow conversations are not thrown away; limits.seconds bounds their time",

@@ -10,7 +10,9 @@ __all__ = ["PLACEMENT", "convert_placement"]
 _FSDP = f"{ACTOR}.fsdp_config"
 _NODES, _GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32"}
+_TENSOR, _DATA = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"
 _ONE_DEVICE = "the embedded engine uses one device; set engine.name=vllm and"
+_SERVERS = ("vllm", "sglang")
 _ULYSSES = (
     "ulysses_sequence_parallel_size",
     "fsdp_config.ulysses_sequence_parallel_size",
@@ -20,8 +22,8 @@ _REASONS = {
     f"{_FSDP}.fsdp_size": "the model is divided among all ranks",
     f"{_FSDP}.wrap_policy.min_num_params": "each layer is gathered as a unit",
     f"{_FSDP}.forward_prefetch": "torch's fully_shard gathers the next layer during the computation of a layer",
-    f"{ROLLOUT}.tensor_model_parallel_size": f"{_ONE_DEVICE} engine.tensor_parallel",
-    f"{ROLLOUT}.data_parallel_size": f"{_ONE_DEVICE} engine.data_parallel",
+    _TENSOR: f"{_ONE_DEVICE} engine.tensor_parallel",
+    _DATA: f"{_ONE_DEVICE} engine.data_parallel",
     f"{ROLLOUT}.pipeline_model_parallel_size": f"{_ONE_DEVICE} engine.arguments=[--pipeline-parallel-size, ...]",
 }
 _CARRIED = (
@@ -39,10 +41,13 @@ PLACEMENT = (*_CARRIED, *_REASONS)
 
 
 def convert_placement(builder: VerlRecipeBuilder) -> None:
-    """Set `cluster`: `local` on one machine, `torchrun` on several; one process for one GPU."""
-    for key, reason in _REASONS.items():
-        builder.reject(key, reason)
+    """Set `cluster`: `local` on one machine, `torchrun` on several; one process for one GPU. Set `engine` if verl's servers use
+    several GPUs each."""
     nodes, gpus = builder.count(_NODES) or 1, builder.count(_GPUS) or 1
+    _engine(builder, gpus)
+    for key, reason in _REASONS.items():
+        if key not in builder.converted:
+            builder.reject(key, reason)
     if nodes * gpus == 1 or not (builder.is_set(_GPUS) or builder.is_set(_NODES)):
         builder.convert("nothing: one process is the default", _NODES, _GPUS)
         _in_one_process(builder)
@@ -60,6 +65,47 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
         start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus if builder.is_set(_GPUS) else 8} -m turnwise train RECIPE"
         builder.assume("cluster.launcher", "torchrun", f"start `{start}` on each machine (docs/slurm.md)")
     _fsdp(builder)
+
+
+def _engine(builder: VerlRecipeBuilder, gpus: int) -> None:
+    """Set `engine` to servers on several GPUs each, which the embedded engine cannot use. As in verl, they are on the GPUs of the
+    trainer, and free their memory while it trains (`free_cache_engine`)."""
+    name, tensor, data = builder.value(f"{ROLLOUT}.name"), builder.count(_TENSOR) or 1, builder.count(_DATA) or 1
+    if tensor * data == 1:
+        builder.convert("nothing: the embedded engine uses one device", _TENSOR, _DATA)
+        return
+    if name not in _SERVERS:
+        return
+    if gpus % (tensor * data):
+        reason = f"a server needs {tensor} x {data} GPUs, and {_GPUS}={gpus}: set engine.name={name} and engine.tensor_parallel"
+        for key in (_TENSOR, _DATA):
+            builder.reject(key, reason)
+        return
+    builder.set("engine.name", name, f"{ROLLOUT}.name")
+    builder.set("engine.tensor_parallel", tensor, _TENSOR)
+    builder.set("engine.data_parallel", data, _DATA)
+    builder.set("engine.replicas", gpus // (tensor * data), _GPUS)
+    if builder.value(f"{ROLLOUT}.free_cache_engine") is not False:  # verl's default is true
+        builder.set("engine.sleep", True, f"{ROLLOUT}.free_cache_engine")
+    arguments = _arguments(builder, name)
+    if arguments:
+        builder.set("engine.arguments", arguments)
+    reason = f"{name} must be installed (docs/engines.md); without it, use the embedded engine: engine={{name: local}}"
+    builder.assume("engine.name", name, reason)
+
+
+def _arguments(builder: VerlRecipeBuilder, name: str) -> list[str]:
+    """The further arguments of the servers."""
+    share, eager = f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.enforce_eager"
+    arguments: list[str] = []
+    if builder.is_set(share):
+        flag = "--gpu-memory-utilization" if name == "vllm" else "--mem-fraction-static"
+        arguments += [flag, f"{builder.number(share):g}"]
+        builder.convert("engine.arguments", share)
+    if builder.value(eager) is True:
+        arguments.append("--enforce-eager" if name == "vllm" else "--disable-cuda-graph")
+        builder.convert("engine.arguments", eager)
+    return arguments
 
 
 def _in_one_process(builder: VerlRecipeBuilder) -> None:

@@ -326,6 +326,10 @@ class RemoteEngine:
 
     async def _prepare(self, replica: Replica) -> None:
         """Give a server that was started or found again the present weights, and ask it what it serves."""
+        if self._files is not None:
+            await self._api.claim(replica.server)
+            if replica.process is None:  # a trainer that was killed during an update has left it paused
+                await self._api.resume(replica.server)
         info = await self._api.info(replica.server)
         if self.info is not None and info != self.info:
             raise EngineError(
@@ -334,7 +338,6 @@ class RemoteEngine:
             )
         self.info = info
         if self._files is not None:
-            await self._api.claim(replica.server)
             if self._current is not None:
                 await self._load(replica, self._current)
             else:

@@ -19,6 +19,7 @@ from turnwise.engines.remote.checks import expected_form
 from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images
+from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.trainer_groups import TrainerGroups
@@ -48,7 +49,7 @@ class SglangApi:
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
     sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
     defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
-    an adapter. `backend` is that of weights that are broadcast.
+    an adapter. `backend` is that of weights that are broadcast. `owner` is the name in claims (`Owner.name`); None: a new name.
     """
 
     name = "SGLang"
@@ -63,6 +64,7 @@ class SglangApi:
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
         backend: Backend = "gloo",
+        owner: str | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.context = context
@@ -71,8 +73,7 @@ class SglangApi:
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
         self._groups = TrainerGroups(backend)
-        self._owner = secrets.token_hex(4)
-        """Distinguishes this run from others that use the same server."""
+        self._owner = Owner() if owner is None else Owner(owner)
         self._facts: dict[str, Mapping[str, Any]] = {}
         """/server_info of each server."""
         self._adapters: dict[str, str] = {}
@@ -99,7 +100,7 @@ class SglangApi:
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         images = image_data(request)
-        facts, rid = self._facts[server.url], f"{self._owner}-{secrets.token_hex(8)}"
+        facts, rid = self._facts[server.url], f"{self._owner.process}-{secrets.token_hex(8)}"
         body = {
             "rid": rid,
             "input_ids": list(request.token_ids),
@@ -111,7 +112,7 @@ class SglangApi:
             "stream": True,
             "lora_path": self._adapters.get(server.url),
             # prefixes that other weights have computed have another key, and are never hit
-            "extra_key": f"{self._owner}:{version}",
+            "extra_key": f"{self._owner.process}:{version}",
         }
         incremental, known, complete = bool(facts.get("incremental_streaming_output")), 0, False
         try:
@@ -133,11 +134,12 @@ class SglangApi:
                 self._abort(server, rid)
 
     async def claim(self, server: HttpServer) -> None:
-        owner, _, claimed = (await self._label(server)).rpartition(":")[0].partition(":")
+        parts = (await self._label(server)).rsplit(":", 2)
+        name, claimed = (parts[0].rpartition("#")[0] or parts[0], parts[1]) if len(parts) == 3 else ("", "")
         remaining = _LEASE - (time.time() - int(claimed)) if claimed.isdigit() else 0.0
-        if owner != self._owner and remaining > 0:
+        if name != self._owner.name and remaining > 0:
             raise EngineError(
-                f"another trainer ({owner}) owns {server.url}. Two trainers would overwrite each other's weights: use another "
+                f"another trainer ({name}) owns {server.url}. Two trainers would overwrite each other's weights: use another "
                 f"server, stop the other trainer, or wait {remaining:.0f} s if it has died"
             )
 
@@ -161,7 +163,7 @@ class SglangApi:
         await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
-        await self._set_label(server, f"{self._owner}:{int(time.time())}:{version}")
+        await self._set_label(server, f"{self._owner.name}#{self._owner.process}:{int(time.time())}:{version}")
 
     async def resume(self, server: HttpServer) -> None:
         await server.post("/continue_generation", {"torch_empty_cache": False})
@@ -230,9 +232,9 @@ class SglangApi:
         """
         versions = [-1] * count
         for span in spans or ():
-            owner, _, rest = str(span["version"]).partition(":")
-            number = rest.rpartition(":")[2]
-            if owner != self._owner or not number.isdigit():
+            owner, _, number = str(span["version"]).rpartition(":")
+            process = owner.rpartition(":")[0].rpartition("#")[2]
+            if process != self._owner.process or not number.isdigit():
                 raise ServerLost(
                     f"{server.url} has weights with the label {span['version']!r}, which is not of this run: it was restarted"
                 )
@@ -305,7 +307,7 @@ class SglangApi:
     async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
         """Load an adapter under a new name, and unload the previous one."""
         assert update.path is not None
-        name = f"{self._owner}-{update.path.name}"
+        name = f"{self._owner.process}-{update.path.name}"
         try:
             await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(update.path)})
         except ServerRefused as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import io
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any
 from turnwise.engines.remote.checks import expected_form
 from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.weights import WeightUpdate
@@ -44,19 +44,18 @@ _log = logging.getLogger(__name__)
 
 
 class Labels:
-    """The texts with which this run labels the weights of a server: its own name and the version.
+    """The texts with which this process labels the weights of a server: its own name and the version.
 
     `on`: whether the weights are labelled at all, which they are if they change.
     """
 
-    def __init__(self, *, on: bool) -> None:
-        self.owner = secrets.token_hex(4)
-        """Distinguishes this run from others that use the same server."""
+    def __init__(self, owner: Owner, *, on: bool) -> None:
+        self._process = owner.process
         self._on = on
 
     def of(self, version: int) -> str:
         """The label of a version."""
-        return f"{self.owner}:{version}"
+        return f"{self._process}:{version}"
 
     def versions(self, server: str, spans: Sequence[tuple[str, int, int]], count: int) -> list[int] | None:
         """The version of each of the `count` tokens of a request, from spans (label, start, end).
@@ -68,8 +67,8 @@ class Labels:
             return None
         versions = [-1] * count
         for label, start, end in spans:
-            owner, _, version = str(label).partition(":")
-            if owner != self.owner or not version.isdigit():
+            process, _, version = str(label).partition(":")
+            if process != self._process or not version.isdigit():
                 raise ServerLost(f"{server} has weights with the label {label!r}, not of this run: it was restarted")
             versions[start : min(end, count)] = [int(version)] * (min(end, count) - start)
         if -1 in versions:
@@ -81,16 +80,25 @@ class VllmApi:
     """The `ServerApi` of vLLM. `vocab_size` is that of the model of the recipe.
 
     `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
-    `backend` is that of weights that are broadcast.
+    `backend` is that of weights that are broadcast. `owner` is the name in claims (`Owner.name`); None: a new name.
     """
 
     name = "vLLM"
 
-    def __init__(self, *, vocab_size: int, labels: bool, adapter: bool = False, backend: Backend = "gloo") -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        labels: bool,
+        adapter: bool = False,
+        backend: Backend = "gloo",
+        owner: str | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
-        self._labels = Labels(on=labels)
+        self._owner = Owner() if owner is None else Owner(owner)
+        self._labels = Labels(self._owner, on=labels)
         self._adapter = adapter
-        self._sender = WeightSender(self._labels.owner, _LEASE, backend)
+        self._sender = WeightSender(self._owner.name, _LEASE, backend)
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
         self._checked_pixels: set[str] = set()
@@ -146,7 +154,7 @@ class VllmApi:
             raise _without_dev_mode(server) if error.status == 404 else error from error
 
     async def release(self, server: HttpServer) -> None:
-        await self._rpc(server, "turnwise_release", {"owner": self._labels.owner})
+        await self._rpc(server, "turnwise_release", {"owner": self._owner.name})
 
     async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
         await server.post("/pause", query={"mode": "abort" if abort else "keep"})

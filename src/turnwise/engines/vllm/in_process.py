@@ -15,6 +15,7 @@ from typing import Any
 
 from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerLost
+from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.server_process import python_path
@@ -69,8 +70,9 @@ class InProcessApi:
 
     def __init__(self, *, vocab_size: int, labels: bool, backend: Backend = "gloo") -> None:
         self._vocab_size = vocab_size
-        self._labels = Labels(on=labels)
-        self._sender = WeightSender(self._labels.owner, _LEASE, backend)
+        owner = Owner()
+        self._labels = Labels(owner, on=labels)
+        self._sender = WeightSender(owner.name, _LEASE, backend)
         self._request_ids = itertools.count()
         self._lora: Any | None = None
         """vLLM's request for the trained adapter; None before the first update."""

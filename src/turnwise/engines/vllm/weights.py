@@ -19,8 +19,8 @@ WorkerCall = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 
 class WeightSender:
-    """Sends updates to the workers of servers, as the owner of the servers' weights. `lease` is the time in seconds after which
-    another owner may take over. `backend` is that of broadcasts."""
+    """Sends updates to the workers of servers, as the owner of the servers' weights (`Owner.name`). `lease` is the time in
+    seconds after which another owner may take over. `backend` is that of broadcasts."""
 
     def __init__(self, owner: str, lease: float, backend: Backend) -> None:
         self._claim = {"owner": owner, "lease": lease}
