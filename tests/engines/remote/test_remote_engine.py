@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +20,7 @@ from support.fake_server import CONTEXT, STOP, VOCAB, FakeApi, FakeServer, fake_
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.weights import Probe, WeightFiles
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
@@ -381,6 +386,33 @@ def test_the_replacement_of_a_killed_trainer_takes_over_its_server_at_once(tmp_p
             assert server.owner is None
 
     run(main())
+
+
+def test_the_weights_of_a_killed_process_are_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.engines.remote.weights.SHARED_MEMORY", tmp_path)
+    program = (
+        "import os, signal, torch, turnwise.engines.remote.weights as weights; from pathlib import Path; "
+        f"weights.SHARED_MEMORY = Path({str(tmp_path)!r}); "
+        "weights.WeightFiles().write(1, {'weight': torch.ones(3)}); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": python_path()}, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (abandoned,) = tmp_path.iterdir()
+    first, second = WeightFiles(), WeightFiles()
+    used = first.write(1, WEIGHTS).path
+    other = second.write(1, WEIGHTS).path
+    assert used is not None
+    assert other is not None
+    assert used.exists()  # the lock of a living process is respected
+    assert not abandoned.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {used.parent.name, other.parent.name}
+    first.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_comes_back_gets_the_present_weights(tmp_path: Path) -> None:

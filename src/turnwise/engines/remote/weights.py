@@ -7,6 +7,7 @@ a restart.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "turnwise-weights-"
 _SPARE = 1.1
 """Free space that must be there, as a multiple of the size of the weights."""
 _BLOCK = 16 << 20  # bytes read at once for a checksum
@@ -108,12 +110,15 @@ class WeightCopies:
 class WeightFiles:
     """Writes weights into files below `folder`; None: in shared memory, or in the system's temporary directory if that is full.
 
-    Every object has a directory of its own, which `close` removes.
+    Every object has a directory of its own, which `close` removes. The directory of a process that was killed is removed by the
+    next object that writes to the same place. Below a `folder`, nothing is removed, because other machines may use it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._own: Path | None = None
+        self._lock: int | None = None
+        """The file descriptor whose lock says that this process uses the directory."""
 
     def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
         """Write tensors into a safetensors file. `weights` maps the names of the state dict to tensors, without tied copies.
@@ -152,19 +157,45 @@ class WeightFiles:
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
             self._own = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _directory(self, size: int) -> Path:
         if self._own is None:
             parent = self._folder or _parent_for(size)
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                self._own = Path(tempfile.mkdtemp(prefix="turnwise-weights-", dir=parent))
+                if self._folder is None:
+                    _remove_abandoned(parent)
+                self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+                self._lock = _locked(self._own)
             except OSError as error:
                 raise EngineError(
                     f"weights for the engine's servers cannot be written to {parent}: {error}. Set engine.weight_folder to a "
                     f"directory that the server can read, too"
                 ) from error
         return self._own
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor of a new file `.lock` in a directory. The file has its name only after it is locked."""
+    new = directory / ".lock.new"
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    new.rename(directory / ".lock")
+    return descriptor
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the directories of processes that have ended without removing them. Their locks are free."""
+    for lock in parent.glob(f"{_PREFIX}*/.lock"):
+        with (
+            contextlib.suppress(OSError),
+            lock.open("rb") as file,
+        ):  # in use, of another user, or removed by another process
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def checksum_of(path: Path) -> str:
