@@ -171,6 +171,9 @@ class FakeApi:
     def close(self) -> None:
         pass
 
+    async def identify(self, server: HttpServer) -> None:
+        pass
+
     async def info(self, server: HttpServer) -> ServerInfo:
         return ServerInfo(vocab_size=VOCAB, context=CONTEXT, logprob_kind=LogprobKind.SAMPLED)
 

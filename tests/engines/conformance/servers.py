@@ -60,13 +60,13 @@ class Server(Subject):
             raise
         self._give_way()
 
-    def _build(self, options: Mapping[str, object]) -> RemoteEngine:
+    def _build(self, options: Mapping[str, object], output: str = "run") -> RemoteEngine:
         recipe = {
             "model": {"path": str(MODEL), "device": "cpu", "lora": {"rank": self.lora_rank}},
             "data": {"train": str(MODEL.parent / "train.jsonl")},
             "engine": {"name": self.name, **options},
             "max_concurrent": 64,
-            "output": self._folder.name,
+            "output": f"{self._folder.name}/{output}",
         }
         engine = build.engine(Config.model_validate(recipe), self.renderer, self.model)
         assert isinstance(engine, RemoteEngine)
@@ -77,7 +77,8 @@ class Server(Subject):
         with pytest.MonkeyPatch.context() as environment:
             right = self.server._headers["Authorization"].removeprefix("Bearer ")
             environment.setenv("TURNWISE_TEST_TOKEN", token or right)
-            return self._build({"url": self.server.url, "api_key_env": "TURNWISE_TEST_TOKEN", "start_timeout": 30})
+            options = {"url": self.server.url, "api_key_env": "TURNWISE_TEST_TOKEN", "start_timeout": 30}
+            return self._build(options, output="other")
 
     def _give_way(self) -> None:
         """Let this process go first. vLLM's two processes that wait for each other busily have taken two cores for seconds (Linux

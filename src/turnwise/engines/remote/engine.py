@@ -327,6 +327,7 @@ class RemoteEngine:
     async def _prepare(self, replica: Replica) -> None:
         """Give a server that was started or found again the present weights, and ask it what it serves."""
         if self._files is not None:
+            await self._api.identify(replica.server)
             await self._api.claim(replica.server)
             if replica.process is None:  # a trainer that was killed during an update has left it paused
                 await self._api.resume(replica.server)

@@ -32,6 +32,10 @@ class ServerApi(Protocol):
         """The name in messages, such as `vLLM`."""
         ...
 
+    async def identify(self, server: HttpServer) -> None:
+        """Refuse a server of another kind, and a wrong token. Asked before `claim`, also of a server that is paused."""
+        ...
+
     async def info(self, server: HttpServer) -> ServerInfo:
         """What the server serves. Asked once, when the server is ready. Refuses a server that cannot be used."""
         ...

@@ -84,19 +84,26 @@ class SglangApi:
     def close(self) -> None:
         self._groups.close()
 
+    async def identify(self, server: HttpServer) -> None:
+        await self._server_info(server)
+
     async def info(self, server: HttpServer) -> ServerInfo:
-        facts = await server.get("/server_info")
-        longest_prompt = facts.get("max_req_input_len") if isinstance(facts, dict) else None
-        if not isinstance(longest_prompt, int):
-            raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_req_input_len")
+        facts = await self._server_info(server)
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
         self._groups.drop(server.url)  # the workers are new if the server was started again
         return ServerInfo(
             vocab_size=self.vocab_size,
-            context=min(self.context, longest_prompt + 1),
+            context=min(self.context, facts["max_req_input_len"] + 1),
             logprob_kind=await self._logprob_kind(server),
         )
+
+    async def _server_info(self, server: HttpServer) -> dict[str, Any]:
+        """The options of the server. Raises EngineError if it is no SGLang server."""
+        facts = await server.get("/server_info")
+        if not isinstance(facts, dict) or not isinstance(facts.get("max_req_input_len"), int):
+            raise EngineError(f"{server.url} is no SGLang server: /server_info must report max_req_input_len")
+        return facts
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         images = image_data(request)

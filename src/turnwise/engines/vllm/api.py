@@ -107,16 +107,24 @@ class VllmApi:
     def close(self) -> None:
         self._sender.close()
 
+    async def identify(self, server: HttpServer) -> None:
+        await self._base_model(server)
+
     async def info(self, server: HttpServer) -> ServerInfo:
+        base = await self._base_model(server)
+        self._models[server.url] = base["id"]
+        return ServerInfo(
+            vocab_size=self._vocab_size, context=base["max_model_len"], logprob_kind=await self._logprob_kind(server)
+        )
+
+    async def _base_model(self, server: HttpServer) -> dict[str, Any]:
+        """What the server says about its model. Raises EngineError if it is no vLLM server."""
         answer = await server.get("/v1/models")
         with expected_form(server.url, self.name):
             base = next((model for model in answer["data"] if model.get("parent") is None), None)
         if base is None or not isinstance(base.get("max_model_len"), int):
             raise EngineError(f"{server.url} is no vLLM server: /v1/models must name a model with its max_model_len")
-        self._models[server.url] = base["id"]
-        return ServerInfo(
-            vocab_size=self._vocab_size, context=base["max_model_len"], logprob_kind=await self._logprob_kind(server)
-        )
+        return base
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         features = image_features(request)

@@ -80,6 +80,9 @@ class InProcessApi:
     def close(self) -> None:
         self._sender.close()
 
+    async def identify(self, server: HttpServer) -> None:
+        pass
+
     async def info(self, server: HttpServer) -> ServerInfo:
         return ServerInfo(
             vocab_size=self._vocab_size,
