@@ -432,6 +432,43 @@ def test_a_server_that_comes_back_gets_the_present_weights(tmp_path: Path) -> No
     run(main())
 
 
+def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers(2) as servers, engine_on(servers, files=tmp_path) as engine:
+            await engine.start()
+            await engine.sleep()
+            task = asyncio.create_task(engine.generate(request([4])))
+            await asyncio.sleep(0.2)
+            assert not task.done()
+            assert not any(server.requests for server in servers)
+            await engine.wake()
+            assert list((await task).token_ids) == expected(4, 8)
+            for server in servers:
+                assert server.events == ["claim", "label", "sleep", "wake"]
+
+    run(main())
+
+
+def test_a_server_that_is_lost_while_it_sleeps_gets_the_next_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, patience=10.0) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            await engine.sleep()
+            port = int(server.url.rpartition(":")[2])
+            await server.stop()
+            server.version, server.label, server.owner = 0, "-1", None  # it is started again by somebody
+            await engine.wake()
+            update = asyncio.create_task(engine.load_weights(2, WEIGHTS))
+            await asyncio.sleep(0.3)
+            await server.start(port)
+            await update
+            completion = await engine.generate(request([4]))
+            assert list(completion.versions) == [2] * 8
+            assert list(completion.token_ids) == expected(4, 8, 2)
+
+    run(main())
+
+
 def test_the_restart_of_a_server_does_not_count_for_the_time_limit_of_a_turn() -> None:
     async def turn(engine: RemoteEngine) -> list[int]:
         with conversation("c"):

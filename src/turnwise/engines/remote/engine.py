@@ -156,11 +156,11 @@ class RemoteEngine:
     async def sleep(self) -> None:
         """Free the memory of the servers' devices until `wake`. No request may be running."""
         self._open.clear()
-        await self._on_all(self._api.sleep)
+        await self._on_all_unless_lost(self._api.sleep)
 
     async def wake(self) -> None:
-        """Take the memory again."""
-        await self._on_all(self._api.wake)
+        """Take the memory again. A server that was lost while it slept is restored by the next update or request."""
+        await self._on_all_unless_lost(self._api.wake)
         self._open.set()
 
     async def close(self) -> None:
@@ -346,3 +346,12 @@ class RemoteEngine:
 
     async def _on_all(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
         await asyncio.gather(*(call(replica.server) for replica in self._replicas.all))
+
+    async def _on_all_unless_lost(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
+        async def on(replica: Replica) -> None:
+            try:
+                await call(replica.server)
+            except ServerLost:
+                self._replicas.lose(replica)
+
+        await asyncio.gather(*map(on, self._replicas.all))
