@@ -30,6 +30,9 @@ from turnwise.training.learner import Learner
 
 __all__ = ["given_servers", "http_limits", "longest_context", "model_facts", "publisher", "server_engine"]
 
+_CPU_MEMORY_GB = 1.0
+_SPARE_TOKENS = 512
+"""Tokens besides one sequence that the smallest KV cache holds: vLLM divides it into blocks, and uses some of them itself."""
 _ROUNDING = {True: 1e-4, False: 0.5}
 """The largest difference of log-probabilities between server and trainer, if both compute in float32 and if not. Weights that
 did not arrive differ by more than 1."""
@@ -203,12 +206,16 @@ def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool)
 def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
     from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
 
+    dtype = "bfloat16" if config.model.autocast else config.model.dtype
+    context, memory_gb = config.limits.context or longest_context(config), options.memory_gb
+    if memory_gb is None and on_cpu(config.model.device) and context is not None:
+        memory_gb = _cpu_memory_gb(model_facts(config), dtype, context)
     return VllmLaunch(
         python=_python(options),
         model=str(Path(config.model.path).expanduser().absolute()),
-        dtype="bfloat16" if config.model.autocast else config.model.dtype,
-        context=config.limits.context or longest_context(config),
-        memory_gb=options.memory_gb,
+        dtype=dtype,
+        context=context,
+        memory_gb=memory_gb,
         max_requests=math.ceil(config.max_concurrent / options.replicas),
         cpu=on_cpu(config.model.device),
         lora_rank=config.model.lora.rank if adapter else None,
@@ -221,6 +228,14 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
         logs=Path(config.output) / "engine",
         start_timeout=options.start_timeout,
     )
+
+
+def _cpu_memory_gb(facts: dict[str, Any], dtype: str, context: int) -> float:
+    """The KV cache in GB of a vLLM server on the CPU, unless the recipe gives its size: at least one sequence must fit into it.
+    vLLM itself would take nine tenths of the machine's memory, which the trainer needs, and not start if they are not free."""
+    from turnwise.engines.sglang.launch import kv_token_bytes
+
+    return max(_CPU_MEMORY_GB, (context + _SPARE_TOKENS) * kv_token_bytes(facts, dtype) / 2**30)
 
 
 def _sglang(

@@ -36,7 +36,8 @@ class ServerEngineSection(Section):
     arguments: list[str] = []
     """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default."""
+    """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default on a GPU; 1 GB on
+    the CPU, and with vLLM more if one sequence of `limits.context` tokens needs more."""
     weight_transfer: Literal["files", "collective"] = "files"
     """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
     torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other

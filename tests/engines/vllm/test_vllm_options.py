@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import zlib
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ def test_a_started_server_gets_the_options_of_the_recipe(tmp_path: Path) -> None
     assert token not in " ".join(arguments)
     assert first.server._headers == {"Authorization": f"Bearer {token}"}
     assert str(Path(build.__file__).parents[2]) in environment["PYTHONPATH"]
+
+
+def test_a_server_on_the_cpu_leaves_memory_to_the_trainer_and_holds_one_sequence(tmp_path: Path) -> None:
+    """vLLM itself takes nine tenths of the memory of the machine, and does not start if they are not free."""
+    python = {"python": "/env/bin/python"}
+    (small,) = replicas_of(python)
+    assert value(command_of(small)[0], "--kv-cache-memory-bytes") == str(2**30)
+    facts = json.loads((MODEL / "config.json").read_text())
+    facts |= {"max_position_embeddings": 2**20}
+    (tmp_path / "model").mkdir()
+    for file in MODEL.iterdir():
+        (tmp_path / "model" / file.name).symlink_to(file)
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(facts))
+    (long,) = replicas_of(python, model={"path": str(tmp_path / "model")})
+    token_bytes = 2 * 3 * 2 * 32 * 4  # keys and values, 3 layers, 2 heads of 32 numbers
+    assert value(command_of(long)[0], "--kv-cache-memory-bytes") == str((2**20 + 512) * token_bytes)
+    (gpu,) = replicas_of(python, model={"device": "cuda"})
+    assert "--kv-cache-memory-bytes" not in command_of(gpu)[0]
 
 
 def test_an_adapter_is_served_with_a_rank_that_vllm_supports() -> None:

@@ -34,6 +34,8 @@ _LONGEST_LOG = 1 << 18  # bytes of the log that are searched for errors
 _MAX_ERRORS = 3  # errors of the log in an error message, besides its last lines
 _LONGEST_ERROR = 500  # characters of each of them
 _START = "[turnwise] starting the server, "  # begins the log of each start
+_NO_ERROR = re.compile(r"(?:^|\s)(?:WARNING|INFO|DEBUG)\s")
+"""The level of a line that may quote an exception, and reports none."""
 _ERROR = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*(?:Error|Exception): .+")
 """An exception in a log, such as `ValueError: too little memory`. Engines put it behind a time and the name of a process."""
 
@@ -193,7 +195,11 @@ class ServerProcess:
 def _errors(lines: Sequence[str], end: str) -> list[str]:
     """The last different exceptions in lines of a log that are not in its end. Servers of several processes end with the message
     that another process has failed, and the cause is above it."""
-    found = [match.group()[:_LONGEST_ERROR] for line in lines if (match := _ERROR.search(line))]
+    found = [
+        match.group()[:_LONGEST_ERROR]
+        for line in lines
+        if not _NO_ERROR.search(line) and (match := _ERROR.search(line))
+    ]
     different = list(dict.fromkeys(error for error in found if error not in end))
     return different[-_MAX_ERRORS:]
 

@@ -34,7 +34,7 @@ class VllmLaunch:
     context: int | None
     """The most tokens of a sequence; None: what the model allows."""
     memory_gb: float | None
-    """The memory of the KV cache in GB; None: vLLM's own choice."""
+    """The memory of the KV cache in GB; None: vLLM's own choice, nine tenths of the device's memory."""
     max_requests: int
     """Requests that a server runs at the same time."""
     cpu: bool
