@@ -444,7 +444,7 @@ def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
             await engine.wake()
             assert list((await task).token_ids) == expected(4, 8)
             for server in servers:
-                assert server.events == ["claim", "label", "sleep", "wake"]
+                assert server.events == ["claim", "resume", "label", "sleep", "wake"]
 
     run(main())
 
