@@ -30,7 +30,6 @@ from turnwise.training.learner import Learner
 
 __all__ = ["given_servers", "http_limits", "longest_context", "model_facts", "publisher", "server_engine"]
 
-_CPU_MEMORY_GB = 1.0
 _SPARE_TOKENS = 512
 """Tokens besides one sequence that the smallest KV cache holds: vLLM divides it into blocks, and uses some of them itself."""
 _ROUNDING = {True: 1e-4, False: 0.5}
@@ -233,9 +232,9 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
 def _cpu_memory_gb(facts: dict[str, Any], dtype: str, context: int) -> float:
     """The KV cache in GB of a vLLM server on the CPU, unless the recipe gives its size: at least one sequence must fit into it.
     vLLM itself would take nine tenths of the machine's memory, which the trainer needs, and not start if they are not free."""
-    from turnwise.engines.sglang.launch import kv_token_bytes
+    from turnwise.engines.sglang.launch import CPU_MEMORY_GB, kv_token_bytes
 
-    return max(_CPU_MEMORY_GB, (context + _SPARE_TOKENS) * kv_token_bytes(facts, dtype) / 2**30)
+    return max(CPU_MEMORY_GB, (context + _SPARE_TOKENS) * kv_token_bytes(facts, dtype) / 2**30)
 
 
 def _sglang(

@@ -12,7 +12,7 @@ from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
 
-__all__ = ["HEALTH", "SglangLaunch", "kv_token_bytes", "server_command", "started_replicas"]
+__all__ = ["CPU_MEMORY_GB", "HEALTH", "SglangLaunch", "kv_token_bytes", "server_command", "started_replicas"]
 
 HEALTH = "/health"
 """The route that answers when a server is ready."""
@@ -27,8 +27,9 @@ _CPU = (
     "--sleep-on-idle",
 )
 """Without a GPU, SGLang runs with torch's own operations. An idle server must not take a core from the trainer."""
-_CPU_MEMORY_GB = 1.0
-"""The KV cache of a server on the CPU, unless the options give its size: SGLang would take a fifth of the machine's memory."""
+CPU_MEMORY_GB = 1.0
+"""The KV cache of a server on the CPU, unless the options give its size: SGLang would take a fifth of the machine's memory,
+and vLLM nine tenths."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _RESERVED = 6
 """SGLang accepts only prompts that are so many tokens shorter than its context. The additional positions are never used."""
@@ -93,7 +94,7 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         "--stream-interval=16",
         f"--context-length={options.context + _RESERVED}",
     ]
-    memory_gb = options.memory_gb or (_CPU_MEMORY_GB if options.cpu else None)
+    memory_gb = options.memory_gb or (CPU_MEMORY_GB if options.cpu else None)
     if options.cpu:
         arguments += _CPU
     if memory_gb is not None:
