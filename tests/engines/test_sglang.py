@@ -21,7 +21,7 @@ from turnwise.engines.remote.weight_shapes import read_shapes
 from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
 from turnwise.engines.sglang.checksums import check_checksums, file_contents
 from turnwise.engines.sglang.images import decode_images
-from turnwise.engines.sglang.launch import SglangLaunch, kv_token_bytes, server_command
+from turnwise.engines.sglang.launch import SglangLaunch, server_command
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import Media, Request, Sampling
 
@@ -252,21 +252,13 @@ def test_the_command_of_a_server(tmp_path: Path) -> None:
     on_cpu = command(tmp_path)
     assert on_cpu[:3] == ["p", "-m", "sglang.launch_server"]
     assert {"--host=127.0.0.1", "--port=7", "--api-key=t", "--context-length=2054", "--device=cpu"} <= set(on_cpu)
-    assert "--max-total-tokens=1048576" in on_cpu
+    assert not [argument for argument in on_cpu if argument.startswith("--max-total-tokens")]
     on_gpu = command(tmp_path, cpu=False, keep_seeds=True, lora_rank=8, arguments=["--tp-size=2"])
     assert "--device=cpu" not in on_gpu
     assert not [argument for argument in on_gpu if argument.startswith("--max-total-tokens")]
     assert {"--enable-deterministic-inference", "--max-lora-rank=8"} <= set(on_gpu)
     assert on_gpu[-1] == "--tp-size=2"
     assert "--max-total-tokens=512" in command(tmp_path, memory_gb=0.5 / 1024)
-
-
-def test_bytes_of_a_token_in_the_kv_cache() -> None:
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3}
-    assert kv_token_bytes(config, "float32") == 2 * 3 * 2 * 32 * 4
-    assert kv_token_bytes({"text_config": config}, "bfloat16") == 2 * 3 * 2 * 32 * 2
-    old = {"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}
-    assert kv_token_bytes(old, "float32") == 2 * 64 * 4
 
 
 # the recipe

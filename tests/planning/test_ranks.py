@@ -108,6 +108,13 @@ def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trai
     (line,) = engine_memory_lines(servers, model_config)
     half = here["weights"] / 2 / 2**30
     assert line.value == f"{half + 3:.2f} GiB: weights {half:.2f}, KV cache 3.00"
+    # without engine.memory_gb, the size that the run gives its servers on the CPU
+    small, _ = load(recipe, ["engine={name: vllm}"])
+    (line,) = engine_memory_lines(small, model_config)
+    assert line.value == f"{2 * half + 1:.2f} GiB: weights {2 * half:.2f}, KV cache 1.00"
+    on_gpus, _ = load(recipe, ["engine={name: sglang}", "model.device=cuda"])
+    (line,) = engine_memory_lines(on_gpus, model_config)
+    assert line.value.endswith("sglang chooses the size of its KV cache (engine.memory_gb)")
     lines = {line.name: line.value for line in placement_lines(servers, device="cuda")}
     assert lines["engine"].startswith("in each rollout worker: vllm: 1 servers, started by the run, x 2 devices")
     assert engine_memory_lines(load(recipe)[0], model_config) == []

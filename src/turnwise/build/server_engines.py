@@ -17,6 +17,7 @@ from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.devices import devices_of_servers, visible_devices
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.kv_memory import cpu_memory_gb, kv_token_bytes
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_api import ServerApi
@@ -28,10 +29,8 @@ from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rollout_server.client import RolloutClient, ServerWeights
 from turnwise.training.learner import Learner
 
-__all__ = ["given_servers", "http_limits", "longest_context", "model_facts", "publisher", "server_engine"]
+__all__ = ["cache_gb", "given_servers", "http_limits", "longest_context", "model_facts", "publisher", "server_engine"]
 
-_SPARE_TOKENS = 512
-"""Tokens besides one sequence that the smallest KV cache holds: vLLM divides it into blocks, and uses some of them itself."""
 _ROUNDING = {True: 1e-4, False: 0.5}
 """The largest difference of log-probabilities between server and trainer, if both compute in float32 and if not. Weights that
 did not arrive differ by more than 1."""
@@ -205,16 +204,13 @@ def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool)
 def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
     from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
 
-    dtype = "bfloat16" if config.model.autocast else config.model.dtype
-    context, memory_gb = config.limits.context or longest_context(config), options.memory_gb
-    if memory_gb is None and on_cpu(config.model.device) and context is not None:
-        memory_gb = _cpu_memory_gb(model_facts(config), dtype, context)
+    context = config.limits.context or longest_context(config)
     return VllmLaunch(
         python=_python(options),
         model=str(Path(config.model.path).expanduser().absolute()),
-        dtype=dtype,
+        dtype=_dtype(config),
         context=context,
-        memory_gb=memory_gb,
+        memory_gb=cache_gb(config, context),
         max_requests=math.ceil(config.max_concurrent / options.replicas),
         cpu=on_cpu(config.model.device),
         lora_rank=config.model.lora.rank if adapter else None,
@@ -229,19 +225,27 @@ def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool
     )
 
 
-def _cpu_memory_gb(facts: dict[str, Any], dtype: str, context: int) -> float:
-    """The KV cache in GB of a vLLM server on the CPU, unless the recipe gives its size: at least one sequence must fit into it.
-    vLLM itself would take nine tenths of the machine's memory, which the trainer needs, and not start if they are not free."""
-    from turnwise.engines.sglang.launch import CPU_MEMORY_GB, kv_token_bytes
+def cache_gb(config: Config, context: int | None) -> float | None:
+    """The KV cache in GB of each server that the run starts; None if the server chooses it. `context` is the longest sequence."""
+    from turnwise.engines.vllm.launch import on_cpu
 
-    return max(CPU_MEMORY_GB, (context + _SPARE_TOKENS) * kv_token_bytes(facts, dtype) / 2**30)
+    assert isinstance(config.engine, ServerEngineSection)
+    memory_gb = config.engine.memory_gb
+    if memory_gb is None and on_cpu(config.model.device) and context is not None:
+        return cpu_memory_gb(model_facts(config), _dtype(config), context)
+    return memory_gb
+
+
+def _dtype(config: Config) -> str:
+    """The data type of the weights on servers."""
+    return "bfloat16" if config.model.autocast else config.model.dtype
 
 
 def _sglang(
     config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: str | None
 ) -> tuple[ServerApi, list[Replica]]:
     from turnwise.engines.sglang.api import SglangApi, model_shapes
-    from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, kv_token_bytes, started_replicas
+    from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, started_replicas
     from turnwise.engines.vllm.launch import on_cpu
 
     facts, model = model_facts(config), Path(config.model.path).expanduser().absolute()
@@ -262,15 +266,14 @@ def _sglang(
     )
     if options.url is not None:
         return api, given_servers(options, HEALTH)
-    dtype = "bfloat16" if config.model.autocast else config.model.dtype
     launch = SglangLaunch(
         python=_python(options),
         model=str(model),
-        dtype=dtype,
+        dtype=_dtype(config),
         cpu=on_cpu(config.model.device),
         context=context,
-        token_bytes=kv_token_bytes(facts, dtype),
-        memory_gb=options.memory_gb,
+        token_bytes=kv_token_bytes(facts, _dtype(config)),
+        memory_gb=cache_gb(config, context),
         lora_rank=config.model.lora.rank if adapter else None,
         keep_seeds=options.keep_seeds,
         sleep=options.sleep,

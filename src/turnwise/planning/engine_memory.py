@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from turnwise import build
+from turnwise.build.server_engines import cache_gb
 from turnwise.config.schema import Config, LocalEngineSection, ServerEngineSection
 from turnwise.doctor.engine_memory import kv_cache_bytes
 from turnwise.doctor.memory import PROGRAM_BYTES, empty_model, workload_of
+from turnwise.models.model_config import context_length
 from turnwise.planning.placement import PlanLine
 
 __all__ = ["engine_memory_lines"]
@@ -28,10 +30,11 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
         return [PlanLine("memory of a worker", f"{text}, without the environments")]
     if isinstance(engine, ServerEngineSection) and engine.url is None:
         weights = _weights(config, model_config) / engine.tensor_parallel
-        if engine.memory_gb is None:
+        cache = cache_gb(config, config.limits.context or context_length(model_config.to_dict()))
+        if cache is None:
             rest = f"weights {_gib(weights)}; {config.engine.name} chooses the size of its KV cache (engine.memory_gb)"
         else:
-            rest = _sum({"weights": weights, "KV cache": engine.memory_gb * 2**30})
+            rest = _sum({"weights": weights, "KV cache": cache * 2**30})
         return [PlanLine("memory of a server's device", rest)]
     return []
 

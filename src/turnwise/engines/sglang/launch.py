@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from turnwise.engines.remote.devices import visible
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
 
-__all__ = ["CPU_MEMORY_GB", "HEALTH", "SglangLaunch", "kv_token_bytes", "server_command", "started_replicas"]
+__all__ = ["HEALTH", "SglangLaunch", "server_command", "started_replicas"]
 
 HEALTH = "/health"
 """The route that answers when a server is ready."""
@@ -27,9 +26,6 @@ _CPU = (
     "--sleep-on-idle",
 )
 """Without a GPU, SGLang runs with torch's own operations. An idle server must not take a core from the trainer."""
-CPU_MEMORY_GB = 1.0
-"""The KV cache of a server on the CPU, unless the options give its size: SGLang would take a fifth of the machine's memory,
-and vLLM nine tenths."""
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _RESERVED = 6
 """SGLang accepts only prompts that are so many tokens shorter than its context. The additional positions are never used."""
@@ -51,7 +47,7 @@ class SglangLaunch:
     token_bytes: int
     """Bytes of a token in the KV cache."""
     memory_gb: float | None = None
-    """The size of the KV cache."""
+    """The size of the KV cache; None: SGLang chooses it."""
     lora_rank: int | None = None
     """The rank of the trained adapter; None without an adapter."""
     keep_seeds: bool = False
@@ -94,11 +90,10 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         "--stream-interval=16",
         f"--context-length={options.context + _RESERVED}",
     ]
-    memory_gb = options.memory_gb or (CPU_MEMORY_GB if options.cpu else None)
     if options.cpu:
         arguments += _CPU
-    if memory_gb is not None:
-        arguments.append(f"--max-total-tokens={int(memory_gb * 2**30 / options.token_bytes)}")
+    if options.memory_gb is not None:
+        arguments.append(f"--max-total-tokens={int(options.memory_gb * 2**30 / options.token_bytes)}")
     if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
     if options.sleep:
@@ -129,18 +124,4 @@ def server_command(options: SglangLaunch, *, index: int, port: int, token: str) 
         environment=environment,
         log=options.logs / f"sglang-{index}.log",
         start_timeout=options.start_timeout,
-    )
-
-
-def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
-    """The bytes of a token in the KV cache of the model with this config.json. `dtype` is a name of torch's."""
-    text = config.get("text_config") or config
-    heads = text["num_attention_heads"]
-    width = text.get("head_dim") or text["hidden_size"] // heads
-    return (
-        2
-        * text["num_hidden_layers"]
-        * (text.get("num_key_value_heads") or heads)
-        * width
-        * (4 if dtype == "float32" else 2)
     )
