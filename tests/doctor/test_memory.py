@@ -147,7 +147,7 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     from memory import SHAPES, options  # type: ignore[import-not-found]
     from transformers import Qwen2Config
 
-    args = argparse.Namespace(dtype=dtype, gradient_checkpointing=False)
+    args = argparse.Namespace(dtype=dtype, gradient_checkpointing=False, micro_batch_tokens=0, ranks=1, fsdp=[])
     model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
     workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib

@@ -51,6 +51,28 @@ def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     assert "weights" not in parts(recipe, 4, "cluster.fsdp.offload=cpu")
 
 
+def test_passes_in_bfloat16_keep_smaller_activations(recipe: Path) -> None:
+    exact, mixed = parts(recipe, 4), parts(recipe, 4, "cluster.fsdp.param_dtype=bfloat16")
+    assert mixed["activations"] < exact["activations"]
+    for name in ("weights", "optimizer", "gradients", "KV cache", "copy of the engine"):
+        assert mixed[name] == exact[name]
+
+
+def test_only_rank_0_has_the_embedded_engine(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=torchrun"])
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    first, second = (
+        {part.name: part.bytes for part in rank_memory(config, model_config, workload, 2, rank=rank).parts}
+        for rank in range(2)
+    )
+    assert set(first) - set(second) == {"KV cache", "copy of the engine"}
+    assert second["program"] < first["program"]
+    assert {name: second[name] for name in second if name != "program"} == {
+        name: first[name] for name in second if name != "program"
+    }
+
+
 def test_the_number_of_ranks_is_that_of_the_launcher(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert number_of_ranks(load(recipe)[0], None) == 1

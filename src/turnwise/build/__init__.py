@@ -4,7 +4,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 """
 
 from turnwise.build.conversation_host import conversation_host
-from turnwise.build.data import curriculum, drop_long_prompts, row_order, rows
+from turnwise.build.data import conversations, curriculum, drop_long_prompts, row_order, rows
 from turnwise.build.endpoints import endpoint_notes, refuse_for_endpoint, text_context
 from turnwise.build.engines import Scripts, engine_model, read_scripts, scripted_engine
 from turnwise.build.environments import Environments, EnvironmentSource, environment_factory
@@ -35,6 +35,7 @@ __all__ = [
     "Scripts",
     "connect_engine",
     "conversation_host",
+    "conversations",
     "credit",
     "credit_note",
     "critic",

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
+from turnwise.data.conversations import read_conversations
 from turnwise.data.curriculum import Curriculum
 from turnwise.data.order import Order, RowOrder, weighted_order
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
 from turnwise.types import Row
 
-__all__ = ["curriculum", "drop_long_prompts", "row_order", "rows"]
+__all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
 
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
@@ -27,6 +28,23 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
     source = data.eval if held_out and data.eval is not None else data.train
     return read_rows(
         source,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system_prompt,
+        limit=min(bounds, default=None),
+    )
+
+
+def conversations(config: Config, *, held_out: bool = False) -> list[Row]:
+    """The conversations of a recipe for fine-tuning: those of `data.train`, or the `held_out` ones of `data.eval`.
+
+    Raises DataError.
+    """
+    data = config.data
+    bounds = [bound for bound in (config.sft.max_eval_rows if held_out else None, data.max_rows) if bound is not None]
+    return read_conversations(
+        data.eval if held_out and data.eval is not None else data.train,
         columns=data.columns,
         split=data.eval_split if held_out else data.split,
         subset=data.subset,

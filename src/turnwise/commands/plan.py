@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,13 @@ from turnwise.errors import ConfigError, Failed, boundary
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
+    from turnwise.doctor.check import Check
+    from turnwise.planning.placement import PlanLine
 
 __all__ = ["register"]
+
+_COUNTED = 1000
+"""The most conversations of a recipe for `turnwise sft` whose tokens are counted."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -86,28 +91,38 @@ def _add_simulation_options(simulation: argparse._ArgumentGroup) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    from turnwise import build
     from turnwise.config.recipe import load
-    from turnwise.config.train_checks import refuse_without_effect
-    from turnwise.doctor.memory import memory_check, on_gpu, read_model_config
-    from turnwise.planning.engine_memory import engine_memory_lines
-    from turnwise.planning.placement import batch_lines, placement_lines
-    from turnwise.planning.ranks import number_of_ranks, rank_memory_check, refuse_impossible
+    from turnwise.doctor.options import fine_tunes
     from turnwise.planning.tables import print_plan
 
     config, _ = load(options.recipe, options.overrides)
-    refuse_without_effect(config)
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: a run has at least 1 rank")
+    if fine_tunes(config) and options.simulate is not None:
+        raise ConfigError(
+            "--simulate is for recipes of `turnwise train`, and this recipe is for `turnwise sft`: remove it"
+        )
+    sections, memory = (_fine_tuning_plan if fine_tunes(config) else _training_plan)(config, options)
+    print_plan(context.console, sections, memory)
+    if options.simulate is not None:
+        _simulate(config, options, context)
+    return int(memory.status == "fail")
+
+
+def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping[str, Sequence[PlanLine]], Check]:
+    """The sections of the plan of a recipe for `turnwise train`, and the check of the memory."""
+    from turnwise import build
+    from turnwise.config.train_checks import refuse_without_effect
+    from turnwise.doctor.memory import on_gpu, read_model_config
+    from turnwise.planning.engine_memory import engine_memory_lines
+    from turnwise.planning.placement import batch_lines, placement_lines
+    from turnwise.planning.ranks import number_of_ranks, refuse_impossible
+
+    refuse_without_effect(config)
     ranks = number_of_ranks(config, options.ranks)
     model_config = _known_model(config, read_model_config)
     if model_config is not None:
         refuse_impossible(config, ranks, model_config)
-    memory = (
-        rank_memory_check(config, ranks, memory_gb=options.memory_gb)
-        if config.cluster.distributed
-        else memory_check(config, config.model.path, section="train", memory_gb=options.memory_gb)
-    )
     placement = placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks)
     if model_config is not None:
         placement += engine_memory_lines(config, model_config)
@@ -115,10 +130,44 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         "a training step": batch_lines(config, rows=len(build.rows(config)), ranks=ranks),
         "placement": placement,
     }
-    print_plan(context.console, sections, memory)
-    if options.simulate is not None:
-        _simulate(config, options, context)
-    return int(memory.status == "fail")
+    return sections, _memory(config, ranks, "train", options.memory_gb)
+
+
+def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping[str, Sequence[PlanLine]], Check]:
+    """The same of a recipe for `turnwise sft`."""
+    from turnwise import build
+    from turnwise.config.sft_checks import refuse_sft_without_effect
+    from turnwise.doctor.memory import on_gpu, read_model_config
+    from turnwise.models.model_config import context_length
+    from turnwise.planning.fine_tuning import fine_tuning_lines, refuse_idle_ranks
+    from turnwise.planning.placement import trainer_lines
+    from turnwise.planning.ranks import number_of_ranks
+    from turnwise.sft.lengths import conversation_tokens
+
+    refuse_sft_without_effect(config)
+    ranks = number_of_ranks(config, options.ranks)
+    refuse_idle_ranks(config, ranks)
+    rows, model_config = build.conversations(config), _known_model(config, read_model_config)
+    longest = None if model_config is None else context_length(model_config.to_dict())
+    bounds = [bound for bound in (config.limits.context, longest) if bound is not None]
+    counted = conversation_tokens(config, rows[:_COUNTED])
+    sections = {
+        "a step of fine-tuning": fine_tuning_lines(
+            config, rows=len(rows), counted=counted, context=min(bounds, default=None), ranks=ranks
+        ),
+        "placement": trainer_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks),
+    }
+    known = max((one.tokens for one in counted), default=None)
+    return sections, _memory(config, ranks, "sft", options.memory_gb, longest=known)
+
+
+def _memory(config: Config, ranks: int, section: str, memory_gb: float | None, *, longest: int | None = None) -> Check:
+    from turnwise.doctor.memory import memory_check
+    from turnwise.planning.ranks import rank_memory_check
+
+    if config.cluster.distributed:
+        return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, longest=longest)
+    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, longest=longest)
 
 
 def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:

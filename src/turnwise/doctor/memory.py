@@ -188,16 +188,19 @@ def _critic_bytes(config: Config, trace: _Trace, optimizer: OptimizerConfig, on_
     return (0 if shared else trace.weights) + trace.trained + on_cpu * _optimizer_bytes(trace, optimizer)
 
 
-def memory_check(config: Config, path: str, *, section: str, memory_gb: float | None = None) -> Check:
+def memory_check(
+    config: Config, path: str, *, section: str, memory_gb: float | None = None, longest: int | None = None
+) -> Check:
     """The predicted peak of a training step, and the options to change if it does not fit.
 
-    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. If the model's configuration is missing, or the
+    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
+    conversation. If the model's configuration is missing, or the
     model cannot run on tensors without contents, there is no prediction, and the check is a note.
     """
     try:
         with boundary("model"):
             model_config = read_model_config(path)
-            workload = workload_of(config, model_config, section)
+            workload = workload_of(config, model_config, section, longest=longest)
             found = predict(config, model_config, workload, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
@@ -209,15 +212,14 @@ def memory_check(config: Config, path: str, *, section: str, memory_gb: float | 
     limit = memory_gb if memory_gb is not None else machine_gib(config)
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
-    changes = sorted((_gib(changed, model_config, section), name) for name, changed in _savings(config, section))
+    changes = sorted(
+        (predict(changed, model_config, workload, section=section).gib, name)
+        for name, changed in _savings(config, section)
+    )
     details += [(f"with {name}", f"{gib:.1f} GiB") for gib, name in changes if gib < found.gib]
     fitting = [name for gib, name in changes if gib <= limit]
     advice = f"set {fitting[-1]}" if fitting else "combine the changes below, or use a smaller model"
     return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
-
-
-def _gib(config: Config, model_config: Any, section: str) -> float:
-    return predict(config, model_config, workload_of(config, model_config, section), section=section).gib
 
 
 def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
@@ -255,11 +257,12 @@ def read_model_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path)
 
 
-def workload_of(config: Config, model_config: Any, section: str) -> Workload:
-    """The conversations of a step, as long as the recipe and the model allow."""
+def workload_of(config: Config, model_config: Any, section: str, *, longest: int | None = None) -> Workload:
+    """The conversations of a step, as long as the recipe and the model allow, and not longer than the `longest`, if it is
+    known."""
     limits = config.limits
-    bounds = [limits.context, limits.tokens, context_length(model_config.to_dict())]
-    if limits.context is None and limits.tokens is None:
+    bounds = [limits.context, limits.tokens, longest, context_length(model_config.to_dict())]
+    if limits.context is None and limits.tokens is None and longest is None:
         bounds.append(_UNKNOWN_TOKENS)
     conversations = config.sft.batch_size if section == "sft" else config.train.batch_size * config.train.group_size
     return Workload(conversations=conversations, tokens=min(bound for bound in bounds if bound is not None))

@@ -15,7 +15,6 @@ from turnwise.chat.row_media import process_row_media
 from turnwise.config.credit import GrpoSection, RlooSection
 from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.schema import Config, LocalEngineSection
-from turnwise.data.conversations import read_conversations
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
 from turnwise.engines.engine import Engine
@@ -54,11 +53,8 @@ def conversations(config: Config) -> Check:
 
     Raises TurnwiseError that names the row and the problem.
     """
-    data = config.data
-    sources = [(data.train, data.split)] + ([(data.eval, data.eval_split)] if data.eval is not None else [])
     counts = [
-        len(read_conversations(source, columns=data.columns, split=split, subset=data.subset, limit=data.max_rows))
-        for source, split in sources
+        len(build.conversations(config, held_out=held)) for held in (False, True)[: 1 + (config.data.eval is not None)]
     ]
     text = f"{counts[0]:,} conversations for training" + "".join(
         f" and {count:,} for evaluation" for count in counts[1:]

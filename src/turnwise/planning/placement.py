@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from turnwise.config.schema import Config, LocalEngineSection, ServerEngineSection
 
-__all__ = ["PlanLine", "batch_lines", "placement_lines"]
+__all__ = ["PlanLine", "batch_lines", "placement_lines", "trainer_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
     return lines
 
 
-def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:
-    """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`."""
+def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:
+    """Where the training runs. `device` is the device of the trainer, such as `cpu` or `cuda`."""
     launcher = config.cluster.launcher
     several = config.cluster.distributed
     trainer = (
@@ -70,6 +70,13 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
         lines.append(
             PlanLine("model", f"each rank has 1/{ranks} of weights, gradients and optimizer state (fully_shard)")
         )
+    return lines
+
+
+def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:
+    """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`."""
+    launcher, several = config.cluster.launcher, config.cluster.distributed
+    lines = trainer_lines(config, device=device, ranks=ranks)
     engine = config.engine
     if isinstance(engine, LocalEngineSection):
         where = (

@@ -28,6 +28,10 @@ from turnwise.training.sharded.options import SMALL_GRADIENTS
 
 __all__ = ["number_of_ranks", "rank_memory", "rank_memory_check", "refuse_impossible"]
 
+_OF_ENGINE = ("KV cache", "bfloat16 weights of the engine")
+_OF_PASSES = ("activations", "logits and other temporary tensors")
+_RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
+"""Bytes of the program of a rank without conversations, and of peft in it."""
 _DIVIDED = ("weights", "reference model", "critic", "optimizer")
 
 
@@ -81,13 +85,33 @@ class _Units:
     """All weights outside of the layers: embedding, output layer, vision part."""
 
 
-def rank_memory(config: Config, model_config: Any, workload: Workload, ranks: int) -> Prediction:
-    """The peak of a training step on the device of rank 0, which also has the embedded engine.
+def rank_memory(
+    config: Config, model_config: Any, workload: Workload, ranks: int, *, rank: int = 0, section: str = "train"
+) -> Prediction:
+    """The peak of a training step on the device of a rank. Rank 0 also has the embedded engine.
 
     Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
     one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process.
     """
-    fsdp, parts = config.cluster.fsdp, {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
+    if fsdp.param_dtype is not None:  # passes as those of a model whose weights have this type
+        passes = _parts(
+            config.model_copy(update={"model": config.model.model_copy(update={"dtype": fsdp.param_dtype})}),
+            model_config,
+            workload,
+            section,
+        )
+        parts |= {name: passes[name] for name in _OF_PASSES}
+    if rank > 0:
+        parts["program"] = _RANK_PROGRAM_BYTES + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
+    samples = (
+        rank == 0
+        and section == "train"
+        and isinstance(config.engine, LocalEngineSection)
+        and not config.runs_conversations_elsewhere
+    )
+    if not samples:
+        parts = {name: size for name, size in parts.items() if name not in _OF_ENGINE}
     units = _units(config, model_config)
     offloaded = fsdp.offload == "cpu"
     precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
@@ -99,12 +123,17 @@ def rank_memory(config: Config, model_config: Any, workload: Workload, ranks: in
         *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / ranks) for name in _DIVIDED),
         MemoryPart("gradients", (0 if offloaded else parts["gradients"] / ranks) if each else parts["gradients"]),
         MemoryPart("gathered layers", precision * gathered + (units.layer if each else 0)),
-        MemoryPart("copy of the engine", parts["weights"] if isinstance(config.engine, LocalEngineSection) else 0),
+        MemoryPart("copy of the engine", parts["weights"] if samples else 0),
     ]
     known = {*_DIVIDED, "gradients"}
     return Prediction(
         [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
     )
+
+
+def _parts(config: Config, model_config: Any, workload: Workload, section: str) -> dict[str, float]:
+    """The memory of one process."""
+    return {part.name: part.bytes for part in predict(config, model_config, workload, section=section).parts}
 
 
 def _units(config: Config, model_config: Any) -> _Units:
@@ -118,13 +147,15 @@ def _bytes(module: Any) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
-def rank_memory_check(config: Config, ranks: int, *, memory_gb: float | None) -> Check:
-    """As `doctor.memory.memory_check`, for the device of a rank. On a CPU, the ranks share the memory of the machine."""
+def rank_memory_check(
+    config: Config, ranks: int, *, section: str, memory_gb: float | None, longest: int | None = None
+) -> Check:
+    """As `doctor.memory.memory_check`, for the device of rank 0. On a CPU, the ranks share the memory of the machine."""
     try:
         with boundary("model"):
             model_config = read_model_config(config.model.path)
-            workload = workload_of(config, model_config, "train")
-            found = rank_memory(config, model_config, workload, ranks)
+            workload = workload_of(config, model_config, section, longest=longest)
+            found = rank_memory(config, model_config, workload, ranks, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a rank cannot be predicted: {failed.failure.message}")
     shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
@@ -136,7 +167,7 @@ def rank_memory_check(config: Config, ranks: int, *, memory_gb: float | None) ->
     largest = max(found.parts, key=lambda part: part.bytes)
     fixes = {
         "copy of the engine": "use a server engine (engine.name=vllm), whose weights are on other devices",
-        "activations": "set model.gradient_checkpointing=true, or a smaller train.micro_batch_tokens",
+        "activations": f"set model.gradient_checkpointing=true, or a smaller {section}.micro_batch_tokens",
         "gathered layers": "set cluster.fsdp.param_dtype=bfloat16",
         "gradients": "set cluster.fsdp.gradient_sync=micro_batch",
     }

@@ -13,14 +13,13 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, EnvironmentUse
 from turnwise.config.sft_checks import refuse_sft_without_effect
-from turnwise.data.conversations import read_conversations
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
 from turnwise.runs.assembly import read_inputs
 from turnwise.runs.run_state import RunState
 from turnwise.training.batch import Batch
 from turnwise.types import Row, ToolSchema, Trajectory
 
-__all__ = ["SftRun", "assemble"]
+__all__ = ["SftRun", "assemble", "recipe_tools"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,12 +48,12 @@ def assemble(config: Config) -> SftRun:
     """
     refuse_sft_without_effect(config)
     weigh_turns = build.turn_weighting(config)
-    inputs = read_inputs(config, "sft", _read_conversations)
+    inputs = read_inputs(config, "sft", lambda config, held_out: build.conversations(config, held_out=held_out))
     opened, options = inputs.opened, config.sft
     learner = build.sft_learner(config, opened.source)
     opened.compare_model(learner)
     limits = build.limits(config, longest=learner.context_length)
-    tools = asyncio.run(_recipe_tools(config, inputs.renderer))
+    tools = asyncio.run(recipe_tools(config, inputs.renderer))
     if tools and all("tools" in row.fields for row in [*inputs.rows, *inputs.held_out]):
         raise ConfigError(
             "tools and mcp are for rows without a column `tools`, and all rows have this column: remove them from the recipe, "
@@ -75,20 +74,7 @@ def assemble(config: Config) -> SftRun:
     )
 
 
-def _read_conversations(config: Config, held_out: bool) -> list[Row]:
-    data = config.data
-    bounds = [bound for bound in (config.sft.max_eval_rows if held_out else None, data.max_rows) if bound is not None]
-    return read_conversations(
-        data.eval if held_out and data.eval is not None else data.train,
-        columns=data.columns,
-        split=data.eval_split if held_out else data.split,
-        subset=data.subset,
-        system=data.system_prompt,
-        limit=min(bounds, default=None),
-    )
-
-
-async def _recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchema]:
+async def recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchema]:
     """The schemas of the recipe's tools, as in training on the same recipe, for rows without a column of tools."""
     if not config.tools and config.mcp.servers is None:
         return ()
