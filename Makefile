@@ -24,11 +24,11 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 	$(BIN)/python scripts/engine_env.py
 	$(BIN)/python -m pytest -m 'engines and not ray'
 
-test-cluster: $(VENV)/ready-dev  ## train on two ranks for real, kill ranks, resume on other numbers of ranks
-	$(BIN)/python -m pytest -m 'cluster and not ray'
+test-cluster: $(VENV)/ready-dev  ## train on two ranks and with a local Ray cluster for real; kill ranks, workers, servers, nodes and drivers
+	$(BIN)/python -m pytest -m cluster -rs
 
-test-ray: $(VENV)/ready-dev  ## start a local Ray cluster of several nodes, kill rollout workers, their servers, nodes and the driver
-	$(BIN)/python -m pytest -m ray
+test-ray: $(VENV)/ready-dev  ## run the part of `make test-cluster` with a local Ray cluster of several nodes
+	$(BIN)/python -m pytest -m ray -rs
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rs

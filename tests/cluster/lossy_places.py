@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -64,6 +65,25 @@ async def kills_its_server_once(row: Row, folder: str) -> AsyncGenerator[Opening
     yield Reply(reward=len(turn.text), done=True)
 
 
+@environment
+async def kills_one_of_its_servers_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """In the second turn of the first conversation, one of the servers that this process has started is killed. Once. The
+    conversation then notes whether that server answers."""
+    yield Opening(messages=row.messages)
+    port = None
+    if _first(folder, "killed"):
+        group = _started_servers()[0]
+        words = (Path("/proc") / str(group) / "cmdline").read_text(encoding="utf-8").replace("=", "\0").split("\0")
+        port = int(words[words.index("--port") + 1])
+        os.killpg(group, signal.SIGKILL)
+    turn = yield user_message("And?")
+    if port is None:
+        yield Reply(reward=len(turn.text), done=True)
+        return
+    with socket.socket() as client:
+        yield Reply(reward=len(turn.text), done=True, info={"answers": client.connect_ex(("127.0.0.1", port)) == 0})
+
+
 def _started_servers() -> list[int]:
     """The process groups of the servers that this process has started: those of its children under `guard.py`."""
     servers: list[int] = []
@@ -88,6 +108,15 @@ async def slow(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
     turn = yield user_message("And?")
     await asyncio.sleep(0.3)
     yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def one_after_the_other(row: Row, turns: int) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Many turns, so that weights change in their middle. Likes long turns."""
+    turn = yield Opening(messages=row.messages)
+    for _ in range(turns - 1):
+        turn = yield user_message("And?", reward=len(turn.text) / 100)
+    yield Reply(reward=len(turn.text) / 100, done=True)
 
 
 @environment

@@ -93,7 +93,7 @@ def test_a_killed_server_of_a_worker_is_started_again_and_its_conversations_go_o
     assert_complete(trajectories, metrics)
     assert sum(line["workers/lost"] for line in metrics) == 0
     (log,) = (tmp_path / "run").glob("**/engine/vllm-0.log")
-    assert log.read_text(encoding="utf-8", errors="replace").count("starting vLLM server 0") == 2
+    assert log.read_text(encoding="utf-8", errors="replace").count("[turnwise] starting the server") == 2
 
 
 @pytest.fixture

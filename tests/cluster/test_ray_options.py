@@ -77,10 +77,6 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
             "cluster.workers.num_gpus=2: the servers of each rollout worker need 4 GPUs",
         ),
         (["engine={name: vllm, sleep: true}"], "engine.sleep=true has no effect with cluster.launcher=ray"),
-        (
-            ["engine={name: sglang, check_weights_every: 3}"],
-            "engine.check_weights_every=3 has no effect with cluster.launcher=ray",
-        ),
         (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cluster import judging_rewards
 from cluster.ray_clusters import cluster
 from support.training import save_short_recipe, train_run
 
@@ -56,3 +57,15 @@ def test_two_workers_give_the_conversations_of_one_process(recipe: Path, tmp_pat
         assert mine["reward/mean"] == other["reward/mean"]
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-4)
     assert of_together[-1]["ratio/max_deviation"] < 1e-3
+
+
+def test_a_judge_asks_the_engines_of_the_workers(recipe: Path, tmp_path: Path, address: str) -> None:
+    """It samples greedily, so its answers do not depend on the process in which the engine is."""
+    judged = [f"reward.trajectory=['{judging_rewards.__file__}:LengthOfAnswer']", "reward.turns=[]"]
+    alone, _ = trained(recipe, tmp_path / "alone", *judged)
+    together, _ = trained(
+        recipe, tmp_path / "together", *on_ray(address), "cluster.workers.resources={tools: 1}", *judged
+    )
+    rewards = {line["id"]: line["rewards"]["LengthOfAnswer"] for line in alone}
+    assert any(rewards.values())
+    assert {line["id"]: line["rewards"]["LengthOfAnswer"] for line in together} == rewards

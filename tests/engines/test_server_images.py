@@ -20,7 +20,7 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.weights import Probe
+from turnwise.engines.remote.probe import Probe
 from turnwise.environments.environment import environment
 from turnwise.errors import EngineError
 from turnwise.models.published_weights import published_weights, token_logprobs

@@ -16,6 +16,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
+from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.weight_shapes import read_shapes
 from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
@@ -45,7 +46,7 @@ def part(api: SglangApi, known: int = 0, stop: tuple[int, ...] = (2,), **meta: A
 
 
 def make_api(labels: bool = False, adapter: bool = False) -> SglangApi:
-    return SglangApi(vocab_size=760, context=2048, labels=labels, adapter=adapter)
+    return SglangApi(vocab_size=760, context=2048, labels=labels, adapter=adapter, owner=Owner())
 
 
 def test_an_event_becomes_a_part() -> None:

@@ -169,7 +169,7 @@ def test_another_image_processor_and_rows_that_cannot_be_sent_are_refused(recipe
     with pytest.raises(ConfigError, match="has another image processor"):
         asyncio.run(client_of(server).check())  # as a text model has none
     url = f"rollout_server.url={server.url}"
-    with pytest.raises(ConfigError, match=r"data\.return_multi_modal_inputs=true has no effect on a rollout server"):
+    with pytest.raises(ConfigError, match=r"data\.return_multi_modal_inputs=true has no effect with rollout_server"):
         assemble(load(recipe, [url, "data.return_multi_modal_inputs=true"])[0])
 
 

@@ -18,10 +18,12 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.ownership import Owner
 from turnwise.models.model_config import context_length
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout_server.adapters import LoadAdapter
+from turnwise.rollout_server.images import processor_fingerprint
 from turnwise.rollout_server.recipe import base_weights
 from turnwise.training import fingerprint
 from turnwise.version import __version__
@@ -41,10 +43,10 @@ class ConversationHost:
 
 @contextlib.asynccontextmanager
 async def conversation_host(
-    config: Config, renderer: Renderer, *, owner: str | None = None
+    config: Config, renderer: Renderer, *, owner: Owner | None = None
 ) -> AsyncIterator[ConversationHost]:
-    """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is the name under
-    which the engine's servers know this process (`Owner.name`); None: a new name. Raises TurnwiseError."""
+    """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is this process,
+    as the engine's servers know it; None: under a new name. Raises TurnwiseError."""
     async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
         model = engine_model(config, adapter=True)
         if config.deterministic:
@@ -65,11 +67,11 @@ async def conversation_host(
 
 
 @contextlib.asynccontextmanager
-async def rollout_worker(config: Config, owner: str) -> AsyncIterator[RolloutWorker]:
-    """A rollout worker by a recipe without the section `cluster`. `owner` is the same for the worker that replaces a lost one.
-    Raises TurnwiseError."""
+async def rollout_worker(config: Config, name: str) -> AsyncIterator[RolloutWorker]:
+    """A rollout worker by a recipe without the section `cluster`. The servers of its engine know the worker by its
+    `name`, which is the same for the worker that replaces a lost one. Raises TurnwiseError."""
     renderer = build_renderer(config)
-    async with conversation_host(config, renderer, owner=owner) as host:
+    async with conversation_host(config, renderer, owner=Owner(name)) as host:
         yield RolloutWorker(host.context, load_adapter=host.load_adapter, info=worker_info(config, renderer))
 
 
@@ -78,6 +80,7 @@ def worker_info(config: Config, renderer: Renderer) -> WorkerInfo:
     return WorkerInfo(
         turnwise=__version__,
         tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+        processor=processor_fingerprint(renderer.vision),
         base=base_weights(config),
     )
 

@@ -14,6 +14,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
+from turnwise.engines.remote.ownership import Owner
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 
@@ -31,14 +32,14 @@ def sampling_engine(
     scripts: Scripts | None = None,
     version: int = 0,
     updated: bool = False,
-    owner: str | None = None,
+    owner: Owner | None = None,
 ) -> Engine:
     """The engine that samples for conversations in this process: the embedded engine on a loaded `model`, the scripted engine, or
     an engine on servers, whose weights are updated if there is a `model`, or with `updated`.
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
-    `engine.script` are used. `version` is the number of the weights that `model` has. `owner` is the name under which servers
-    know their trainer (`Owner.name`); None: a new name. Raises ConfigError or DataError.
+    `engine.script` are used. `version` is the number of the weights that `model` has. `owner` is this process, as the
+    servers know it; None: under a new name. Raises ConfigError or DataError.
     """
     options = config.engine
     if scripts is not None:

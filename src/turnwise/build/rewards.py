@@ -11,7 +11,6 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config, RewardUse
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rewards.arguments import CallPlan, Form, plan_call
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.judge import UsesEngine
@@ -67,16 +66,15 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
 def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
     """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends.
 
-    Raises ConfigError if a function asks the engine, and the engine is in another process.
+    Raises ConfigError if a function asks the engine, and the engine is that of a rollout server.
     """
 
-    if isinstance(engine, RolloutClient | RayRollouts):
-        option = "rollout_server.url" if isinstance(engine, RolloutClient) else "cluster.launcher=ray"
+    if isinstance(engine, RolloutClient):
         for reward in scorer.functions:
             if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
                 raise ConfigError(
-                    f"the reward function {reward.name} asks the run's engine, and with {option} there is no engine in this "
-                    f"process: give the judge a url, or remove {option}"
+                    f"the reward function {reward.name} asks the run's engine, and with rollout_server.url there is no engine in "
+                    f"this process: give the judge a url, or remove rollout_server.url"
                 )
 
     def maker(name: str) -> Callable[[Sampling], ChatModel]:

@@ -61,17 +61,13 @@ def refuse_what_needs_conversations_here(scorer: Scorer, rows: Iterable[Row], op
         contents = [message.get("content") for message in row.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         media = [part for part in parts if isinstance(part, dict) and media_kind(part) is not None]
-        if media and option != "rollout_server.url":
-            raise ConfigError(
-                f"row {row.id} contains an image or a video, and with {option} rows contain text only: remove {option}"
-            )
         if any(media_kind(part) == "video" and not isinstance(media_value(part), list | tuple) for part in media):
             raise ConfigError(
-                f"row {row.id} contains a video file, and a rollout server takes only frames: give a list of frames, "
-                f"or remove {option}"
+                f"row {row.id} contains a video file, and only frames can be sent to environments {place}: give a list of "
+                f"frames, or remove {option}"
             )
         if "multi_modal_inputs" in row.fields:
             raise ConfigError(
-                f"data.return_multi_modal_inputs=true has no effect on a rollout server, whose environments receive no "
-                f"tensors: remove it, or remove {option}"
+                f"data.return_multi_modal_inputs=true has no effect with {option}: environments {place} receive no tensors. "
+                f"Remove it, or remove {option}"
             )

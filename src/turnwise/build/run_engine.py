@@ -10,6 +10,7 @@ from turnwise.build.rollout_server import rollout_client
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
+from turnwise.engines.remote.ownership import Owner
 from turnwise.rollout_server.client import trainer_name
 
 __all__ = ["engine"]
@@ -33,5 +34,5 @@ def engine(
         return rollout_client(config, config.rollout_server.url, renderer)
     if scripts is None and config.cluster.launcher == "ray":
         return ray_rollouts(config, renderer)
-    owner = trainer_name(config.output)  # only one process at a time writes the output
+    owner = Owner(trainer_name(config.output))  # only one process at a time writes the output
     return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)

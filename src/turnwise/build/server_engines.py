@@ -18,6 +18,7 @@ from turnwise.engines.remote.devices import devices_of_servers, visible_devices
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.kv_memory import cpu_memory_gb, kv_token_bytes
+from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_api import ServerApi
@@ -43,7 +44,7 @@ def server_engine(
     *,
     trained: bool,
     version: int,
-    owner: str | None = None,
+    owner: Owner | None = None,
 ) -> Engine:
     """The engine on servers of a recipe. `trained`: its weights are updated during the run. `owner`: see `sampling_engine`.
 
@@ -51,14 +52,10 @@ def server_engine(
     """
     refuse_engine(config)
     _refuse_sleep_on_cpu(config, options)
-    facts = model_facts(config)
-    vocab_size = vocabulary_size(facts)
-    if vocab_size is None:
-        raise ConfigError(
-            f"the config.json of {config.model.path} has no vocab_size, which engine.name={config.engine.name} needs"
-        )
     adapter = trained and config.model.lora.rank is not None
-    api, replicas = _servers(config, options, vocab_size, trained=trained, adapter=adapter, owner=owner)
+    api, replicas = _servers(
+        config, options, _vocab_size(config), trained=trained, adapter=adapter, owner=owner or Owner()
+    )
     return RemoteEngine(
         api,
         replicas,
@@ -122,7 +119,7 @@ def _backend(config: Config) -> Backend:
 
 
 def _servers(
-    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: str | None
+    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
 ) -> tuple[ServerApi, list[Replica]]:
     """The requests of the recipe's kind of server, and the servers."""
     if isinstance(options, SglangEngineSection):
@@ -133,7 +130,7 @@ def _servers(
     if options.mode == "in_process":
         from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
 
-        api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config))
+        api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config), owner=owner)
         return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
     api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config), owner=owner)
     return api, _vllm_replicas(config, options, adapter=adapter)
@@ -141,15 +138,35 @@ def _servers(
 
 def publisher(config: Config, engine: Engine, learner: Learner, model: Any | None = None) -> WeightPublisher:
     """How the learner's weights reach the recipe's engine. `model` is the model of the embedded engine."""
-    if isinstance(engine, RolloutClient | RayRollouts):
+    if isinstance(engine, RolloutClient):
         return ServerWeights(engine, learner)
+    if isinstance(engine, RayRollouts):
+        return RemoteWeights(engine, learner, _probe_options(config))
     if not isinstance(engine, RemoteEngine):
         if config.cluster.distributed:
             return CopiedWeights(engine, lambda: learner.copy_weights(model))
         return SharedWeights(engine)
     assert isinstance(config.engine, ServerEngineSection)
-    probe = ProbeOptions(every=config.engine.check_weights_every, tolerance=_ROUNDING[config.exact])
-    return RemoteWeights(engine, learner, probe, sleep=config.engine.sleep)
+    return RemoteWeights(engine, learner, _probe_options(config), sleeper=engine if config.engine.sleep else None)
+
+
+def _probe_options(config: Config) -> ProbeOptions | None:
+    """How servers are probed; None for an embedded engine."""
+    if not isinstance(config.engine, ServerEngineSection):
+        return None
+    return ProbeOptions(
+        vocab_size=_vocab_size(config), every=config.engine.check_weights_every, tolerance=_ROUNDING[config.exact]
+    )
+
+
+def _vocab_size(config: Config) -> int:
+    """The number of token ids of the recipe's model. Raises ConfigError."""
+    vocab_size = vocabulary_size(model_facts(config))
+    if vocab_size is None:
+        raise ConfigError(
+            f"the config.json of {config.model.path} has no vocab_size, which engine.name={config.engine.name} needs"
+        )
+    return vocab_size
 
 
 def longest_context(config: Config) -> int | None:
@@ -242,7 +259,7 @@ def _dtype(config: Config) -> str:
 
 
 def _sglang(
-    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: str | None
+    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
 ) -> tuple[ServerApi, list[Replica]]:
     from turnwise.engines.sglang.api import SglangApi, model_shapes
     from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, started_replicas

@@ -124,9 +124,4 @@ def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
             "engine.sleep=true has no effect with cluster.launcher=ray, where the servers use the GPUs of the rollout workers: "
             "remove it",
         ),
-        (
-            "check_weights_every" in changed_options(engine),
-            f"engine.check_weights_every={engine.check_weights_every} has no effect with cluster.launcher=ray, where the servers "
-            f"of the rollout workers compare checksums only: remove it",
-        ),
     ]

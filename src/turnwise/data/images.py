@@ -23,6 +23,7 @@ from turnwise.errors import DataError
 __all__ = [
     "MOST_PIXELS",
     "digest",
+    "image_file",
     "is_image",
     "load_image",
     "media_kind",
@@ -97,6 +98,12 @@ def probe_image(value: Any, *, where: str, folder: Path | None = None) -> None:
         _refuse_large(value, value, where)
         return
     _opened(value, where=where, folder=folder).close()
+
+
+def image_file(value: Any, *, where: str) -> Path | None:
+    """The file of an image that is given as a path; None if `value` has the contents of the image. Raises DataError."""
+    source = None if is_image(value) else _source(value, where, None)
+    return source if isinstance(source, Path) else None
 
 
 def digest(image: Any) -> str:

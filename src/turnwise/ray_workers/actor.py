@@ -7,10 +7,11 @@ import contextlib
 import os
 from collections.abc import Callable
 
+from turnwise.engines.remote.probe import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError
 from turnwise.ray_workers.packed_weights import PackedWeights
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
-from turnwise.types import Sampling
+from turnwise.types import Completion, Request, Sampling
 
 __all__ = ["MakeWorker", "WorkerActor"]
 
@@ -58,9 +59,13 @@ class WorkerActor:
         """See `RolloutWorker.run`."""
         return await self._started.run(empty, sampling)
 
-    async def load_weights(self, weights: PackedWeights) -> None:
+    async def generate(self, request: Request) -> Completion:
+        """See `RolloutWorker.generate`."""
+        return await self._started.generate(request)
+
+    async def load_weights(self, weights: PackedWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
         """See `RolloutWorker.load_weights`."""
-        await self._started.load_weights(weights)
+        return await self._started.load_weights(weights, probe)
 
     async def ping(self) -> None:
         """Answers if the event loop of the conversations is not blocked."""

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from turnwise.engines.remote.probe import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.actor import MakeWorker
@@ -130,15 +131,21 @@ class WorkerPool:
         _log.warning("%s is lost (%s); its conversations run again on another worker", worker.name, reason)
         ray_api.kill(actor)
 
-    async def publish(self, weights: Any) -> None:
+    async def publish(
+        self, weights: Any, probe: ProbePrompt | None = None, check: Callable[[ProbeAnswer], object] | None = None
+    ) -> None:
         """Give all workers other weights, by their reference in the object store.
 
-        If a worker refuses them, all workers get the previous weights again, and EngineError is raised. A worker that is lost
-        meanwhile gets them when it is started again.
+        With `probe`, `check` is called with the answer of each server of the workers. If a worker refuses the weights, or `check`
+        raises EngineError, all workers get the previous weights again, and EngineError is raised. A worker that is lost meanwhile
+        gets them when it is started again.
         """
         previous, self._weights = self._weights, weights
         try:
-            await self._load_all(weights)
+            answers = await self._load_all(weights, probe)
+            if check is not None:
+                for answered in answers:
+                    check(answered)
         except (EngineError, ConfigError):
             self._weights = previous
             if previous is not None:
@@ -163,20 +170,24 @@ class WorkerPool:
             if worker.actor is not None:
                 ray_api.kill(worker.actor)
 
-    async def _load_all(self, weights: Any) -> None:
-        """Raises EngineError if a worker refuses the weights."""
+    async def _load_all(self, weights: Any, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+        """The answers to a probe. Raises EngineError if a worker refuses the weights."""
         ready = [worker for worker in self.workers if worker.ready]
-        results = await asyncio.gather(*(self._load(worker, weights) for worker in ready), return_exceptions=True)
-        for result in results:
+        loads = (self._load(worker, weights, probe) for worker in ready)
+        answers: list[ProbeAnswer] = []
+        for result in await asyncio.gather(*loads, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+            answers += result
+        return answers
 
-    async def _load(self, worker: Worker, weights: Any) -> None:
+    async def _load(self, worker: Worker, weights: Any, probe: ProbePrompt | None) -> list[ProbeAnswer]:
         actor = worker.actor
         try:
-            await answer(actor.load_weights.remote(weights))
+            return await answer(actor.load_weights.remote(weights, probe))
         except WorkerLost as error:
             self.lose(worker, actor, str(error))
+            return []
 
     async def _place(self, group: str) -> Worker:
         """A ready worker with a free place."""

@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from turnwise.engines.engine import Engine
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.probe import ProbeAnswer, ProbePrompt
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.ray_workers.packed_weights import PackedWeights, unpack_tensors
+from turnwise.ray_workers.sent_images import pickled, without_tensors
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.rollout import rollout
 from turnwise.rollout_server.adapters import LoadAdapter
-from turnwise.types import Sampling, Trajectory
+from turnwise.types import Completion, Request, Sampling, Trajectory
 
 __all__ = ["RolloutWorker", "WorkerInfo"]
 
@@ -29,6 +32,8 @@ class WorkerInfo:
     """The version of turnwise."""
     tokenizer: str
     """The fingerprint of the tokenizer and its chat template."""
+    processor: str | None
+    """The fingerprint of the image processor; None for a text model."""
     base: str | None
     """The fingerprint of the weights below an adapter; None if the recipe has no adapter."""
 
@@ -57,13 +62,30 @@ class RolloutWorker:
         handle, trajectory.environment = trajectory.environment, None
         if handle is not None:  # reward functions of the trainer cannot read the object
             handle.release()
+        without_tensors(trajectory)
         return _pickled(trajectory)
 
-    async def load_weights(self, weights: PackedWeights) -> None:
-        """Sample with these weights from now on. Conversations that run go on with them. Raises EngineError or ConfigError."""
+    async def generate(self, request: Request) -> Completion:
+        """Answer a single request of the trainer, such as that of a judge. Raises EngineError."""
+        try:
+            return await self.engine.generate(request)
+        finally:
+            self.engine.release(request.conversation)
+
+    async def load_weights(self, weights: PackedWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+        """Sample with these weights from now on. Conversations that run go on with them. With `probe`, returns the answers of the
+        engine's servers. Raises EngineError or ConfigError."""
         if weights.tensors is not None:
             await self.engine.load_weights(weights.version, unpack_tensors(weights.tensors))
-            return
+        else:
+            await self._load_packed_adapter(weights)
+        if probe is None:
+            return []
+        assert isinstance(self.engine, RemoteEngine)  # an embedded engine is not probed
+        return await self.engine.answer_probe(probe)
+
+    async def _load_packed_adapter(self, weights: PackedWeights) -> None:
+        """Raises EngineError or ConfigError."""
         if self._load_adapter is None:
             raise EngineError("the trainer has sent an adapter, and the worker's recipe has none (model.lora)")
         with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as name:
@@ -79,9 +101,9 @@ def _pickled(trajectory: Trajectory) -> bytes:
     )
     try:
         with boundary("environment", where=where):
-            return pickle.dumps(trajectory)
+            return pickled(trajectory)
     except Failed as failed:
         empty = Trajectory(id=trajectory.id, group=trajectory.group, row=trajectory.row, seed=trajectory.seed)
         empty.started, empty.seconds = trajectory.started, trajectory.seconds
         empty.fail(failed.failure)
-        return pickle.dumps(empty)
+        return pickled(empty)

@@ -1,6 +1,6 @@
-"""The trainer's side of the rollout workers: an `Engine` whose `generate` refuses, because the workers sample, and a `Runner`.
+"""The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
 
-A conversation whose worker is lost runs again from its beginning, with the same seed, on another worker.
+A conversation whose worker is lost runs again from its beginning, with the same seed, on another worker. A request as well.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from turnwise.chat.media import MediaProcessor
+from turnwise.chat.media_parts import has_media
 from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.engines.remote.probe import Probe, check_answer
 from turnwise.errors import ConfigError, EngineError, Failed, boundary
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.actor import MakeWorker
@@ -21,6 +24,7 @@ from turnwise.ray_workers.packed_weights import pack
 from turnwise.ray_workers.pool import PoolOptions, WorkerPool
 from turnwise.ray_workers.ray_api import WorkerLost, answer
 from turnwise.ray_workers.rollout_worker import WorkerInfo
+from turnwise.ray_workers.sent_images import add_tensors, unpickled, with_files
 from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
@@ -77,24 +81,37 @@ class RayRollouts:
         await self.pool.start()
 
     async def generate(self, request: Request) -> Completion:
-        """Refuses: nothing is sampled in the trainer's process."""
-        raise EngineError(
-            "the rollout workers run complete conversations and answer no single requests: remove cluster.launcher=ray, or what "
-            "asks the engine (such as a judge without a URL)"
+        """Let the engine of a worker answer a single request, such as that of a judge. Raises EngineError."""
+        return await self._on_worker(
+            request.conversation,
+            lambda actor: actor.generate.remote(request),
+            name=f"the request {request.conversation}",
+            restarted=lambda: None,
         )
 
     def release(self, conversation: str) -> None:
-        """Nothing: a worker frees a conversation by itself."""
+        """Nothing: a worker frees a conversation by itself, and a single request when it is answered."""
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
+        """See `update`."""
+        await self.update(version, weights)
+
+    async def update(
+        self, version: int, weights: Mapping[str, Any] | WriteAdapter | None, probe: Probe | None = None
+    ) -> None:
         """Send weights to all workers: all weights, or an adapter (a function that writes its files into a directory).
 
-        Conversations that run go on with the new weights. Raises EngineError.
+        With `probe`, the log-probabilities of the workers' servers are compared with those of the trainer. Conversations that run
+        go on with the new weights. Raises EngineError; the workers then go on with the previous weights.
         """
         if weights is None:
             raise EngineError("rollout workers have their own copies of the weights: give the weights")
         # serialized here and not in a thread: the trainer changes its weights in place
-        await self.pool.publish(ray_api.put(pack(version, weights)))
+        stored = ray_api.put(pack(version, weights))
+        if probe is None:
+            await self.pool.publish(stored)
+        else:
+            await self.pool.publish(stored, probe.question, lambda given: check_answer(given, probe, version))
         self.version = version
 
     async def close(self) -> None:
@@ -114,46 +131,69 @@ class RayRollouts:
         """The runner of conversations on the workers, with the sampling of `context`."""
 
         async def run(trajectory: Trajectory) -> Trajectory:
-            await self.run(trajectory, context.sampling)
+            await self.run(trajectory, context.sampling, vision=context.renderer.vision)
             return trajectory
 
         return run
 
-    async def run(self, trajectory: Trajectory, sampling: Sampling) -> None:
-        """Let a worker fill a trajectory. If that fails, the trajectory fails with kind `engine`."""
+    async def run(self, trajectory: Trajectory, sampling: Sampling, *, vision: MediaProcessor | None = None) -> None:
+        """Let a worker fill a trajectory. If that fails, the trajectory fails with kind `engine`.
+
+        `vision` is the image processor of the trainer's model.
+        """
+        images = has_media(trajectory.row.messages)
         try:
             with boundary("data", where=f"row {trajectory.row.id} cannot be sent to a rollout worker"):
-                empty = pickle.dumps(trajectory)
-            await self._run(trajectory, empty, sampling)
+                empty = await asyncio.to_thread(_packed, trajectory) if images else pickle.dumps(trajectory)
+            await self._run(trajectory, empty, sampling, vision)
         except Failed as failed:
             trajectory.fail(failed.failure)
         except (EngineError, ConfigError) as error:
             trajectory.fail(Failure("engine", str(error)))
 
-    async def _run(self, trajectory: Trajectory, empty: bytes, sampling: Sampling) -> None:
+    async def _run(
+        self, trajectory: Trajectory, empty: bytes, sampling: Sampling, vision: MediaProcessor | None
+    ) -> None:
         """Start the conversation until a worker has finished it. Raises EngineError."""
+
+        def restarted() -> None:
+            self.restarted += 1
+
+        filled = await self._on_worker(
+            trajectory.group,
+            lambda actor: actor.run.remote(empty, sampling),
+            name="the conversation",
+            restarted=restarted,
+        )
+        done = unpickled(filled)
+        if any(segment.media for segment in done.segments):
+            await asyncio.to_thread(add_tensors, done, vision)
+        take_over(trajectory, done)
+
+    async def _on_worker(
+        self, group: str, call: Callable[[Any], Any], *, name: str, restarted: Callable[[], None]
+    ) -> Any:
+        """The answer of a worker's actor to `call`, which is sent again if the worker is lost. Raises EngineError."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 async with self._suspects if attempt == _ATTEMPTS else contextlib.nullcontext():
-                    done = await self._run_once(trajectory.group, empty, sampling)
+                    return await self._call_once(group, call)
             except WorkerLost as error:
-                _log.info("%s lost its rollout worker; attempt %d of %d", trajectory.id, attempt, _ATTEMPTS)
+                _log.info("%s (%s) lost its rollout worker; attempt %d of %d", name, group, attempt, _ATTEMPTS)
                 if attempt == _ATTEMPTS:
                     raise EngineError(
-                        f"the conversation lost its rollout worker {_ATTEMPTS} times: {error}. Its environment may end the "
-                        f"process, or use too much memory"
+                        f"{name} lost its rollout worker {_ATTEMPTS} times: {error}. The environment may end the process, or "
+                        f"use too much memory"
                     ) from error
-                self.restarted += 1
-                continue
-            take_over(trajectory, pickle.loads(done))
-            return
+                restarted()
+        raise AssertionError("unreachable")
 
-    async def _run_once(self, group: str, empty: bytes, sampling: Sampling) -> bytes:
-        """The pickled trajectory. Raises WorkerLost."""
+    async def _call_once(self, group: str, call: Callable[[Any], Any]) -> Any:
+        """Raises WorkerLost or EngineError."""
         async with self.pool.place(group) as worker:
             actor = worker.actor
             try:
-                done = await answer(actor.run.remote(empty, sampling))
+                done = await answer(call(actor))
             except WorkerLost as error:
                 self.pool.lose(worker, actor, str(error))
                 raise
@@ -173,8 +213,17 @@ class RayRollouts:
                 "a rollout worker has another tokenizer or chat template in model.path than the trainer: give all machines the "
                 "same model"
             )
+        if info.processor != expected.processor:
+            raise ConfigError(
+                "a rollout worker has another image processor in model.path than the trainer: give all machines the same model"
+            )
         if info.base != expected.base:
             raise ConfigError(
                 "a rollout worker has other weights in model.path than the trainer, and only the adapter (model.lora) is sent: "
                 "give all machines the same model"
             )
+
+
+def _packed(trajectory: Trajectory) -> bytes:
+    """An empty trajectory as bytes, with the files of its row's images. Raises DataError."""
+    return pickle.dumps(replace(trajectory, row=with_files(trajectory.row)))

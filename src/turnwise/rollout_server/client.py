@@ -330,22 +330,10 @@ class HasWeights(Protocol):
         ...
 
 
-class TakesWeights(Protocol):
-    """What publishing needs of an engine whose conversations run in other processes."""
-
-    async def start(self) -> None:
-        """Wait until conversations can run. Raises EngineError or ConfigError."""
-        ...
-
-    async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
-        """Send weights: all weights, or an adapter. Raises EngineError."""
-        ...
-
-
 class ServerWeights:
-    """A `WeightPublisher` that sends the learner's weights to a rollout server, or to rollout workers."""
+    """A `WeightPublisher` that sends the learner's weights to a rollout server."""
 
-    def __init__(self, client: TakesWeights, learner: HasWeights) -> None:
+    def __init__(self, client: RolloutClient, learner: HasWeights) -> None:
         self._client = client
         self._learner = learner
 

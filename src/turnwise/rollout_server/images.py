@@ -28,9 +28,12 @@ __all__ = [
     "CollectedImages",
     "PackedRows",
     "ReceivedImages",
+    "change_each",
     "encoded_png",
+    "processed_again",
     "processor_fingerprint",
     "unpack_row",
+    "with_changed_media",
 ]
 
 MAX_BODY = 256 << 20
@@ -66,12 +69,12 @@ class PackedRows:
         """
         where, given = f"row {row.id}", self.given.setdefault(id(row), {})
         try:
-            messages = _with_media(row.messages, lambda value: self._reference(value, given, where))
+            messages = with_changed_media(row.messages, lambda value: self._reference(value, given, where))
             fields = {name: value for name, value in row.fields.items() if name != _TENSORS}
             for column in COLUMNS.values():
                 if isinstance(values := fields.get(column), list | tuple):
                     fields[column] = [
-                        _each(value, lambda item: self._reference(item, given, where)) for value in values
+                        change_each(value, lambda item: self._reference(item, given, where)) for value in values
                     ]
         except DataError as error:
             raise EngineError(f"{error}. A rollout server cannot run this row") from error
@@ -113,8 +116,8 @@ def unpack_row(
     unpacked = dict(fields)
     for column in COLUMNS.values():
         if isinstance(values := unpacked.get(column), list):
-            unpacked[column] = [_each(value, opened) if _is_reference(value) else value for value in values]
-    return _with_media(messages, opened), unpacked
+            unpacked[column] = [change_each(value, opened) if _is_reference(value) else value for value in values]
+    return with_changed_media(messages, opened), unpacked
 
 
 class CollectedImages(MediaStore):
@@ -137,6 +140,27 @@ class CollectedImages(MediaStore):
         return super().label(media)
 
 
+def processed_again(item: Media, segment: Segment, vision: MediaProcessor | None, *, where: str) -> Media:
+    """An image or a video that another process has put into a segment, with the tensors of this process's image processor.
+
+    `item.source` are the pixels: PIL images, or files as bytes. Equal images share their tensors. Raises EngineError if the
+    processor makes another number of placeholders than the segment has.
+    """
+    if vision is None:
+        raise EngineError(f"{where} contains images, and the model of the trainer has no image processor")
+    try:
+        processed = vision.process(item.kind, item.source)
+    except TurnwiseError as error:
+        raise EngineError(f"{where}: {error}") from error
+    tokens = segment.token_ids[item.start : item.start + item.length]
+    if tokens.count(vision.token_ids[item.kind]) != processed.num_placeholders:
+        raise EngineError(
+            f"{where}: the {item.kind} at token {item.start} has {item.length} tokens, and the trainer's image processor makes "
+            f"{processed.num_placeholders} placeholders of it: install the same version of transformers"
+        )
+    return replace(item, source=processed.source, inputs=processed.inputs)
+
+
 class ReceivedImages:
     """The images of a trajectory from the server. `given` are those of its row, `files` those of the answer.
 
@@ -150,25 +174,14 @@ class ReceivedImages:
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with images in place of references: as the client's row has them, else PIL images."""
-        return _with_media(messages, lambda value: self._image(value) if _is_reference(value) else value)
+        return with_changed_media(messages, lambda value: self._image(value) if _is_reference(value) else value)
 
     def media(self, item: Media, segment: Segment) -> Media:
         """An image or a video of a segment, with the tensors for the model. Raises EngineError."""
-        if self._vision is None:
-            raise EngineError(f"{self._where} contains images, and the model of the trainer has no image processor")
         frames: list[StoredImage] = item.source if isinstance(item.source, list) else [item.source]
         images = [self._image(f"sha256:{frame.sha256}") for frame in frames]
-        try:
-            processed = self._vision.process(item.kind, images if isinstance(item.source, list) else images[0])
-        except TurnwiseError as error:
-            raise EngineError(f"{self._where}: {error}") from error
-        tokens = segment.token_ids[item.start : item.start + item.length]
-        if tokens.count(self._vision.token_ids[item.kind]) != processed.num_placeholders:
-            raise EngineError(
-                f"{self._where}: the {item.kind} at token {item.start} has {item.length} tokens, and the trainer's image "
-                f"processor makes {processed.num_placeholders} placeholders of it: install the same version of transformers"
-            )
-        return replace(item, source=processed.source, inputs=processed.inputs)
+        value = images if isinstance(item.source, list) else images[0]
+        return processed_again(replace(item, source=value), segment, self._vision, where=self._where)
 
     def _image(self, reference: str) -> Any:
         match = _REFERENCE.fullmatch(reference)
@@ -185,7 +198,7 @@ class ReceivedImages:
             raise EngineError(str(error)) from error
 
 
-def _with_media(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+def with_changed_media(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
     """The messages with `change` applied to each image, and to each frame of a video."""
     result: list[Message] = []
     for message in messages:
@@ -198,10 +211,10 @@ def _with_media(messages: Sequence[Message], change: Callable[[Any], Any]) -> li
 
 def _changed_part(part: Any, change: Callable[[Any], Any]) -> Any:
     kind = media_kind(part) if isinstance(part, Mapping) else None
-    return part if kind is None else {"type": kind, kind: _each(media_value(part), change)}
+    return part if kind is None else {"type": kind, kind: change_each(media_value(part), change)}
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+def change_each(value: Any, change: Callable[[Any], Any]) -> Any:
     """`change` of an image, or of each frame of a video."""
     return [change(frame) for frame in value] if isinstance(value, list | tuple) else change(value)
 

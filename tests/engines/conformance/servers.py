@@ -20,7 +20,7 @@ from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_
 from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.weights import Probe
+from turnwise.engines.remote.probe import Probe
 from turnwise.models.lora import save_adapter
 from turnwise.models.published_weights import token_logprobs
 from turnwise.types import LogprobKind

@@ -19,9 +19,10 @@ import torch
 from support.fake_server import CONTEXT, STOP, VOCAB, FakeApi, FakeServer, fake_servers, rule
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.probe import Probe
 from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import python_path
-from turnwise.engines.remote.weights import Probe, WeightFiles
+from turnwise.engines.remote.weights import WeightFiles
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.deadlines import conversation, deadline

@@ -21,7 +21,8 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.weights import Probe, WeightFiles
+from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.weights import WeightFiles
 from turnwise.engines.vllm.in_process import InProcessServer
 from turnwise.errors import EngineError
 from turnwise.models.published_weights import token_logprobs

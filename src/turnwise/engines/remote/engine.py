@@ -16,9 +16,10 @@ from typing import Any
 from turnwise.engines.remote.checks import check_part
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import JoinedCompletion
+from turnwise.engines.remote.probe import Probe, ProbeAnswer, ProbePrompt, check_answer
 from turnwise.engines.remote.replicas import Replica, Replicas
 from turnwise.engines.remote.server_api import ServerApi, ServerInfo
-from turnwise.engines.remote.weights import Probe, WeightStore, WeightUpdate
+from turnwise.engines.remote.weights import WeightStore, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.deadlines import waiting_for_others
@@ -152,6 +153,12 @@ class RemoteEngine:
             else:
                 await self._replace(self._write(version, weights), probe)
             self.version = version
+
+    async def answer_probe(self, probe: ProbePrompt) -> list[ProbeAnswer]:
+        """What each server samples behind the prompt of a probe with the present weights, for a trainer in another process, which
+        checks the answers. Raises EngineError."""
+        async with self._updating():
+            return await self._answers(probe, self.version)
 
     async def sleep(self) -> None:
         """Free the memory of the servers' devices until `wake`. No request may be running."""
@@ -287,13 +294,18 @@ class RemoteEngine:
 
     async def _compare(self, probe: Probe | None, version: int) -> None:
         """Raise EngineError if a server's log-probabilities are not those of the trainer."""
-        if probe is None:
-            return
+        if probe is not None:
+            for answer in await self._answers(probe, version):
+                self.deviation = check_answer(answer, probe, version)
+
+    async def _answers(self, probe: ProbePrompt, version: int) -> list[ProbeAnswer]:
+        """What each server samples behind the prompt of a probe. Raises EngineError."""
         assert self.info is not None
         count = min(probe.tokens, self.info.context - len(probe.prompt))
         request = Request(
             conversation="probe", token_ids=probe.prompt, sampling=Sampling(max_tokens=count), seed=version
         )
+        answers: list[ProbeAnswer] = []
         for replica in self._replicas.all:
             joined = JoinedCompletion(request, count)
             joined.next_request()
@@ -301,16 +313,15 @@ class RemoteEngine:
                 async for part in parts:
                     check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
                     joined.add(part, version)
-            own = probe.logprobs([*probe.prompt, *joined.token_ids])[len(probe.prompt) - 1 :]
-            if not joined.token_ids or set(joined.versions) != {version}:
-                raise EngineError(f"{replica.name} sampled with the weights {set(joined.versions)}, and not {version}")
-            self.deviation = max(abs(mine - other) for mine, other in zip(own, joined.logprobs, strict=True))
-            if not self.deviation <= probe.tolerance:
-                raise EngineError(
-                    f"{replica.name} has other weights than the trainer: the log-probabilities of the same tokens differ by "
-                    f"{self.deviation:.3g}, and at most {probe.tolerance:g} is rounding. The server must serve the model of "
-                    f"model.path, in the same precision (docs/engines.md)"
+            answers.append(
+                ProbeAnswer(
+                    server=replica.name,
+                    token_ids=list(joined.token_ids),
+                    logprobs=list(joined.logprobs),
+                    versions=list(joined.versions),
                 )
+            )
+        return answers
 
     async def _give_back(self, replica: Replica) -> None:
         """The present weights for a server whose update has failed or was rejected. Its running requests start again."""

@@ -1,4 +1,4 @@
-"""Publishes a learner's weights to an engine on servers: as a file with all weights, or as an adapter."""
+"""Publishes a learner's weights to an engine on servers, in this process or in rollout workers: all weights, or an adapter."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.weights import Probe
+from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.engines.remote.probe import Probe
 
 _PROMPT, _SAMPLED = 8, 16
 """Tokens of a probe."""
 
-__all__ = ["ProbeOptions", "RemoteWeights", "WeightSource"]
+__all__ = ["ProbeOptions", "RemoteWeights", "Sleeper", "UpdatedEngine", "WeightSource"]
 
 
 class WeightSource(Protocol):
@@ -37,9 +37,38 @@ class WeightSource(Protocol):
         ...
 
 
+class UpdatedEngine(Protocol):
+    """The part of an engine that publishing needs."""
+
+    async def start(self) -> None:
+        """Wait until the servers are ready. Raises EngineError or ConfigError."""
+        ...
+
+    async def update(
+        self, version: int, weights: Mapping[str, Any] | WriteAdapter | None, probe: Probe | None = None
+    ) -> None:
+        """See `RemoteEngine.update`."""
+        ...
+
+
+class Sleeper(Protocol):
+    """An engine whose servers can free their memory."""
+
+    async def sleep(self) -> None:
+        """Free the memory of the servers' devices until `wake`. No request may be running."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
     """How often, and how exactly, a server's log-probabilities are compared with the learner's after an update."""
+
+    vocab_size: int
+    """The number of token ids of the model."""
 
     first: int = 3
     """The first updates of a run are all checked."""
@@ -54,15 +83,21 @@ class ProbeOptions:
 
 
 class RemoteWeights:
-    """A `WeightPublisher` for `RemoteEngine`. With `sleep`, the servers free their memory while the model is trained."""
+    """A `WeightPublisher` for an engine on servers. Without `probe`, log-probabilities are not compared. The servers of `sleeper`
+    free their memory while the model is trained; None: they keep it."""
 
     def __init__(
-        self, engine: RemoteEngine, learner: WeightSource, probe: ProbeOptions, *, sleep: bool = False
+        self,
+        engine: UpdatedEngine,
+        learner: WeightSource,
+        probe: ProbeOptions | None,
+        *,
+        sleeper: Sleeper | None = None,
     ) -> None:
         self._engine = engine
         self._learner = learner
         self._probe = probe
-        self._sleep = sleep
+        self._sleeper = sleeper
         self._asleep = False
         self._updates = 0
 
@@ -71,15 +106,16 @@ class RemoteWeights:
         await self.publish(version)
 
     async def before_update(self) -> None:
-        if self._sleep:
-            await self._engine.sleep()
+        if self._sleeper is not None:
+            await self._sleeper.sleep()
             self._asleep = True
 
     async def publish(self, version: int) -> None:
-        if self._asleep:
-            await self._engine.wake()
+        if self._sleeper is not None and self._asleep:
+            await self._sleeper.wake()
             self._asleep = False
-        probe = self._make_probe() if self._probe.due(self._updates) else None
+        options = self._probe
+        probe = self._make_probe(options) if options is not None and options.due(self._updates) else None
         learner = self._learner
         weights: Mapping[str, Any] | Callable[[Path], None] = (
             learner.save if learner.trains_adapter else learner.weights()
@@ -87,14 +123,12 @@ class RemoteWeights:
         await self._engine.update(version, weights, probe)
         self._updates += 1
 
-    def _make_probe(self) -> Probe:
+    def _make_probe(self, options: ProbeOptions) -> Probe:
         """A fixed prompt. The end of the vocabulary is left out: it has placeholders of images."""
-        info = self._engine.info
-        assert info is not None
-        prompt = [(7919 * index + 11) % (info.vocab_size * 3 // 4) for index in range(_PROMPT)]
+        prompt = [(7919 * index + 11) % (options.vocab_size * 3 // 4) for index in range(_PROMPT)]
         return Probe(
             prompt=prompt,
             tokens=_SAMPLED,
             logprobs=self._learner.token_logprobs,
-            tolerance=self._probe.tolerance,
+            tolerance=options.tolerance,
         )

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from turnwise.errors import EngineError
 
 __all__ = [
-    "Probe",
     "WeightCopies",
     "WeightFiles",
     "WeightStore",
@@ -51,20 +50,6 @@ class WeightUpdate:
     """CRC-32 of the file, or of the bytes of all tensors. A worker computes it again from what it has received."""
     size: int
     """Bytes of the weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A test whether a server has the trainer's weights: it samples some tokens, of which both compute log-probabilities."""
-
-    prompt: Sequence[int]
-    """Token ids that the server continues."""
-    tokens: int
-    """How many tokens it samples."""
-    logprobs: Callable[[Sequence[int]], Sequence[float]]
-    """The trainer's own `log_softmax(logits)` of each token after the first."""
-    tolerance: float
-    """The largest difference that is rounding."""
 
 
 class WeightStore(Protocol):

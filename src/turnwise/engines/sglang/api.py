@@ -49,7 +49,7 @@ class SglangApi:
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
     sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
     defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
-    an adapter. `backend` is that of weights that are broadcast. `owner` is the name in claims (`Owner.name`); None: a new name.
+    an adapter. `backend` is that of weights that are broadcast. `owner` is this process, as the servers know it.
     """
 
     name = "SGLang"
@@ -64,7 +64,7 @@ class SglangApi:
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
         backend: Backend = "gloo",
-        owner: str | None = None,
+        owner: Owner,
     ) -> None:
         self.vocab_size = vocab_size
         self.context = context
@@ -73,7 +73,7 @@ class SglangApi:
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
         self._groups = TrainerGroups(backend)
-        self._owner = Owner() if owner is None else Owner(owner)
+        self._owner = owner
         self._facts: dict[str, Mapping[str, Any]] = {}
         """/server_info of each server."""
         self._adapters: dict[str, str] = {}

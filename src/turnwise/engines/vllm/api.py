@@ -80,7 +80,8 @@ class VllmApi:
     """The `ServerApi` of vLLM. `vocab_size` is that of the model of the recipe.
 
     `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
-    `backend` is that of weights that are broadcast. `owner` is the name in claims (`Owner.name`); None: a new name.
+    `backend` is that of weights that are broadcast. `owner` is this process, as
+    the servers know it.
     """
 
     name = "vLLM"
@@ -92,13 +93,13 @@ class VllmApi:
         labels: bool,
         adapter: bool = False,
         backend: Backend = "gloo",
-        owner: str | None = None,
+        owner: Owner,
     ) -> None:
         self._vocab_size = vocab_size
-        self._owner = Owner() if owner is None else Owner(owner)
-        self._labels = Labels(self._owner, on=labels)
+        self._owner = owner
+        self._labels = Labels(owner, on=labels)
         self._adapter = adapter
-        self._sender = WeightSender(self._owner.name, _LEASE, backend)
+        self._sender = WeightSender(owner.name, _LEASE, backend)
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
         self._checked_pixels: set[str] = set()

@@ -68,9 +68,8 @@ class InProcessApi:
 
     name = "vLLM"
 
-    def __init__(self, *, vocab_size: int, labels: bool, backend: Backend = "gloo") -> None:
+    def __init__(self, *, vocab_size: int, labels: bool, backend: Backend = "gloo", owner: Owner) -> None:
         self._vocab_size = vocab_size
-        owner = Owner()
         self._labels = Labels(owner, on=labels)
         self._sender = WeightSender(owner.name, _LEASE, backend)
         self._request_ids = itertools.count()
