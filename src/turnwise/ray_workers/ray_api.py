@@ -177,5 +177,8 @@ def _cancel(reference: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
-    reason = next((line for line in text.splitlines() if "died" in line and "actor" in line), text.splitlines()[0])
+    lines = text.splitlines()
+    reason = next((line for line in lines if "died" in line and "actor" in line), lines[0])
+    if "creation task" in reason:
+        reason = f"its process could not be made ready: {lines[-1]}"  # Ray's text ends with the exception
     return reason.strip().rstrip(".")[:300]
