@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from turnwise.errors import ConfigError
 from turnwise.planning.scaling import ScalingOptions, predict_scaling
 from turnwise.planning.simulation import Setup, simulate
+from turnwise.planning.tables import print_scaling
 from turnwise.planning.workload import EngineSpeed, MeasuredWorkload, TrainingSpeed, TurnCost
 
 TWO_TURNS = (TurnCost(0, 10, 1.0), TurnCost(0, 10, 1.0))
@@ -18,6 +21,7 @@ SLOW = MeasuredWorkload(
     engine=EngineSpeed(request=0.0, prefill=0.0, token=0.1, sharing=0.0),
     training=TrainingSpeed(per_token=0.01, other=0.3),
     steps=1,
+    steps_per_hour=800.0,
 )
 ONE = Setup(batch_size=1, group_size=1, max_staleness=0, max_concurrent=8, steps=3)
 
@@ -126,3 +130,11 @@ def test_a_scaled_batch_needs_the_same_time_on_more_devices() -> None:
 def test_too_few_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="2 devices: a run needs an engine replica"):
         list(predict_scaling(SLOW, replace(OPTIONS, devices=[2], replica_devices=2)))
+
+
+def test_a_measured_run_that_sampled_while_it_trained_is_noted() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_scaling(console, replace(SLOW, staleness=2), [], source="runs/a")
+    text = console.export_text()
+    assert "measured in runs/a: 1 steps at 800 steps per hour, 2.0 turns per conversation" in text
+    assert "note: the measured run sampled while it trained (staleness up to 2)" in text

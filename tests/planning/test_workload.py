@@ -86,9 +86,13 @@ def test_the_command_prints_the_plan_and_the_predictions(
     assert "2 minibatches x 1 epochs = 2, each on 4 conversations" in text
     assert "at most 192" in text
     assert "memory predicted peak of a training step" in text
-    assert "2 steps, 1.0 turns per conversation" in text
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line.get("step", 0) > 1]
+    speed = 3600 * len(lines) / sum(line["seconds/step"] for line in lines)
+    assert f"2 steps at {speed:.0f} steps per hour, 1.0 turns per conversation" in text
+    assert "note: the measured run" not in text
     assert text.count("synchronous") >= 2
     assert text.count("one step off") == 2
+    assert "ready for training" not in text
 
 
 def test_the_command_refuses_a_plan_that_does_not_fit(

@@ -79,8 +79,8 @@ def as_json(model: str, checks: Sequence[Check]) -> str:
     return json.dumps(report, ensure_ascii=False, indent=1)
 
 
-def show(checks: Sequence[Check], console: Console) -> None:
-    """Print a line for each check, and then the overall result. Tokens that are trained on are bold."""
+def show(checks: Sequence[Check], console: Console, *, verdict: bool = True) -> None:
+    """Print a line for each check, and then the overall result if `verdict` is set. Tokens that are trained on are bold."""
     width = max(len(check.name) for check in checks)
     for check in checks:
         line = Text.assemble(
@@ -95,11 +95,16 @@ def show(checks: Sequence[Check], console: Console) -> None:
             # line ends are shown as \n, so that each run stays on one line and its first and last characters are visible
             text = (_short(repr(run.text)[1:-1]), "bold green" if run.weight > 0 else "dim")
             console.print(Text.assemble("      ", (f"{mark:{width}}", "dim"), "  ", text), soft_wrap=True)
+    if verdict:
+        _show_verdict(checks, console)
+
+
+def _show_verdict(checks: Sequence[Check], console: Console) -> None:
     counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
-    verdict = "not ready for training" if counts["fail"] else "ready for training"
+    text = "not ready for training" if counts["fail"] else "ready for training"
     console.print(
         Text(
-            f"{verdict}: {counts['ok']} ok, notes: {counts['note']}, failures: {counts['fail']}",
+            f"{text}: {counts['ok']} ok, notes: {counts['note']}, failures: {counts['fail']}",
             _STYLES[_overall(checks)],
         )
     )

@@ -13,6 +13,7 @@ from turnwise.config.local_ranks import local_ranks
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
+    PROGRAM_BYTES,
     MemoryPart,
     Prediction,
     Workload,
@@ -31,7 +32,7 @@ __all__ = ["number_of_ranks", "rank_memory", "rank_memory_check", "refuse_imposs
 _OF_ENGINE = ("KV cache", "bfloat16 weights of the engine")
 _OF_PASSES = ("activations", "logits and other temporary tensors")
 _RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
-"""Bytes of the program of a rank without conversations, and of peft in it."""
+"""Bytes of the program of a rank without conversations, and of peft in a rank."""
 _DIVIDED = ("weights", "reference model", "critic", "optimizer")
 
 
@@ -102,8 +103,8 @@ def rank_memory(
             section,
         )
         parts |= {name: passes[name] for name in _OF_PASSES}
-    if rank > 0:
-        parts["program"] = _RANK_PROGRAM_BYTES + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
+    program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
+    parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
     samples = (
         rank == 0
         and section == "train"

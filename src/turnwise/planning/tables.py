@@ -23,19 +23,29 @@ def print_plan(console: Console, sections: Mapping[str, Sequence[PlanLine]], mem
         for line in lines:
             table.add_row(line.name, line.value)
         console.print(table, highlight=False, markup=False)
-    show([memory], console)
+    show([memory], console, verdict=False)
 
 
 def print_scaling(console: Console, workload: MeasuredWorkload, rows: Iterable[ScalingRow], *, source: str) -> None:
     """Print a line for each prediction, as soon as it is known."""
     engine = workload.engine
     console.print(
-        f"measured in {source}: {workload.steps} steps, {workload.turns:.1f} turns per conversation; a token takes "
+        f"measured in {source}: {workload.steps} steps at {workload.steps_per_hour:.0f} steps per hour, {workload.turns:.1f} "
+        f"turns per conversation; a token takes "
         f"{1000 * engine.token:.2f} ms + {1000 * engine.sharing:.3f} ms for each running turn; training takes "
         f"{1e6 * workload.training.per_token:.1f} microseconds per token",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
+    if workload.staleness:
+        console.print(
+            f"note: the measured run sampled while it trained (staleness up to {workload.staleness}), so that the engine and the "
+            f"trainer slowed each other down: measure a run with train.max_staleness=0",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     console.print(
         f"{'device':>6} {'mode':<13} {'sample':>6} {'train':>6} {'steps/h':>8} {'tokens/s':>9} {'staleness':>9} "
         f"{'idle: sample':>12} {'train':>5}",

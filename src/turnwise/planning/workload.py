@@ -77,6 +77,10 @@ class MeasuredWorkload:
     training: TrainingSpeed
     steps: int
     """The number of recorded steps that were used."""
+    steps_per_hour: float
+    """The speed of the measured run in these steps."""
+    staleness: int = 0
+    """The largest staleness of a token in these steps. Above 0, engine and trainer have slowed each other down."""
 
     @property
     def turns(self) -> float:
@@ -111,6 +115,8 @@ def measure(run: str | Path) -> MeasuredWorkload:
         engine=fit_engine_speed(trajectories),
         training=_fit_training_speed(lines, tokens),
         steps=len(lines),
+        steps_per_hour=3600 / max(1e-9, fmean(line["seconds/step"] for line in lines)),
+        staleness=max(int(line.get("staleness/max", 0)) for line in lines),
     )
 
 

@@ -45,6 +45,7 @@ class Rank:
         # of rank 0 only
         self.stop = StopFlag()
         self.on_micro_batch: Callable[[], None] = lambda: None
+        self.on_tensor: Callable[[str, torch.Tensor], object] = lambda name, tensor: None
 
     @property
     def built(self) -> ModelShard:
@@ -163,16 +164,15 @@ class OptimizerStep:
 
 @dataclass(frozen=True, slots=True)
 class GatherWeights:
-    """Bring the complete weights into the CPU's memory of rank 0. On the devices, one tensor at a time is complete.
+    """Bring the complete weights into the CPU's memory of rank 0, by the names of the checkpoint, or of the adapter by peft's.
 
-    `internal`: by the names in the model, with buffers; else those of the checkpoint, or the adapter's by peft's names.
+    On the devices, one tensor at a time is complete.
     """
 
-    internal: bool = False
     part: Part = "policy"
 
     def run(self, rank: Rank) -> dict[str, torch.Tensor]:
-        tensors = rank.built.named_tensors() if self.internal else rank.part(self.part).state_tensors()
+        tensors = rank.part(self.part).state_tensors()
         gathered: dict[str, torch.Tensor] = {}
         names: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():
@@ -182,6 +182,18 @@ class GatherWeights:
                 first = names.setdefault((local.data_ptr(), tensor.shape), name)
                 gathered[name] = gathered[first] if first in gathered else full.cpu()
         return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """Call `Rank.on_tensor` of rank 0 with each complete parameter and buffer, by its name in the model. One tensor at a time is
+    complete, on the device."""
+
+    def run(self, rank: Rank) -> None:
+        for name, tensor in rank.built.named_tensors().items():
+            full = complete(tensor)
+            if rank.ranks.leads:
+                rank.on_tensor(name, full)
 
 
 @dataclass(frozen=True, slots=True)

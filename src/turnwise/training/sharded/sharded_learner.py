@@ -28,6 +28,7 @@ from turnwise.training.sharded.commands import (
     MixReference,
     OptimizerStep,
     SaveShards,
+    StreamWeights,
 )
 from turnwise.training.sharded.leader import Leader
 from turnwise.training.sharded.model_shard import ShardReport
@@ -89,9 +90,9 @@ class ShardedLearner(PassLearner):
     @torch.no_grad()
     def copy_weights(self, model: Any) -> None:
         """Give a complete model in this process, such as that of the embedded engine, the present weights."""
-        gathered = self.leader.run(GatherWeights(internal=True))
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(gathered[name])
+        tensors = model.state_dict()
+        self.leader.rank.on_tensor = lambda name, full: tensors[name].copy_(full)
+        self.leader.run(StreamWeights())
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return self.leader.run(ComputeTokenLogprobs(list(token_ids)))
