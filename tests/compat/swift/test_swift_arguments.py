@@ -624,6 +624,11 @@ def test_a_script_for_a_launcher_is_read(tmp_path: Path) -> None:
             "NPROC_PER_NODE=2 --deepspeed zero2_offload",
             {"launcher": "local", "trainers": 2, "fsdp": {"reshard_after_forward": False, "offload": "cpu"}},
         ),
+        ("NPROC_PER_NODE=2 --fsdp fsdp2", {"launcher": "local", "trainers": 2}),
+        (
+            "NPROC_PER_NODE=2 --fsdp 'shard_grad_op auto_wrap offload'",
+            {"launcher": "local", "trainers": 2, "fsdp": {"reshard_after_forward": False, "offload": "cpu"}},
+        ),
     ],
 )
 def test_numbers_of_processes_and_deepspeed_are_carried(words: str, cluster: dict[str, Any] | None) -> None:
@@ -631,7 +636,7 @@ def test_numbers_of_processes_and_deepspeed_are_carried(words: str, cluster: dic
     given = [*environment.split(), *shlex.split(f"--model M --tuner_type full {'--' + flags if flags else ''}")]
     found = from_swift_arguments(given)
     assert found.recipe.get("cluster") == cluster
-    assert "deepspeed" not in {left.key for left in found.unsupported}
+    assert not {"deepspeed", "fsdp"} & {left.key for left in found.unsupported}
     assert any("ms-swift trains in" in assumed.reason for assumed in found.assumptions) == (cluster is not None)
 
 
@@ -640,10 +645,12 @@ def test_numbers_of_processes_and_deepspeed_are_carried(words: str, cluster: dic
     [
         ("--deepspeed zero3", "has no effect with one process"),
         ("NPROC_PER_NODE=2 --deepspeed ds.json", "zero2, zero3, zero2_offload, zero3_offload"),
+        ("--fsdp fsdp2", "has no effect with one process"),
+        ("NPROC_PER_NODE=2 --fsdp hybrid_shard", "fsdp2, full_shard, shard_grad_op, offload, auto_wrap"),
     ],
 )
 def test_a_configuration_of_deepspeed_that_is_not_carried_has_a_reason(words: str, reason: str) -> None:
     found = from_swift_arguments([*shlex.split(words), "--model", "M", "--tuner_type", "full"])
-    (left,) = [left for left in found.unsupported if left.key == "deepspeed"]
+    (left,) = [left for left in found.unsupported if left.key in ("deepspeed", "fsdp")]
     assert reason in left.reason
     assert not left.changes_training

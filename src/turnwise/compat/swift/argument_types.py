@@ -163,7 +163,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     ),
     **dict.fromkeys(
         (
-            "deepspeed", "tuner_type", "target_modules", "importance_sampling_level", "loss_type", "ref_model",
+            "deepspeed", "fsdp", "tuner_type", "target_modules", "importance_sampling_level", "loss_type", "ref_model",
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
             "vllm_quantization", "vllm_server_base_url", "vllm_server_host",

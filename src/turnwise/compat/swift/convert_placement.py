@@ -1,14 +1,15 @@
-"""Converts ms-swift's numbers of processes, and how DeepSpeed divides a model among them: the section `cluster` of a recipe."""
+"""Converts ms-swift's numbers of processes, and how DeepSpeed or FSDP divides a model among them: the section `cluster`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
 
 __all__ = ["PLACEMENT_ARGUMENTS", "convert_placement"]
 
-PLACEMENT_ARGUMENTS = ("deepspeed",)
+PLACEMENT_ARGUMENTS = ("deepspeed", "fsdp")
 """The arguments that this module converts."""
 _STAGES: dict[str, dict[str, Any]] = {
     "zero2": {"cluster.fsdp.reshard_after_forward": False},
@@ -17,22 +18,30 @@ _STAGES: dict[str, dict[str, Any]] = {
     "zero3_offload": {"cluster.fsdp.offload": "cpu"},
 }
 """ms-swift's names of its DeepSpeed configurations, and the same with torch's fully_shard."""
+_FSDP: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "full_shard": {},
+    "shard_grad_op": {"cluster.fsdp.reshard_after_forward": False},
+    "offload": {"cluster.fsdp.offload": "cpu"},
+    "auto_wrap": {},
+}
+"""The words of `fsdp` in transformers' TrainingArguments, and ms-swift's name of its own configuration."""
 
 
 def convert_placement(builder: SwiftRecipeBuilder) -> None:
     """Set `cluster` if the trainer has several processes (`NPROC_PER_NODE`, `NNODES`): `local`, or `torchrun` on several
     machines."""
-    processes, nodes, key = builder.given.processes, builder.given.nodes, "deepspeed"
+    processes, nodes = builder.given.processes, builder.given.nodes
     if processes == 1:
-        builder.reject(
-            key, "has no effect with one process (NPROC_PER_NODE); for several, set cluster=local (docs/cluster.md)"
+        _reject(
+            builder, "has no effect with one process (NPROC_PER_NODE); for several, set cluster=local (docs/cluster.md)"
         )
         return
     optimizer = builder.get("train.optimizer.name", "adamw")
     if optimizer != "adamw":
         reason = f"{processes} processes cannot train with train.optimizer.name={optimizer}: use adamw, and set cluster=local"
         builder.assume("cluster.launcher", "none", reason)
-        builder.reject(key, reason)
+        _reject(builder, reason)
         return
     start = f"with NPROC_PER_NODE and NNODES, ms-swift trains in {processes} processes"
     if nodes == 1:
@@ -43,12 +52,22 @@ def convert_placement(builder: SwiftRecipeBuilder) -> None:
         builder.set("cluster.launcher", "torchrun")
         command = f"torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} -m turnwise train RECIPE"
         builder.assume("cluster.launcher", "torchrun", f"{start}: start `{command}` on each machine (docs/slurm.md)")
-    stage = str(builder.values.get(key))
-    if stage in _STAGES:
-        for option, value in _STAGES[stage].items():
+    stage, words = str(builder.values.get("deepspeed")), str(builder.values.get("fsdp") or "").split()
+    _divide(builder, "deepspeed", _STAGES, [stage])
+    _divide(builder, "fsdp", _FSDP, words)
+
+
+def _reject(builder: SwiftRecipeBuilder, reason: str) -> None:
+    for key in PLACEMENT_ARGUMENTS:
+        builder.reject(key, reason)
+
+
+def _divide(builder: SwiftRecipeBuilder, key: str, known: Mapping[str, dict[str, Any]], words: Sequence[str]) -> None:
+    """Set `cluster.fsdp` as the words of an argument say."""
+    if any(word not in known for word in words):
+        builder.reject(key, f"these values can be converted: {', '.join(known)}. The model is divided among all ranks")
+        return
+    for word in words:
+        for option, value in known[word].items():
             builder.set(option, value, key)
-        builder.convert("cluster.fsdp", key)
-    else:
-        builder.reject(
-            key, f"these configurations can be converted: {', '.join(_STAGES)}. The model is divided among all ranks"
-        )
+    builder.convert("cluster.fsdp", key)

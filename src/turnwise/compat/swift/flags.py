@@ -162,7 +162,7 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      "model is trained"),
     (r"vllm_.*", "give the argument to vLLM in engine.arguments"),
     (r"use_ray|infer_backend|lmdeploy_.*|sglang_.*|api_key|max_logprobs", "about other engines: options under engine"),
-    (r"fsdp.*|zero.*|ddp|ddp_.*|local_rank", "about memory and devices: for several devices, set cluster=local or "
+    (r"fsdp_.*|zero.*|ddp|ddp_.*|local_rank", "about memory and devices: for several devices, set cluster=local or "
      "cluster=torchrun (docs/cluster.md)"),
     (r"tp_.*|pp_.*|sequence_parallel(_size)?|tensor_model_parallel_size|(pipeline_model|context|expert_model|expert_tensor)_parallel_"
      r"size", "neither a layer nor a sequence is divided among ranks: the weights of all layers are (docs/cluster.md)"),
