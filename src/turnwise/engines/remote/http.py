@@ -286,6 +286,10 @@ class HttpServer:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise _NotConnected(f"no connection to {self.url} within {self.limits.connect:g} s") from error
+            if isinstance(
+                error.__cause__ or error, aiohttp.ClientConnectionResetError
+            ):  # closed before the body was written
+                raise _NotConnected(f"{self.url} has closed an unused connection: {_text(error)}") from error
             raise ServerLost(f"{self.url}{path} broke off: {_text(error)}") from error
 
     async def _open_session(self) -> aiohttp.ClientSession:
