@@ -9,12 +9,14 @@ import pytest
 
 from support.recipes import PLACES, save_recipe
 from turnwise import build
+from turnwise.build.ray_ranks import rank_group_options
 from turnwise.build.ray_rollouts import ray_options, ray_rollouts, worker_recipe
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.ray_workers.pool import PoolOptions
+from turnwise.ray_workers.ranks import RankGroupOptions
 from turnwise.ray_workers.ray_api import ActorOptions
 from turnwise.ray_workers.routing import choose_worker
 from turnwise.rollout_server.client import trainer_name
@@ -60,12 +62,46 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
     )
 
 
+def test_options_of_the_recipe_reach_the_ranks_on_ray(recipe: Path) -> None:
+    words = ["cluster.trainers=3", "cluster.ranks={num_cpus: 4, resources: {trainer: 1}, start_timeout: 9}"]
+    config, _ = load(recipe, [*words, "cluster.address=auto", "cluster.workers={count: 2, num_cpus: 0.5}"])
+    assert config.cluster.distributed
+    assert rank_group_options(config, workers=True) == RankGroupOptions(
+        address="auto",
+        count=3,
+        actor=ActorOptions(num_cpus=4, resources={"trainer": 1}),
+        gpus=True,
+        start_timeout=9,
+        workers="2 x (num_cpus=0.5, num_gpus=0)",
+    )
+    on_cpu, _ = load(recipe, [*words, "model.device=cpu"])
+    assert not rank_group_options(on_cpu, workers=False).gpus
+    chosen, _ = load(recipe, ["cluster.trainers=3", "cluster.ranks.num_gpus=1"])
+    options = rank_group_options(chosen, workers=False)
+    assert (options.actor.num_gpus, options.gpus, options.workers) == (1, False, "")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["cluster=none", "cluster.workers.count=2"], "cluster.workers.count has no effect with cluster.launcher=none"),
         (["cluster=local", "cluster.address=auto"], "cluster.address has no effect with cluster.launcher=local"),
-        (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=ray"),
+        (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=ray, where the process of the"),
+        (
+            ["cluster.ranks.num_gpus=1"],
+            "cluster.ranks.num_gpus has no effect with cluster.launcher=ray, where the process",
+        ),
+        (
+            ["cluster=local", "cluster.ranks.num_gpus=1"],
+            "cluster.ranks.num_gpus has no effect with cluster.launcher=local",
+        ),
+        (["cluster.trainers=2", "model.device=cpu", "cluster.ranks.num_gpus=1"], "has no effect with model.device=cpu"),
+        (["cluster.trainers=2", "model.device=cuda", "cluster.ranks.num_gpus=0"], "reserves no GPU"),
+        (
+            ["cluster.trainers=2", "cluster.ranks.runtime_env={working_dir: .}", "output=runs/a"],
+            "output=runs/a is relative to the working directory of the ranks, which is a copy",
+        ),
+        (["cluster.trainers=2", "train.optimizer.name=adafactor"], "cannot be used with several ranks"),
         (["cluster.fsdp.offload=cpu"], "cluster.fsdp.offload has no effect with cluster.launcher=ray"),
         (["rollout_server.url=http://x"], "rollout_server.url=http://x on a server: remove one of them"),
         (
@@ -118,6 +154,9 @@ def test_fine_tuning_has_no_conversations_to_run_on_ray(tmp_path: Path, model: P
     recipe = save_recipe(tmp_path, model, sft={"steps": 1}, environment={"use": SINGLE_TURN}, cluster="ray")
     with pytest.raises(ConfigError, match=r"cluster\.launcher=ray has no effect in fine-tuning"):
         refuse_sft_without_effect(load(recipe)[0])
+    with pytest.raises(ConfigError, match=r"cluster\.workers\.count has no effect in fine-tuning"):
+        refuse_sft_without_effect(load(recipe, ["cluster.trainers=2", "cluster.workers.count=2"])[0])
+    refuse_sft_without_effect(load(recipe, ["cluster.trainers=2"])[0])  # ranks on the Ray cluster
 
 
 def test_reward_functions_that_read_the_environment_are_refused(recipe: Path) -> None:

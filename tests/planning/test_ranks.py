@@ -113,6 +113,19 @@ def test_the_placement_names_rollout_workers(recipe: Path) -> None:
     assert lines["engine"] == "in each rollout worker, with a copy of the weights"
 
 
+def test_the_placement_names_ranks_and_rollout_workers_on_a_ray_cluster(recipe: Path) -> None:
+    words = ["cluster=ray", "cluster.trainers=4", "cluster.ranks={num_cpus: 8, resources: {trainer: 1}}"]
+    config, _ = load(recipe, [*words, "cluster.workers.count=3"])
+    assert number_of_ranks(config, None) == 4
+    lines = {line.name: line.value for line in placement_lines(config, device="cuda", ranks=4)}
+    assert lines["trainer"] == (
+        "4 ranks on the Ray cluster, on as few machines as possible, each with 8 CPUs, 1 GPUs, trainer=1"
+    )
+    assert lines["engine"] == "in each rollout worker, with a copy of the weights"
+    assert lines["environments and tools"].startswith("in 3 rollout workers on a Ray cluster")
+    assert "copy of the engine" not in parts(recipe, 4, *words)
+
+
 def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trainer(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.cluster import ClusterSection
 from turnwise.config.schema import Config, ServerEngineSection
 from turnwise.ray_workers.pool import PoolOptions
+from turnwise.ray_workers.rank_actor import RAY_ADDRESS
 from turnwise.ray_workers.ray_api import ActorOptions
 from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
 from turnwise.rollout_server.client import trainer_name
@@ -54,4 +56,6 @@ def ray_options(config: Config, renderer: Renderer) -> RayOptions:
     pool = PoolOptions(
         count=workers.count, actor=actor, start_timeout=workers.start_timeout, heartbeat=cluster.heartbeat
     )
-    return RayOptions(address=cluster.address, pool=pool, info=worker_info(config, renderer))
+    # a rank on the Ray cluster may be reached by another address than the command
+    address = os.environ.get(RAY_ADDRESS) or cluster.address
+    return RayOptions(address=address, pool=pool, info=worker_info(config, renderer))

@@ -1,38 +1,77 @@
-"""The ranks of a training with several processes: starts them on this machine, and runs those that follow rank 0.
+"""The ranks of a training with several processes: starts them on this machine or on a Ray cluster, and runs those that follow
+rank 0.
 
-Imports torch only in a rank.
+Imports torch only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
+from turnwise.commands.rank_processes import LocalRanks
 from turnwise.config.local_ranks import local_ranks
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
 
-__all__ = ["run_as_rank"]
+__all__ = ["RankProcesses", "run_as_rank"]
 
 _GRACE = 60.0
-"""Seconds that the other ranks have to end after a rank has ended."""
+"""Seconds that the other ranks have to end after a rank was lost: rank 0 may need them to notice it."""
+_SHORT_GRACE = 10.0
+"""The same after the end of rank 0."""
 _POLL = 0.2
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
-def run_as_rank(config: Config, console: Console) -> int | None:
+class RankProcesses(Protocol):
+    """The processes of all ranks, on this machine or on others. After `end`, they can be started again."""
+
+    def start(self, words: Sequence[str]) -> None:
+        """Start all ranks with the words of a command. `end` is called, too, if it raises. Raises TurnwiseError."""
+        ...
+
+    def poll(self, seconds: float) -> Sequence[int | None]:
+        """Wait for a change, at most `seconds`. Returns the exit status of each rank; None for a rank that runs."""
+        ...
+
+    def place(self, rank: int) -> str:
+        """Where a rank runs, for messages."""
+        ...
+
+    def reason(self, rank: int) -> str | None:
+        """Why a rank was lost; None if its process has ended by itself."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send rank 0 a signal."""
+        ...
+
+    def end(self) -> None:
+        """End all processes at once."""
+        ...
+
+    def close(self) -> None:
+        """Called after the last `end`."""
+        ...
+
+
+def run_as_rank(
+    config: Config, console: Console, check: Callable[[Config], None], *, conversations: bool
+) -> int | None:
     """What this process does if the recipe has several ranks. Returns its exit status, or None if the process runs the command
-    itself: in a run of one process, and on rank 0.
+    itself: in a run of one process, and on rank 0. `check` refuses a recipe before ranks are started.
+    `conversations`: the command runs conversations.
 
     Raises ConfigError if the ranks cannot be started.
     """
@@ -40,14 +79,29 @@ def run_as_rank(config: Config, console: Console) -> int | None:
     if not cluster.distributed:
         return None
     rank = os.environ.get("RANK")
-    if cluster.launcher == "local" and "TURNWISE_STORE_PORT" not in os.environ:
+    if cluster.launcher != "torchrun" and "TURNWISE_STORE_PORT" not in os.environ:
         if rank is not None:
             raise ConfigError(
-                "cluster.launcher=local starts the ranks itself, and this process was started by torchrun (RANK is set): set "
-                "cluster=torchrun, or start the command without torchrun"
+                f"cluster.launcher={cluster.launcher} starts the ranks itself, and this process was started by torchrun (RANK is "
+                f"set): set cluster=torchrun, or start the command without torchrun"
             )
-        return _Launcher(local_ranks(cluster), cluster.restarts, console).run()
+        check(config)
+        ranks, terminal = LocalRanks(local_ranks(cluster)), True
+        if cluster.launcher == "ray":
+            from turnwise.build.ray_ranks import ray_ranks
+
+            ranks, terminal = ray_ranks(config, workers=conversations), False
+        return _Launcher(ranks, cluster.restarts, console, shares_terminal=terminal).run()
+    if cluster.launcher == "ray":
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     return _follow(config) if rank not in (None, "0") else None
+
+
+def _end_with_parent() -> None:
+    """End this process, and those that it has started, after the process that has started it."""
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)  # the rank was started in a session of its own
 
 
 def _follow(config: Config) -> int:
@@ -61,33 +115,37 @@ def _follow(config: Config) -> int:
 
 
 class _Launcher:
-    """Starts all ranks with the words of this command, and waits for them. Starts them again after a rank was lost."""
+    """Starts all ranks with the words of this command, and waits for them. Starts them again after a rank was lost.
 
-    def __init__(self, ranks: int, restarts: int, console: Console) -> None:
+    `shares_terminal`: a terminal sends Ctrl-C to the ranks, too, and not only to this process.
+    """
+
+    def __init__(self, ranks: RankProcesses, restarts: int, console: Console, *, shares_terminal: bool) -> None:
         self._ranks = ranks
         self._restarts = restarts
         self._console = console
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._forwarded = _FORWARDED if shares_terminal else (*_FORWARDED, signal.SIGINT)
         self._stopped = False
+        self._signals: list[int] = []
+        """Signals for rank 0 that were not sent yet."""
 
     def run(self) -> int:
         """Run until rank 0 has ended. Returns its exit status."""
-        for number in _FORWARDED:
-            signal.signal(number, self._forward)
-        # Ctrl-C in a terminal goes to rank 0 as well, which decides
-        signal.signal(signal.SIGINT, lambda number, frame: setattr(self, "_stopped", True))
+        try:
+            return self._run()
+        finally:
+            self._ranks.close()
+
+    def _run(self) -> int:
         words, status = sys.argv[1:], 1
         for attempt in range(self._restarts + 1):
             status, lost = self._run_once(words)
             if lost is None or self._stopped:
                 return status
-            self._console.print(f"turnwise: {lost}", highlight=False, markup=False)
+            self._say(lost)
             if attempt < self._restarts:
                 left = self._restarts - attempt - 1
-                self._console.print(
-                    f"turnwise: starting all ranks again from the newest checkpoint (cluster.restarts; {left} left)",
-                    highlight=False,
-                )
+                self._say(f"starting all ranks again from the newest checkpoint (cluster.restarts; {left} left)")
                 words = [
                     *(word for word in sys.argv[1:] if not word.startswith(("resume=", "replace="))),
                     "resume=auto",
@@ -96,59 +154,50 @@ class _Launcher:
 
     def _run_once(self, words: Sequence[str]) -> tuple[int, str | None]:
         """Run all ranks to their end. Returns the exit status of rank 0, and a text about a rank that was lost."""
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            self._processes = [self._start(rank, words, listening) for rank in range(self._ranks)]
-        lost = None
-        while self._processes[0].poll() is None and lost is None:
-            time.sleep(_POLL)
-            # a rank that ends before rank 0 was lost, unless rank 0 has ended it
-            lost = next((rank for rank, process in enumerate(self._processes) if process.poll()), None)
-        if lost is None and self._processes[0].returncode < 0:
-            lost = 0
-        self._end()
-        status = self._processes[0].returncode
+        ranks = self._ranks
+        try:
+            ranks.start(words)  # a signal raises KeyboardInterrupt here
+            with self._handling_signals():
+                statuses, lost = ranks.poll(_POLL), None
+                while statuses[0] is None and lost is None:
+                    while self._signals:
+                        ranks.send_signal(self._signals.pop(0))
+                    statuses = ranks.poll(_POLL)
+                    # a rank that ends before rank 0 was lost, unless rank 0 has ended it
+                    lost = next((rank for rank, status in enumerate(statuses) if status), None)
+                if lost is None and (statuses[0] or 0) < 0:
+                    lost = 0
+                deadline = time.monotonic() + (_GRACE if statuses[0] is None else _SHORT_GRACE)
+                while None in statuses and time.monotonic() < deadline:
+                    statuses = ranks.poll(_POLL)
+        finally:
+            ranks.end()
+        status = -signal.SIGKILL if statuses[0] is None else statuses[0]  # `end` has killed it
         if lost is None or (lost == 0 and status > 0):  # rank 0 reports its own errors
             return status, None
-        of_lost = self._processes[lost]
-        return status, f"trainer rank {lost} (process {of_lost.pid}) {_ending(of_lost.returncode)}"
+        reason = ranks.reason(lost) or _ending(statuses[lost] or 0)
+        return status, f"trainer rank {lost} ({ranks.place(lost)}) {reason}"
 
-    def _start(self, rank: int, words: Sequence[str], listening: socket.socket) -> subprocess.Popen[bytes]:
-        threads = max((os.cpu_count() or 1) // self._ranks, 1)
-        environment = {
-            "OMP_NUM_THREADS": str(threads),  # unless the caller sets it
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(listening.getsockname()[1]),
-            "TURNWISE_STORE_PORT": str(listening.getsockname()[1]),
-        }
-        inherited: tuple[int, ...] = ()
-        if rank == 0:
-            environment["TURNWISE_STORE_FD"] = str(listening.fileno())
-            inherited = (listening.fileno(),)
-        return subprocess.Popen(
-            [sys.executable, "-m", "turnwise", *words],
-            env=environment,
-            pass_fds=inherited,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-        )
+    @contextlib.contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """A context in which rank 0 decides what signals do. A signal that this process ignores (`nohup`) stays ignored."""
+        former = {number: signal.getsignal(number) for number in (signal.SIGINT, *_FORWARDED)}
+        for number, handler in former.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._note_signal)
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
-    def _end(self) -> None:
-        """Wait for the end of all ranks; after a time, end them."""
-        deadline = time.monotonic() + _GRACE
-        for process in self._processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def _forward(self, number: int, frame: object) -> None:
+    def _note_signal(self, number: int, frame: object) -> None:
         self._stopped = True
-        if self._processes and self._processes[0].poll() is None:
-            self._processes[0].send_signal(number)
+        if number in self._forwarded:
+            self._signals.append(number)
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"turnwise: {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _ending(status: int) -> str:

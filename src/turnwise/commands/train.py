@@ -34,6 +34,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
+    from turnwise.config.train_checks import refuse_without_effect
 
     if options.config_path is not None or options.config_name is not None:
         config, notes = _from_verl(options)
@@ -43,7 +44,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     else:
         config, notes = load(options.recipe, options.overrides)
         resume = resume_command("train", options, config)
-    if (status := run_as_rank(config, context.console)) is not None:
+    if (status := run_as_rank(config, context.console, refuse_without_effect, conversations=True)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.terminal.train_report import TrainReport

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Section
 
-__all__ = ["ClusterSection", "FsdpSection", "WorkersSection"]
+__all__ = ["ClusterSection", "FsdpSection", "RanksSection", "WorkersSection"]
 
 
 class FsdpSection(Section):
@@ -57,6 +57,24 @@ class WorkersSection(Section):
     ready."""
 
 
+class RanksSection(Section):
+    """Training ranks on a Ray cluster (`cluster.launcher=ray` with `cluster.trainers`): what Ray reserves for each rank
+    (docs/cluster.md)."""
+
+    num_cpus: Annotated[float, Field(gt=0)] = 1.0
+    """The number of CPUs that Ray reserves for each rank, and the number of threads with which it computes."""
+    num_gpus: Annotated[int, Field(ge=0, le=1)] | None = None
+    """The number of GPUs that Ray reserves for each rank: 1, or 0 for training on the CPU. Null: 1 if the Ray cluster has GPUs
+    and `model.device` is not `cpu`, else 0."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Custom resources of Ray that each rank needs, such as `{trainer: 1}`."""
+    runtime_env: dict[str, Any] = {}
+    """The runtime environment of Ray for the ranks, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the ranks use the
+    directory in which the command was started, which must exist on their machines."""
+    start_timeout: Seconds = 600.0
+    """The longest time in seconds until the Ray cluster has the resources of all ranks, and their processes have started."""
+
+
 class ClusterSection(Section):
     """Several processes, on one or several machines (docs/cluster.md). Instead of `{launcher: name}` you can write only the name:
     `cluster: local`."""
@@ -64,14 +82,17 @@ class ClusterSection(Section):
     launcher: Literal["none", "local", "torchrun", "ray"] = "none"
     """What starts the processes. `none`: everything runs in one process. `local`: turnwise starts several training processes,
     which are called ranks, on this machine. `torchrun`: the command is started by torchrun, on one or several machines. `ray`:
-    conversations run in rollout workers on a Ray cluster, and training in the process of the command."""
+    conversations run in rollout workers on a Ray cluster. Training runs in the process of the command; with
+    `cluster.trainers`, in ranks on the Ray cluster."""
     address: NonEmpty | None = None
     """The address of the Ray cluster: `ray://HOST:10001` from a machine outside of the cluster, `HOST:6379` or `auto` on a
     machine of the cluster. `cluster=ray://HOST:10001` is short for `cluster.launcher=ray` with this address. Null: the
     environment variable RAY_ADDRESS, or the Ray cluster that runs on this machine, or a new one on this machine."""
     workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
-    """The number of ranks that `cluster.launcher=local` starts. Null: one for each GPU of the machine; 2 without GPUs."""
+    """The number of training ranks. Null: with `cluster.launcher=local`, one for each GPU of the machine, or 2 without GPUs;
+    with `ray`, the process of the command trains."""
+    ranks: RanksSection = RanksSection()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The library for the communication of the ranks. `auto`: nccl on GPUs, gloo on CPUs."""
     timeout: Seconds = 1800.0
@@ -81,8 +102,8 @@ class ClusterSection(Section):
     """The number of seconds after which a process that gives no sign of life is lost. A lost rank ends the run with an error. A
     lost rollout worker is started again, and its conversations run on another worker."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often `cluster.launcher=local` starts all ranks again after a rank was lost. The run then resumes from its newest
-    checkpoint. 0: never."""
+    """How often `cluster.launcher=local` and `ray` start all ranks again after a rank was lost. The run then resumes from its
+    newest checkpoint. 0: never."""
     fsdp: FsdpSection = FsdpSection()
 
     @model_validator(mode="before")
@@ -103,5 +124,5 @@ class ClusterSection(Section):
 
     @property
     def distributed(self) -> bool:
-        """Whether training runs in several processes."""
-        return self.launcher in ("local", "torchrun")
+        """Whether training runs in ranks."""
+        return self.launcher in ("local", "torchrun") or (self.launcher == "ray" and self.trainers is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.config.section import changed_options
@@ -17,7 +19,9 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
     cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
     of_ray = [name for name in changed_options(cluster) if name == "address"]
     of_ray += [f"workers.{name}" for name in changed_options(cluster.workers)]
-    changed = [name for name in changed_options(cluster) if name not in ("launcher", "fsdp", "address", "workers")]
+    of_ray += [f"ranks.{name}" for name in changed_options(cluster.ranks)]
+    sections = ("launcher", "fsdp", "address", "workers", "ranks")
+    changed = [name for name in changed_options(cluster) if name not in sections]
     changed += [f"fsdp.{name}" for name in changed_options(fsdp)]
     of_ranks = [name for name in changed if name != "heartbeat"]
     of_local = next((name for name in changed if name in ("trainers", "restarts")), None)
@@ -75,16 +79,31 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
 
 
 def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
-    """Problems of rollout workers on Ray. `of_ranks` are the changed options that only several ranks use."""
-    ray, workers = config.cluster.launcher == "ray", config.cluster.workers.count
+    """Problems of ranks and rollout workers on Ray. `of_ranks` are the changed options that only several ranks use."""
+    cluster, workers = config.cluster, config.cluster.workers.count
+    ray, ranks = cluster.launcher == "ray", cluster.launcher == "ray" and cluster.distributed
+    of_ranks = [*of_ranks, *(f"ranks.{name}" for name in changed_options(cluster.ranks))]
     engine = config.engine if isinstance(config.engine, ServerEngineSection) else None
     servers = [] if engine is None else engine.urls
     server = config.rollout_server.url
     return [
         (
-            ray and bool(of_ranks),
-            f"cluster.{next(iter(of_ranks), '')} has no effect with cluster.launcher=ray, where one process trains: "
-            f"remove it, or set cluster.launcher=local or torchrun",
+            ray and not ranks and bool(of_ranks),
+            f"cluster.{next(iter(of_ranks), '')} has no effect with cluster.launcher=ray, where the process of the command "
+            f"trains: remove it, or set cluster.trainers, the number of training ranks on the Ray cluster",
+        ),
+        (
+            ranks and cluster.ranks.num_gpus == 1 and config.model.device == "cpu",
+            "cluster.ranks.num_gpus=1 has no effect with model.device=cpu: remove one of them",
+        ),
+        (
+            ranks and cluster.ranks.num_gpus == 0 and config.model.device == "cuda",
+            "cluster.ranks.num_gpus=0 reserves no GPU, and model.device=cuda needs one for each rank: remove one of them",
+        ),
+        (
+            ranks and "working_dir" in cluster.ranks.runtime_env and not Path(config.output).expanduser().is_absolute(),
+            f"output={config.output} is relative to the working directory of the ranks, which is a copy that Ray removes "
+            f"(cluster.ranks.runtime_env.working_dir): give the path of a directory that the machines share",
         ),
         (
             ray and server is not None,

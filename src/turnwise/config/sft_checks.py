@@ -30,9 +30,14 @@ def refuse_sft_without_effect(config: Config) -> None:
         *run_problems(config),
         *cluster_problems(config, config.sft),
         (
-            config.cluster.launcher == "ray",
+            config.cluster.launcher == "ray" and not config.cluster.distributed,
             "cluster.launcher=ray has no effect in fine-tuning, where no conversations run: remove it, or set "
-            "cluster.launcher=local or torchrun to train with several ranks",
+            "cluster.trainers, the number of training ranks on the Ray cluster",
+        ),
+        (
+            bool(changed_options(config.cluster.workers)),
+            f"cluster.workers.{next(iter(changed_options(config.cluster.workers)), '')} has no effect in fine-tuning, where no "
+            f"conversations run: remove it",
         ),
         deterministic_device_problem(config),
         *_other_sections(config),

@@ -65,6 +65,8 @@ def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLi
         if several
         else f"1 process on {device}"
     )
+    if several and launcher == "ray":
+        trainer = f"{ranks} ranks on the Ray cluster, on as few machines as possible, each with {_rank_resources(config, device)}"
     lines = [PlanLine("trainer", trainer)]
     if several:
         lines.append(
@@ -102,6 +104,14 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
         where = f"on the rollout server {config.rollout_server.url}"
     lines.append(PlanLine("environments and tools", where))
     return lines
+
+
+def _rank_resources(config: Config, device: str) -> str:
+    """What Ray reserves for a rank."""
+    ranks = config.cluster.ranks
+    gpus = int(device == "cuda") if ranks.num_gpus is None else ranks.num_gpus
+    custom = "".join(f", {name}={amount:g}" for name, amount in ranks.resources.items())
+    return f"{ranks.num_cpus:g} CPUs, {gpus} GPUs{custom}"
 
 
 def _engine_text(config: Config) -> str:

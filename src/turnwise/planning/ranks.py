@@ -44,14 +44,14 @@ def number_of_ranks(config: Config, given: int | None) -> int:
     cluster = config.cluster
     if not cluster.distributed:
         known = 1
-    elif cluster.launcher == "local":
+    elif cluster.launcher in ("local", "ray"):
         known = local_ranks(cluster)
     else:
         return given or int(os.environ.get("WORLD_SIZE", "1"))
     if given is not None and given != known:
         raise ConfigError(
             f"--ranks {given}: the recipe has {known} ranks (cluster.launcher={cluster.launcher}). --ranks is for "
-            f"cluster=torchrun; set cluster.trainers for cluster=local"
+            f"cluster=torchrun; set cluster.trainers for cluster=local and ray"
         )
     return known
 

@@ -13,7 +13,7 @@ from turnwise.ray_workers.packed_weights import PackedWeights
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.types import Completion, Request, Sampling
 
-__all__ = ["MakeWorker", "WorkerActor"]
+__all__ = ["MakeWorker", "WorkerActor", "enter_directory"]
 
 MakeWorker = Callable[[], contextlib.AbstractAsyncContextManager[RolloutWorker]]
 """Makes the worker in its process. At the end of the context, its engine and environments are closed."""
@@ -34,13 +34,7 @@ class WorkerActor:
     async def start(self) -> WorkerInfo:
         """Build the worker. Raises TurnwiseError."""
         if self._directory is not None:
-            try:
-                os.chdir(self._directory)
-            except OSError as error:
-                raise ConfigError(
-                    f"the machine of a rollout worker has no directory {self._directory} ({error.strerror}), in which the "
-                    f"command was started: share it among the machines, or set cluster.workers.runtime_env.working_dir"
-                ) from None
+            enter_directory(self._directory, "a rollout worker", "cluster.workers.runtime_env.working_dir")
         ready = asyncio.create_task(self._ready.wait())
         self._life = asyncio.create_task(self._live())
         await asyncio.wait([ready, self._life], return_when=asyncio.FIRST_COMPLETED)
@@ -81,3 +75,15 @@ class WorkerActor:
         if self._worker is None:
             raise EngineError("the rollout worker was not started")
         return self._worker
+
+
+def enter_directory(directory: str, process: str, option: str) -> None:
+    """Make the directory of the command the present one of this process. Raises ConfigError if the machine does not have it;
+    `option` is that with which Ray copies it."""
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the machine of {process} has no directory {directory} ({error.strerror}), in which the command was started: "
+            f"share it among the machines, or set {option}"
+        ) from None

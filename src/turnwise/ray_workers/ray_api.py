@@ -8,12 +8,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
 from turnwise.ray_workers.actor import MakeWorker, WorkerActor
+from turnwise.ray_workers.rank_actor import RankActor
 
 __all__ = [
     "ActorOptions",
@@ -21,10 +22,17 @@ __all__ = [
     "answer",
     "connect",
     "create_actor",
+    "create_rank",
     "disconnect",
     "free_resources",
+    "has_gpus",
     "kill",
     "put",
+    "ready",
+    "release",
+    "reserve",
+    "reserved",
+    "result",
 ]
 
 _CONTROL_CALLS = 16
@@ -51,6 +59,10 @@ class ActorOptions:
         """The resources, for messages."""
         of_custom = "".join(f", {name}={amount:g}" for name, amount in self.resources.items())
         return f"num_cpus={self.num_cpus:g}, num_gpus={self.num_gpus:g}{of_custom}"
+
+    def with_gpus(self, count: int) -> ActorOptions:
+        """The same with another number of GPUs."""
+        return replace(self, num_gpus=count)
 
 
 def connect(address: str | None) -> bool:
@@ -118,6 +130,68 @@ def create_actor(make: MakeWorker, options: ActorOptions) -> Any:
     )
 
 
+def has_gpus() -> bool:
+    """Whether the cluster has a GPU."""
+    import ray
+
+    return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def reserve(ranks: Sequence[ActorOptions]) -> Any:
+    """Ask Ray for the resources of all ranks together, on as few machines as possible. Returns their placement group."""
+    from ray.util import placement_group
+
+    bundles = [
+        {name: float(amount) for name, amount in needed.items() if amount}
+        for needed in ({"CPU": rank.num_cpus, "GPU": rank.num_gpus, **rank.resources} for rank in ranks)
+    ]
+    return placement_group(bundles, strategy="PACK")
+
+
+def reserved(group: Any, seconds: float) -> bool:
+    """Wait, at most `seconds`, until the resources of a placement group are reserved."""
+    return group.wait(seconds)
+
+
+def release(group: Any) -> None:
+    """Give the resources of a placement group back. Ray ends the actors in it."""
+    from ray.exceptions import RayError
+    from ray.util import remove_placement_group
+
+    with contextlib.suppress(RayError, ConnectionError, ValueError):
+        remove_placement_group(group)
+
+
+def create_rank(rank: int, options: ActorOptions, group: Any) -> Any:
+    """The actor of a training rank, in its part of a placement group. Ray does not restart it."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return (
+        ray.remote(_RankActor)
+        .options(
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            resources=dict(options.resources),
+            runtime_env=dict(options.runtime_env),
+            max_concurrency=_CONTROL_CALLS,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        )
+        .remote(rank)
+    )
+
+
+class _RankActor(RankActor):
+    """A `RankActor` that knows its cluster and its machine."""
+
+    def __init__(self, rank: int) -> None:
+        import ray
+        from ray.util import get_node_ip_address
+
+        super().__init__(rank, ray.get_runtime_context().gcs_address, get_node_ip_address())
+
+
 def kill(actor: Any) -> None:
     """End the process of an actor at once."""
     import ray
@@ -147,20 +221,47 @@ async def answer(reference: Any) -> Any:
 
     Raises WorkerLost if the actor is gone, and EngineError or ConfigError if the actor raised an error.
     """
+    with _errors_of_actors():
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            _cancel(reference)
+            raise
+
+
+def ready(references: Sequence[Any], seconds: float, *, count: int = 1) -> list[Any]:
+    """The calls to actors that have ended, after waiting for `count` of them, at most `seconds`."""
+    import ray
+
+    if not references:
+        return []
+    found, _ = ray.wait(list(references), num_returns=min(count, len(references)), timeout=seconds)
+    more, _ = ray.wait(list(references), num_returns=len(references), timeout=0) if found else (found, [])
+    return more
+
+
+def result(reference: Any) -> Any:
+    """As `answer`, outside of an event loop."""
+    import ray
+
+    with _errors_of_actors():
+        return ray.get(reference)
+
+
+@contextlib.contextmanager
+def _errors_of_actors() -> Iterator[None]:
+    """A context that raises turnwise's errors instead of Ray's: see `answer`."""
     from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
     try:
-        return await reference
-    except asyncio.CancelledError:
-        _cancel(reference)
-        raise
+        yield
     except TaskCancelledError as error:
         raise WorkerLost("the call was cancelled") from error
     except RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, TurnwiseError):
             raise cause from None
-        raise EngineError(f"a rollout worker has raised {type(cause or error).__name__}: {cause or error}") from error
+        raise EngineError(f"an actor on Ray has raised {type(cause or error).__name__}: {cause or error}") from error
     except RayError as error:
         raise WorkerLost(_first_line(error)) from error
 

@@ -142,7 +142,13 @@ def _store(rank: int, size: int) -> Store:
     if listening is not None and rank == 0:
         port = _number("MASTER_PORT")
         return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            "127.0.0.1", port, size, True, _CONNECT, wait_for_workers=False, master_listen_fd=int(listening)
+            os.environ["MASTER_ADDR"],
+            port,
+            size,
+            True,
+            _CONNECT,
+            wait_for_workers=False,
+            master_listen_fd=int(listening),
         )
     store, _, _ = next(rendezvous("env://", timeout=_CONNECT))
     return store
