@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from turnwise.ray_workers.actor import enter_directory
 
-__all__ = ["RAY_ADDRESS", "RankActor", "RankCommand"]
+__all__ = ["RAY_ADDRESS", "RankActor", "RankStart"]
 
 RAY_ADDRESS = "TURNWISE_RAY_ADDRESS"
 """The environment variable of a rank with the address of its Ray cluster."""
@@ -29,7 +29,7 @@ _STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankCommand:
+class RankStart:
     """What the process of a rank runs."""
 
     words: Sequence[str]
@@ -61,7 +61,7 @@ class RankActor:
             self._store = socket.create_server((self._host, 0))
         return self._host, 0 if self._store is None else self._store.getsockname()[1]
 
-    def start(self, command: RankCommand) -> str:
+    def start(self, command: RankStart) -> str:
         """Start the process. Returns its place, for messages."""
         environment = {**os.environ, **command.environment, RAY_ADDRESS: self._address, "PYTHONUNBUFFERED": "1"}
         inherited: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class RankActor:
             [sys.executable, "-m", "turnwise", *command.words],
             env=environment,
             pass_fds=inherited,
-            stdin=subprocess.PIPE,  # its end tells the rank that this process has gone
+            stdin=subprocess.PIPE,  # closed when this process has gone
             stdout=its[0],
             stderr=its[1],
             start_new_session=True,

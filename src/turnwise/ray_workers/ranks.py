@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from turnwise.errors import ConfigError, EngineError
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.rank_actor import RankCommand
+from turnwise.ray_workers.rank_actor import RankStart
 from turnwise.ray_workers.ray_api import ActorOptions, WorkerLost
 
 __all__ = ["RankGroupOptions", "RayRanks"]
@@ -171,7 +171,7 @@ class RayRanks:
                 )
         return [ray_api.result(reference) for reference in references]
 
-    def _command(self, rank: int, words: Sequence[str], host: str, port: int) -> RankCommand:
+    def _command(self, rank: int, words: Sequence[str], host: str, port: int) -> RankStart:
         forwarded = {
             name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith("TURNWISE_")
         }
@@ -182,7 +182,7 @@ class RayRanks:
             "MASTER_ADDR": host,
             "TURNWISE_STORE_PORT": str(port),
         }
-        return RankCommand(words=list(words), environment=environment, terminals=_terminals() if rank == 0 else {})
+        return RankStart(words=list(words), environment=environment, terminals=_terminals() if rank == 0 else {})
 
     def _write_output(self, rank: _Rank) -> None:
         """Write the output that has arrived, and ask for the next."""
