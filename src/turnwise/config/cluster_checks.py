@@ -17,9 +17,7 @@ Problem = tuple[bool, str]
 def cluster_problems(config: Config, options: OptimizationSection) -> list[Problem]:
     """Problems of the section cluster, in training or fine-tuning. `options` are those of the optimizer."""
     cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
-    of_ray = [name for name in changed_options(cluster) if name == "address"]
-    of_ray += [f"workers.{name}" for name in changed_options(cluster.workers)]
-    of_ray += [f"ranks.{name}" for name in changed_options(cluster.ranks)]
+    of_ray = _options_of_ray(config)
     sections = ("launcher", "fsdp", "address", "workers", "ranks")
     changed = [name for name in changed_options(cluster) if name not in sections]
     changed += [f"fsdp.{name}" for name in changed_options(fsdp)]
@@ -75,6 +73,16 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
             f"model.device={config.model.device} cannot be used with several ranks, because each rank has a device of its own: "
             f"set auto, cuda or cpu",
         ),
+    ]
+
+
+def _options_of_ray(config: Config) -> list[str]:
+    """The changed options that only Ray uses."""
+    cluster = config.cluster
+    return [
+        *(name for name in changed_options(cluster) if name == "address"),
+        *(f"workers.{name}" for name in changed_options(cluster.workers)),
+        *(f"ranks.{name}" for name in changed_options(cluster.ranks)),
     ]
 
 
