@@ -26,10 +26,12 @@ def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 # one row; fewer rows than the small step; not a multiple of either step; a multiple; more dimensions
 @pytest.mark.parametrize("shape", [(1, 96), (5, 96), (170, 96), (256, 96), (700, 96), (2, 3, 50, 96)])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("large", [0, 10**9])  # from how many multiplications on the number of rows is not rounded
 def test_products_and_gradients_are_those_of_a_float64_layer(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool, large: int
 ) -> None:
     monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(fast_linear, "_LARGE_PRODUCT", large)
     layer = nn.Linear(96, 72, bias=bias)
     exact = copy.deepcopy(layer).double()
     values = torch.randn(shape, requires_grad=True)

@@ -1,7 +1,8 @@
 """Matrix products of linear layers in float32 with the library that is fastest on this CPU.
 
 torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is about
-twice as fast. oneDNN compiles a kernel for each shape (about a millisecond), so numbers of rows are rounded up to a multiple.
+twice as fast. oneDNN compiles a kernel for each shape (a few milliseconds), so numbers of rows are rounded up to a multiple
+where the products are small.
 Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
 """
 
@@ -27,6 +28,9 @@ _SMALLEST_SIDE = 64
 _FEW_ROWS, _SMALL_STEP, _LARGE_STEP = 256, 16, 64
 """Up to so many rows, their number is rounded up to a multiple of the small step; beyond, of the large step. A number below the
 small step stays."""
+_LARGE_PRODUCT = 100_000_000
+"""Multiplications from which on a kernel of its own costs less than rounding, which copies the values: the layers of a pass all
+use the same kernels."""
 
 
 @functools.cache
@@ -97,7 +101,7 @@ class _Linear(torch.autograd.Function):
             of_values = onednn_linear(gradient_MO, weight.t(), None).view(values.shape)
         if ctx.needs_input_grad[1]:
             # the rows are added up here; those beyond a multiple of the step are a small product of their own
-            even = len(values_MI) - len(values_MI) % _step(len(values_MI))
+            even = len(values_MI) - len(values_MI) % _step(len(values_MI), weight)
             of_weight = _onednn(gradient_MO[:even].t(), values_MI[:even].t(), None)
             if even < len(values_MI):
                 of_weight.addmm_(gradient_MO[even:].t(), values_MI[even:])
@@ -110,15 +114,16 @@ def onednn_linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """As `F.linear`, up to rounding, without gradients: with oneDNN, for a rounded number of rows."""
     outputs, inputs = weight.shape
     rows = values.numel() // inputs
-    missing = -rows % _step(rows)
+    missing = -rows % _step(rows, weight)
     if not missing:
         return _onednn(values, weight, bias)
     padded_MI = F.pad(values.reshape(rows, inputs), (0, 0, 0, missing))
     return _onednn(padded_MI, weight, bias)[:rows].view(*values.shape[:-1], outputs)
 
 
-def _step(rows: int) -> int:
-    if rows <= _SMALL_STEP:
+def _step(rows: int, weight: torch.Tensor) -> int:
+    """The multiple to which a number of rows is rounded."""
+    if rows <= _SMALL_STEP or (rows > _FEW_ROWS and rows * weight.numel() >= _LARGE_PRODUCT):
         return 1
     return _SMALL_STEP if rows <= _FEW_ROWS else _LARGE_STEP
 

@@ -1,5 +1,6 @@
 """Chooses the number of torch threads for a step: 1 is fastest beside busy processes, all threads are fastest on an idle machine.
 
+A small model starts with one thread, a large model with all: its first steps are long, and a run may have few of them.
 Knows only the clock. The previous number is restored after every step, so the trainer in the same process is not affected.
 """
 
@@ -9,16 +10,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["TorchThreads", "use_deterministic_algorithms"]
+__all__ = ["TorchThreads", "is_large", "use_deterministic_algorithms"]
+
+LARGE_MODEL = 20_000_000
+"""With more parameters, a single matrix product takes long enough for all threads."""
 
 TRIAL_STEPS = 3
 """Consecutive steps with the other number of threads, compared with as many steps before them."""
 FIRST_PAUSE, PAUSE, MAX_PAUSE = 2, 32, 2048
 """Steps between two trials: few before the first trial, then twice as many after each lost trial, because a lost trial costs
 time."""
+
+
+def is_large(model: Any) -> bool:
+    """Whether a transformers model is so large that all torch threads are faster than one on an idle machine."""
+    return model.num_parameters() > LARGE_MODEL
 
 
 def use_deterministic_algorithms() -> None:
@@ -31,7 +41,7 @@ def use_deterministic_algorithms() -> None:
 class _Trial:
     """For work of about the same size: the best number of threads so far, and the state of the current trial."""
 
-    best: int = 1
+    best: int
     steps: int = 0
     pause: int = FIRST_PAUSE
     fastest: float = float("inf")
@@ -41,18 +51,20 @@ class _Trial:
 
 
 class TorchThreads:
-    """Sets torch's number of threads for a step. `number` is fixed; 0 starts with 1 thread, and tries all threads regularly."""
+    """Sets torch's number of threads for a step. `number` is fixed; 0 starts with 1 thread, or with all if the model is `large`,
+    and tries the other number regularly."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, large: bool) -> None:
         self._max_threads = torch.get_num_threads()
         self._number = number
+        self._first = self._max_threads if large else 1
         self._trials: dict[tuple[str, int], _Trial] = {}
 
     @contextmanager
     def during(self, work: str, size: int) -> Iterator[None]:
         """A step of the kind `work` over `size` rows or tokens. Only steps of about the same size are compared."""
         before = torch.get_num_threads()
-        trial = self._trials.setdefault((work, size.bit_length()), _Trial())
+        trial = self._trials.setdefault((work, size.bit_length()), _Trial(self._first))
         in_trial = not self._number and self._max_threads > 1 and trial.steps >= trial.pause
         torch.set_num_threads(self._number or (self._other(trial) if in_trial else trial.best))
         start = time.perf_counter()

@@ -6,12 +6,13 @@ Knows an optimizer's parameters, and nothing of models or losses.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
+from turnwise.models.allocator import freed_blocks_kept, returns_freed_blocks
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.optimizer import Optimizer
@@ -58,13 +59,32 @@ class Gradients:
         self._optimizer.zero_grad()
         metrics: list[S] = []
         # when the generator is closed early, it computes no further micro-batch
-        with contextlib.closing(self._results(micro_batches, loss)) as results:
+        with self._memory(), contextlib.closing(self._results(micro_batches, loss)) as results:
             for metrics_of_one, gradients in stop.until_set(results):
                 if gradients is not None:
                     self._optimizer.add_gradients(gradients)
                 metrics.append(metrics_of_one)
                 on_micro_batch()
         return metrics
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[None]:
+        """If freed memory is returned to the system: inside, it is kept, and gradients are allocated before the passes."""
+        if not returns_freed_blocks():
+            yield
+            return
+        parameters, changed = self._optimizer.parameters, set[torch.Tensor]()
+        hooks = [parameter.register_post_accumulate_grad_hook(changed.add) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        try:
+            with freed_blocks_kept():
+                yield
+        finally:
+            for hook, parameter in zip(hooks, parameters, strict=True):
+                hook.remove()
+                if parameter not in changed:  # the loss does not depend on it, so the optimizer leaves it as it is
+                    parameter.grad = None
 
     def _results(
         self, micro_batches: Sequence[MicroBatch[Any]], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
-from turnwise.models.torch_threads import TorchThreads
+from turnwise.models.torch_threads import TorchThreads, is_large
 from turnwise.training.background import StopFlag
 from turnwise.training.critic_update import CriticSums, PassCritic, critic_loss
 from turnwise.training.forward import shares_prefixes
@@ -59,7 +59,7 @@ class LocalCritic(PassCritic):
         if folder is not None:
             load_head(self._head, Path(folder))
         self._forward = ValueForward(model, self._head, autocast=autocast)
-        self._threads = TorchThreads(threads)
+        self._threads = TorchThreads(threads, large=is_large(model))
         self._optimizer = Optimizer(
             list(trained_parameters(model, self._head).values()), optimizer or OptimizerConfig()
         )

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
+from turnwise.models.allocator import return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.published_weights import published_weights, token_logprobs
-from turnwise.models.torch_threads import TorchThreads
+from turnwise.models.torch_threads import TorchThreads, is_large
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.gradients import Gradients
@@ -68,7 +68,7 @@ class LocalLearner(PassLearner):
         )
         self._model = model
         self.loss = loss or make_loss(PpoClip())
-        self._threads = TorchThreads(threads)
+        self._threads = TorchThreads(threads, large=is_large(model))
         self._forward = Forward(model, sampling, autocast=autocast)
         self._reference = None
         if self.loss.needs_reference or reference is not None:
@@ -77,7 +77,7 @@ class LocalLearner(PassLearner):
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if model.device.type == "cpu" and model.num_parameters() > LARGE_MODEL:
+        if model.device.type == "cpu" and is_large(model):
             return_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)

@@ -25,7 +25,7 @@ from turnwise.engines.remote.weight_shapes import refuse_weights
 from turnwise.errors import EngineError
 from turnwise.models.lora import has_adapter
 from turnwise.models.published_weights import published_weights
-from turnwise.models.torch_threads import TorchThreads
+from turnwise.models.torch_threads import TorchThreads, is_large
 from turnwise.types import Completion, Request
 
 __all__ = ["LocalEngine"]
@@ -75,7 +75,7 @@ class LocalEngine:
             forward,
             PrefixCache(kv, num_slots=slots, context=context),
             RunningBatch(slots, decode, parameter.device),
-            threads=TorchThreads(threads),
+            threads=TorchThreads(threads, large=is_large(model)),
             version=version,
         )
         self._limits = RequestLimits(
