@@ -7,7 +7,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.models import allocator
+from turnwise.models.allocator import freed_blocks_kept
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
@@ -15,10 +15,10 @@ from turnwise.training.local_learner import LocalLearner
 from turnwise.types import Sampling
 
 
-def learner_with_unused_parameter() -> LocalLearner:
+def learner_with_unused_parameter(threads: int) -> LocalLearner:
     model = tiny_model()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
-    return LocalLearner(model, sampling=Sampling(), threads=1)
+    return LocalLearner(model, sampling=Sampling(), threads=threads)
 
 
 def gradients(learner: LocalLearner) -> dict[str, torch.Tensor | None]:
@@ -26,10 +26,14 @@ def gradients(learner: LocalLearner) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in learner.model.named_parameters()}
 
 
-def test_gradients_are_the_same_while_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = gradients(learner_with_unused_parameter())
-    learner = learner_with_unused_parameter()
-    monkeypatch.setattr(allocator, "_returns", True)
+# threads=0: several micro-batches in parallel, whose gradients are not accumulated by the backward pass
+@pytest.mark.parametrize("threads", [1, 0])
+def test_gradients_are_the_same_while_freed_memory_is_kept(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    expected = gradients(learner_with_unused_parameter(threads))
+    learner = learner_with_unused_parameter(threads)
+    assert learner._gradients.parallel == (1 if threads else 2)
+    learner._gradients._around = freed_blocks_kept
     for _ in range(2):  # the second time, the gradients of the first exist
         actual = gradients(learner)
         assert actual["unused"] is None  # a zero gradient would let AdamW decay it

@@ -50,7 +50,7 @@ async def conversation_host(
     async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
         model = engine_model(config, adapter=True)
         if config.deterministic:
-            from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
+            from turnwise.models.deterministic import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
         engine = sampling_engine(config, renderer, model, updated=True, owner=owner)

@@ -210,7 +210,7 @@ def _learner(
                 deterministic=config.deterministic,
             ),
         )
-    from turnwise.models.torch_threads import use_deterministic_algorithms  # torch
+    from turnwise.models.deterministic import use_deterministic_algorithms  # torch
     from turnwise.training.local_learner import LocalLearner
     from turnwise.training.loss import make_loss
 

@@ -1,8 +1,7 @@
 """Matrix products of linear layers in float32 with the library that is fastest on this CPU.
 
 torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is about
-twice as fast. oneDNN compiles a kernel for each shape (a few milliseconds), so numbers of rows are rounded up to a multiple
-where the products are small.
+twice as fast. oneDNN compiles a kernel for each shape (milliseconds), so small numbers of rows are rounded up.
 Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
 """
 
@@ -29,8 +28,7 @@ _FEW_ROWS, _SMALL_STEP, _LARGE_STEP = 256, 16, 64
 """Up to so many rows, their number is rounded up to a multiple of the small step; beyond, of the large step. A number below the
 small step stays."""
 _LARGE_PRODUCT = 100_000_000
-"""Multiplications from which on a kernel of its own costs less than rounding, which copies the values: the layers of a pass all
-use the same kernels."""
+"""Multiplications from which on a new kernel, which all layers use, costs less than rounding, which copies the values."""
 
 
 @functools.cache

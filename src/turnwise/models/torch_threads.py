@@ -10,31 +10,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-__all__ = ["TorchThreads", "is_large", "use_deterministic_algorithms"]
-
-LARGE_MODEL = 20_000_000
-"""With more parameters, a single matrix product takes long enough for all threads."""
+__all__ = ["TorchThreads"]
 
 TRIAL_STEPS = 3
 """Consecutive steps with the other number of threads, compared with as many steps before them."""
 FIRST_PAUSE, PAUSE, MAX_PAUSE = 2, 32, 2048
 """Steps between two trials: few before the first trial, then twice as many after each lost trial, because a lost trial costs
 time."""
-
-
-def is_large(model: Any) -> bool:
-    """Whether a transformers model is so large that all torch threads are faster than one on an idle machine."""
-    return model.num_parameters() > LARGE_MODEL
-
-
-def use_deterministic_algorithms() -> None:
-    """Make torch deterministic in this process: deterministic algorithms, and one thread."""
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
 
 
 @dataclass(slots=True)

@@ -6,13 +6,13 @@ Knows an optimizer's parameters, and nothing of models or losses.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
-from turnwise.models.allocator import freed_blocks_kept, returns_freed_blocks
+from turnwise.models.allocator import LARGE_MODEL, freed_blocks_kept
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.optimizer import Optimizer
@@ -20,29 +20,22 @@ from turnwise.training.packing import Columns, MicroBatch
 
 __all__ = ["Gradients"]
 
-_SMALL = 20_000_000
-"""Models with fewer parameters compute several micro-batches in parallel on a CPU."""
-
 S = TypeVar("S")
 
 
 class Gradients:
     """Computes the gradients of micro-batches, and adds them up in the `grad` of the optimizer's parameters.
 
-    `parallel` allows several micro-batches at a time, where that is faster.
+    `parallel` allows several micro-batches at a time, where that is faster. `large`: the model is large and on a CPU.
     """
 
-    def __init__(self, optimizer: Optimizer, threads: TorchThreads, *, parallel: bool) -> None:
-        self._optimizer = optimizer
-        self._threads = threads
+    def __init__(self, optimizer: Optimizer, threads: TorchThreads, *, parallel: bool, large: bool) -> None:
+        self._optimizer, self._threads = optimizer, threads
+        self._around = freed_blocks_kept if large else contextlib.nullcontext
         self.parallel = _parallel(optimizer.parameters) if parallel else 1
         """How many micro-batches are computed at the same time."""
-        # with one torch thread each
-        self._workers = (
-            ThreadPoolExecutor(self.parallel, "learn", initializer=torch.set_num_threads, initargs=(1,))
-            if self.parallel > 1
-            else None
-        )
+        workers = ThreadPoolExecutor(self.parallel, "learn", initializer=_use_one_thread)
+        self._workers = workers if self.parallel > 1 else None
 
     def of_batch(
         self,
@@ -59,32 +52,15 @@ class Gradients:
         self._optimizer.zero_grad()
         metrics: list[S] = []
         # when the generator is closed early, it computes no further micro-batch
-        with self._memory(), contextlib.closing(self._results(micro_batches, loss)) as results:
+        # gradients of micro-batches that are computed in parallel are added up here, not by the backward pass
+        accumulated = self._optimizer.parameters if self._workers is None else ()
+        with self._around(accumulated), contextlib.closing(self._results(micro_batches, loss)) as results:
             for metrics_of_one, gradients in stop.until_set(results):
                 if gradients is not None:
                     self._optimizer.add_gradients(gradients)
                 metrics.append(metrics_of_one)
                 on_micro_batch()
         return metrics
-
-    @contextlib.contextmanager
-    def _memory(self) -> Iterator[None]:
-        """If freed memory is returned to the system: inside, it is kept, and gradients are allocated before the passes."""
-        if not returns_freed_blocks():
-            yield
-            return
-        parameters, changed = self._optimizer.parameters, set[torch.Tensor]()
-        hooks = [parameter.register_post_accumulate_grad_hook(changed.add) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            with freed_blocks_kept():
-                yield
-        finally:
-            for hook, parameter in zip(hooks, parameters, strict=True):
-                hook.remove()
-                if parameter not in changed:  # the loss does not depend on it, so the optimizer leaves it as it is
-                    parameter.grad = None
 
     def _results(
         self, micro_batches: Sequence[MicroBatch[Any]], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]]
@@ -121,6 +97,11 @@ _OfParameters = Sequence[torch.Tensor | None]
 """A gradient for each parameter; None where the loss does not depend on it."""
 
 
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # torch sets up the thread here; if it did so later, it would replace the number
+    torch.set_num_threads(1)
+
+
 def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
     """How many micro-batches are computed at the same time: one for each core, where this is the fastest use of the cores.
 
@@ -128,4 +109,4 @@ def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
     its own copy of the gradients, so large models and models on other devices compute one micro-batch at a time.
     """
     cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
-    return 1 if size > _SMALL or parameters[0].device.type != "cpu" else min(cores, 8)
+    return 1 if size > LARGE_MODEL or parameters[0].device.type != "cpu" else min(cores, 8)

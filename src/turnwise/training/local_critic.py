@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from turnwise.models.allocator import is_large
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
-from turnwise.models.torch_threads import TorchThreads, is_large
+from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.critic_update import CriticSums, PassCritic, critic_loss
 from turnwise.training.forward import shares_prefixes
@@ -63,7 +64,7 @@ class LocalCritic(PassCritic):
         self._optimizer = Optimizer(
             list(trained_parameters(model, self._head).values()), optimizer or OptimizerConfig()
         )
-        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)
+        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=is_large(model))
         self._requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(model.device),

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from turnwise.models.allocator import return_freed_blocks
+from turnwise.models.allocator import is_large, return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.published_weights import published_weights, token_logprobs
-from turnwise.models.torch_threads import TorchThreads, is_large
+from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.gradients import Gradients
@@ -77,10 +77,10 @@ class LocalLearner(PassLearner):
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if model.device.type == "cpu" and is_large(model):
+        if large := is_large(model):
             return_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
-        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0)
+        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,

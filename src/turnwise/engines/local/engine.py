@@ -23,9 +23,10 @@ from turnwise.engines.local.scheduler import Stats
 from turnwise.engines.local.vision import VisionForward, VisionPrompt
 from turnwise.engines.remote.weight_shapes import refuse_weights
 from turnwise.errors import EngineError
+from turnwise.models.allocator import is_large
 from turnwise.models.lora import has_adapter
 from turnwise.models.published_weights import published_weights
-from turnwise.models.torch_threads import TorchThreads, is_large
+from turnwise.models.torch_threads import TorchThreads
 from turnwise.types import Completion, Request
 
 __all__ = ["LocalEngine"]

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from turnwise.models.allocator import return_freed_blocks
+from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model, use_complete_attention
 from turnwise.models.lora import without_adapter
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
-from turnwise.models.torch_threads import is_large
 from turnwise.training.model_fingerprint import of_model, of_tensors
 from turnwise.training.sharded.options import ShardingOptions
 from turnwise.training.sharded.sharded_model import ShardedModel
@@ -54,7 +53,7 @@ def load_sharded(
     options = replace(options, device="cpu")
     fingerprint = fingerprint and options.lora is not None
     staged = open_staged(options)
-    if staged is None or is_large(staged.model):
+    if staged is None or staged.model.num_parameters() > LARGE_MODEL:
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
         try:

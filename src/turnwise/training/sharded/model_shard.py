@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from turnwise.models.deterministic import use_deterministic_algorithms
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.published_weights import token_logprobs
-from turnwise.models.torch_threads import use_deterministic_algorithms
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
