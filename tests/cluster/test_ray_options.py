@@ -63,13 +63,16 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
 
 
 def test_options_of_the_recipe_reach_the_ranks_on_ray(recipe: Path) -> None:
-    words = ["cluster.trainers=3", "cluster.ranks={num_cpus: 4, resources: {trainer: 1}, start_timeout: 9}"]
+    words = [
+        "cluster.trainers=3",
+        "cluster.ranks={num_cpus: 4, resources: {trainer: 1}, runtime_env: {env_vars: {A: b}}, start_timeout: 9}",
+    ]
     config, _ = load(recipe, [*words, "cluster.address=auto", "cluster.workers={count: 2, num_cpus: 0.5}"])
     assert config.cluster.distributed
     assert rank_group_options(config, workers=True) == RankGroupOptions(
         address="auto",
         count=3,
-        actor=ActorOptions(num_cpus=4, resources={"trainer": 1}),
+        actor=ActorOptions(num_cpus=4, resources={"trainer": 1}, runtime_env={"env_vars": {"A": "b"}}),
         gpus=True,
         start_timeout=9,
         workers="2 x (num_cpus=0.5, num_gpus=0)",

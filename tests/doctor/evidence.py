@@ -75,6 +75,10 @@ TESTED: Mapping[str, str] = {
         f"cluster.{name}": "cluster/test_ray_options.py::test_options_of_the_recipe_reach_the_workers"
         for name in ("address", *(f"workers.{name}" for name in _WORKERS))
     },
+    **{
+        f"cluster.ranks.{name}": "cluster/test_ray_options.py::test_options_of_the_recipe_reach_the_ranks_on_ray"
+        for name in ("num_cpus", "num_gpus", "resources", "runtime_env", "start_timeout")
+    },
     "cluster.heartbeat": f"{_RANKS}a_rank_that_hangs_ends_the_run_in_time",
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),

@@ -134,7 +134,7 @@ def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as
     publisher: Any = build.publisher(config, engine, object())  # pyright: ignore[reportArgumentType]
     assert [update for update in range(10) if publisher._probe.due(update)] == [0, 1, 2, 4, 8]
     assert publisher._probe.tolerance == 1e-4
-    assert publisher._sleep
+    assert publisher._sleeper is engine
 
 
 def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
