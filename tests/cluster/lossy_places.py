@@ -76,12 +76,16 @@ async def kills_one_of_its_servers_once(row: Row, folder: str) -> AsyncGenerator
         words = (Path("/proc") / str(group) / "cmdline").read_text(encoding="utf-8").replace("=", "\0").split("\0")
         port = int(words[words.index("--port") + 1])
         os.killpg(group, signal.SIGKILL)
+        while _answers(port):  # a killed process still has its memory to give back
+            await asyncio.sleep(0.01)
     turn = yield user_message("And?")
-    if port is None:
-        yield Reply(reward=len(turn.text), done=True)
-        return
+    info = {} if port is None else {"answers": _answers(port)}
+    yield Reply(reward=len(turn.text), done=True, info=info)
+
+
+def _answers(port: int) -> bool:
     with socket.socket() as client:
-        yield Reply(reward=len(turn.text), done=True, info={"answers": client.connect_ex(("127.0.0.1", port)) == 0})
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _started_servers() -> list[int]:
@@ -107,6 +111,17 @@ async def slow(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
     await asyncio.sleep(0.3)
     turn = yield user_message("And?")
     await asyncio.sleep(0.3)
+    yield Reply(reward=len(turn.text), done=True)
+
+
+@environment
+async def waits_for_a_loss(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Leaves the number of its process in a file, and takes its second turn when there is a file `lost`."""
+    (Path(folder) / f"{os.getpid()}").touch()
+    turn = yield Opening(messages=row.messages)
+    while not (Path(folder) / "lost").exists():
+        await asyncio.sleep(0.05)
+    turn = yield user_message("And?")
     yield Reply(reward=len(turn.text), done=True)
 
 

@@ -107,10 +107,11 @@ def test_a_lost_node_ends_neither_the_run_nor_its_conversations(recipe: Path, tm
         while len([file for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
             time.sleep(0.1)
         started.remove_node(nodes[0], allow_graceful=False)
+        (tmp_path / "lost").touch()
 
     thread = threading.Thread(target=lose_a_node)
     thread.start()
-    doomed = [*overrides(started, "slow", folder=str(tmp_path)), "cluster.workers.resources={doomed: 3}"]
+    doomed = [*overrides(started, "waits_for_a_loss", folder=str(tmp_path)), "cluster.workers.resources={doomed: 3}"]
     trajectories, metrics = trained(recipe, tmp_path / "run", *doomed)
     thread.join()
     started.remove_node(nodes[1])
