@@ -162,20 +162,22 @@ def test_a_broadcast_in_the_middle_of_a_turn(served: Served) -> None:
     version = served.engine.version
     request = Request(conversation="long", token_ids=[5, 6, 7], sampling=Sampling(max_tokens=900))
 
-    async def play() -> Completion:
+    async def play(delay: float) -> Completion:
         running = asyncio.ensure_future(served.engine.generate(request))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(delay)
         change(served.model, 7)
         await served.engine.load_weights(version + 1, published_weights(served.model))
         return await running
 
-    for _ in range(5):  # on a fast machine, the turn may have ended before the update
-        versions = list(served.runner.run(play()).versions)
+    delay = 0.5
+    for _ in range(8):  # the update may come before the first token, or after the last
+        versions = list(served.runner.run(play(delay)).versions)
         switch = versions.index(version + 1) if version + 1 in versions else len(versions)
         assert versions == [version] * switch + [version + 1] * (900 - switch)
         version += 1
         if 0 < switch < 900:
             return
+        delay *= 2 if switch == 0 else 0.5
     raise AssertionError("no update came in the middle of the turn")
 
 
