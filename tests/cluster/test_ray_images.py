@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from PIL import Image
 
 from cluster.ray_clusters import cluster
 from cluster.test_ray_training import on_ray, tokens, trained
-from support.recipes import save_recipe
-from support.vision import image_part, picture, save_vision_model
+from support.image_recipe import save_image_recipe
+from support.vision import image_part, picture
 from turnwise.data.images import load_image
 from turnwise.ray_workers.sent_images import ImageFile, pickled, unpickled, with_files
 from turnwise.types import Row, Trajectory
-
-ENVIRONMENT = f"{Path(__file__).resolve().parents[1] / 'support' / 'vision.py'}:shows_another"
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +26,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    for n in range(4):
-        picture(16, 24, seed=100 + n).save(folder / f"{n}.png")
-    rows = [{"id": str(n), "prompt": "<image>What is it?", "images": [f"{n}.png"]} for n in range(4)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return save_recipe(
-        folder,
-        save_vision_model(folder / "model"),
-        data={"train": str(folder / "train.jsonl")},
-        environment=ENVIRONMENT,
-        limits={"turns": 2, "tokens_per_turn": 6},
-        train={"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
-        checkpoint={"every": 100},
-    )
+    return save_image_recipe(tmp_path_factory.mktemp("vision"))
 
 
 def media(trajectories: list[dict[str, Any]]) -> dict[str, Any]:

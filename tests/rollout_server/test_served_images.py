@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from support.recipes import save_recipe
+from support.image_recipe import save_image_recipe
 from support.rollout_servers import TOKEN, Running, client_of, running
 from support.swift_client import Swift, swift
 from support.training import train_run
-from support.vision import image_part, picture, save_vision_model, text_part
+from support.vision import image_part, picture, text_part
 from turnwise import build
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
@@ -31,25 +31,10 @@ from turnwise.rollout.rollout import new_group
 from turnwise.train import assemble
 from turnwise.types import Row, Sampling
 
-ENVIRONMENT = f"{Path(__file__).resolve().parents[1] / 'support' / 'vision.py'}:shows_another"
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vision")
-    for n in range(4):
-        picture(16, 24, seed=100 + n).save(folder / f"{n}.png")
-    rows = [{"id": str(n), "prompt": "<image>What is it?", "images": [f"{n}.png"]} for n in range(4)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return save_recipe(
-        folder,
-        save_vision_model(folder / "model"),
-        data={"train": str(folder / "train.jsonl")},
-        environment=ENVIRONMENT,
-        limits={"turns": 2, "tokens_per_turn": 6},
-        train={"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
-        checkpoint={"every": 100},
-    )
+    return save_image_recipe(tmp_path_factory.mktemp("vision"))
 
 
 @pytest.fixture(autouse=True)

@@ -118,16 +118,23 @@ def create_actor(make: MakeWorker, options: ActorOptions) -> Any:
     return (
         ray.remote(WorkerActor)
         .options(
-            num_cpus=options.num_cpus,
-            num_gpus=options.num_gpus,
-            resources=dict(options.resources),
-            runtime_env=dict(options.runtime_env),
+            **_reserving(options),
             max_concurrency=options.max_concurrent + _CONTROL_CALLS,
-            max_restarts=0,
             scheduling_strategy="SPREAD",
         )
         .remote(make, directory)
     )
+
+
+def _reserving(options: ActorOptions) -> dict[str, Any]:
+    """Ray's options of an actor that it does not restart."""
+    return {
+        "num_cpus": options.num_cpus,
+        "num_gpus": options.num_gpus,
+        "resources": dict(options.resources),
+        "runtime_env": dict(options.runtime_env),
+        "max_restarts": 0,
+    }
 
 
 def has_gpus() -> bool:
@@ -170,12 +177,8 @@ def create_rank(rank: int, options: ActorOptions, group: Any) -> Any:
     return (
         ray.remote(_RankActor)
         .options(
-            num_cpus=options.num_cpus,
-            num_gpus=options.num_gpus,
-            resources=dict(options.resources),
-            runtime_env=dict(options.runtime_env),
+            **_reserving(options),
             max_concurrency=_CONTROL_CALLS,
-            max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         )
         .remote(rank)

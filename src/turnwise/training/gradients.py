@@ -34,8 +34,9 @@ class Gradients:
         self._around = freed_blocks_kept if large else contextlib.nullcontext
         self.parallel = _parallel(optimizer.parameters) if parallel else 1
         """How many micro-batches are computed at the same time."""
-        workers = ThreadPoolExecutor(self.parallel, "learn", initializer=_use_one_thread)
-        self._workers = workers if self.parallel > 1 else None
+        self._workers = None
+        if self.parallel > 1:
+            self._workers = ThreadPoolExecutor(self.parallel, "learn", initializer=_use_one_thread)
 
     def of_batch(
         self,
@@ -51,9 +52,9 @@ class Gradients:
         """
         self._optimizer.zero_grad()
         metrics: list[S] = []
-        # when the generator is closed early, it computes no further micro-batch
         # gradients of micro-batches that are computed in parallel are added up here, not by the backward pass
         accumulated = self._optimizer.parameters if self._workers is None else ()
+        # when the generator is closed early, it computes no further micro-batch
         with self._around(accumulated), contextlib.closing(self._results(micro_batches, loss)) as results:
             for metrics_of_one, gradients in stop.until_set(results):
                 if gradients is not None:
