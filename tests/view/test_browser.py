@@ -130,6 +130,23 @@ def test_filter_sort_open_by_keyboard(page: Any, address: str) -> None:
     page.wait_for_selector(".head")
 
 
+KEYS_WITHOUT_A_FRAME = """async (keys) => {
+  for (const key of keys) {
+    window.document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    for (let wait = 0; wait < 10; wait++) await null; // the page is rendered, and nothing is drawn
+  }
+}"""
+
+
+def test_keys_that_follow_each_other_within_a_frame(page: Any, address: str) -> None:
+    """Each page answers from its first rendering on: two pages are left before the browser has drawn one."""
+    open_view(page, address, "#/group?number=2")
+    page.wait_for_selector(".pane")
+    page.evaluate(KEYS_WITHOUT_A_FRAME, ["Escape", "Escape"])
+    page.wait_for_selector("text=24 of 24", timeout=20_000)
+    assert page.url.split("#/")[1].startswith("conversations")
+
+
 def test_tokens_say_what_they_are(page: Any, address: str) -> None:
     open_view(page, address, "#/conversation?number=0&show=tokens&color=logprob")
     page.wait_for_selector(".token")
@@ -192,6 +209,7 @@ def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
     for key, view in (("1", "curves"), ("2", "conversations"), ("4", "compare"), ("5", "evaluations")):
         page.keyboard.press(key)
         page.wait_for_selector(f"nav a[aria-current=page][href='#/{view}']")
+    page.wait_for_selector("main .scroll")
     for _ in range(40):  # the focus reaches the content of each view
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.closest('main .scroll') !== null"):

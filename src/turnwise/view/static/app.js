@@ -1,5 +1,5 @@
 // The page: which view is shown, which runs it shows, and what all views have in common. The address holds the state.
-import { Choice, html, Problem, render, useEffect, useKeys, useRef, useState } from "./ui.js";
+import { Choice, html, Problem, render, useEffect, useKeys, useLayoutEffect, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
 import { Curves } from "./curves.js";
 import { Conversations } from "./conversations.js";
@@ -22,7 +22,7 @@ function useAddress() {
     return { view: view || "curves", ...Object.fromEntries(new URLSearchParams(query || "")) };
   };
   const [address, setAddress] = useState(read);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the first frame: a change of the address is not missed
     const listen = () => setAddress(read());
     window.addEventListener("hashchange", listen);
     return () => window.removeEventListener("hashchange", listen);

@@ -68,11 +68,12 @@ export function useLoaded(load, key) {
   return state[2] === key ? state : [null, null, key];
 }
 
-/** Calls `handler(event)` for keys that are not typed into a field. The handler is always that of the last rendering. */
+/** Calls `handler(event)` for keys that are not typed into a field. The handler is always that of the last rendering.
+ *  It listens as soon as it is rendered: an effect would begin after the next frame, and a key that is pressed before would be lost. */
 export function useKeys(handler) {
   const latest = useRef(handler);
   useLayoutEffect(() => { latest.current = handler; });
-  useEffect(() => {
+  useLayoutEffect(() => {
     const listen = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.target.closest("input, select, textarea") && event.key !== "Escape") return;
