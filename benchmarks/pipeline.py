@@ -87,6 +87,7 @@ def train_here(mode: str, options: argparse.Namespace, folder: Path) -> None:
 
     staleness = MODES[mode]
     overrides = [
+        "environment.use=turnwise.environments.environment:SingleTurn",
         f"tools=[{HERE}:calculator]",
         f"output={folder / 'run'}",
         "train.lr=1.0e-9",

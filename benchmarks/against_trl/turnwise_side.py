@@ -69,7 +69,7 @@ class Clock:
 
 PRECISION = {"float32": (), "bfloat16": ("model.autocast=true",)}
 LARGE = (
-    "tools=[]",
+    "environment.use=turnwise.environments.environment:SingleTurn",
     "reward.trajectory=[benchmarks/against_trl/digits.py:reward]",
     "limits.turns=1",
     "train.lr=1.0e-6",
