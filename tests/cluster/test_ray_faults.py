@@ -66,6 +66,12 @@ def tokens_of(trajectories: list[dict[str, Any]]) -> dict[str, Any]:
     return {line["id"]: [segment["token_ids"] for segment in line["segments"]] for line in trajectories}
 
 
+def alive(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "ray::" in Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
+    return False
+
+
 def test_a_killed_worker_is_replaced_and_its_conversations_run_again(
     recipe: Path, tmp_path: Path, started: Any
 ) -> None:
@@ -104,9 +110,11 @@ def test_a_lost_node_ends_neither_the_run_nor_its_conversations(recipe: Path, tm
     nodes = [add_node(started, {"doomed": 4}) for _ in range(2)]  # one worker on each
 
     def lose_a_node() -> None:
-        while len([file for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
+        while len(processes := [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
             time.sleep(0.1)
         started.remove_node(nodes[0], allow_graceful=False)
+        while all(alive(process) for process in processes):  # a worker outlives its node for a moment
+            time.sleep(0.1)
         (tmp_path / "lost").touch()
 
     thread = threading.Thread(target=lose_a_node)
@@ -127,12 +135,6 @@ def test_without_a_worker_conversations_fail_in_time_and_the_reason_is_told(
     nowhere = ["cluster.workers.resources={gold: 1}", "cluster.workers.start_timeout=5"]
     with pytest.raises(EngineError, match=r"was not ready after cluster\.workers\.start_timeout=5 s.*gold=1"):
         trained(recipe, tmp_path / "run", *overrides(started, "slow", folder=str(tmp_path)), *nowhere)
-
-
-def alive(process: int) -> bool:
-    with contextlib.suppress(OSError):
-        return "ray::" in Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
-    return False
 
 
 def test_a_killed_driver_leaves_no_worker_and_the_run_resumes(recipe: Path, tmp_path: Path, started: Any) -> None:

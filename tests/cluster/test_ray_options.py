@@ -17,7 +17,7 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.ray_workers.pool import PoolOptions
 from turnwise.ray_workers.ranks import RankGroupOptions
-from turnwise.ray_workers.ray_api import ActorOptions
+from turnwise.ray_workers.ray_api import ActorOptions, connect
 from turnwise.ray_workers.routing import choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
@@ -187,3 +187,20 @@ def test_a_group_stays_on_its_worker_unless_it_is_overloaded_full_or_lost(
     running: list[int | None], most: int, own: int | None, chosen: int | None
 ) -> None:
     assert choose_worker(running, most=most, own=own) == chosen
+
+
+def test_a_client_server_that_cannot_start_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's error is a heading and a traceback; the reason is the last line."""
+    ray = pytest.importorskip("ray")
+
+    def fails(**_: object) -> None:
+        raise ConnectionAbortedError(
+            "Initialization failure from server:\nTraceback (most recent call last):\n  File 'proxier.py', line 1\n"
+            "RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err for detailed logs.\n"
+        )
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(
+        ConfigError, match=r"from server: RuntimeError: Starting Ray client server failed\. See ray_client"
+    ):
+        connect("ray://head:10001")

@@ -285,4 +285,6 @@ def _first_line(error: BaseException) -> str:
     reason = next((line for line in lines if "died" in line and "actor" in line), lines[0])
     if "creation task" in reason:
         reason = f"its process could not be made ready: {lines[-1]}"  # Ray's text ends with the exception
+    elif reason.endswith(":"):  # a heading, and the traceback of Ray's client server
+        reason = f"{reason} {lines[-1].strip()}"
     return reason.strip().rstrip(".")[:300]
