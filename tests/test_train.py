@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model
+from support.training import overlap_surely
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -46,6 +47,8 @@ def run(recipe: Path, *overrides: str) -> TrainingRun:
 
     config, _ = load(recipe, overrides)
     made = assemble(config)
+    if config.train.max_staleness:
+        overlap_surely(made)
     with open(os.devnull, "w") as nowhere:
         asyncio.run(train(made, TrainReport(Console(file=nowhere))))
     return made

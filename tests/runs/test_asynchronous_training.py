@@ -16,6 +16,7 @@ from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
 from support.tiny import save_rows
+from support.training import overlap_surely
 from turnwise.config.recipe import load
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
@@ -37,7 +38,9 @@ def run(recipe: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[
     """The metrics and the trajectories of a training run."""
     config, _ = load(recipe, overrides)
     with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+        made = assemble(config)
+        overlap_surely(made)
+        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
     return lines(Path(config.output) / "metrics.jsonl"), lines(Path(config.output) / "trajectories.jsonl")
 
 

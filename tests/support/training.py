@@ -16,7 +16,7 @@ from turnwise.runs.training_run import TrainingRun
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
-__all__ = ["save_short_recipe", "train_run"]
+__all__ = ["overlap_surely", "save_short_recipe", "train_run"]
 
 
 def save_short_recipe(folder: Path, model: Path) -> Path:
@@ -42,3 +42,19 @@ def train_run(
         for name in ("trajectories.jsonl", "metrics.jsonl")
     )
     return trajectories, metrics, run
+
+
+def overlap_surely(run: TrainingRun, seconds: float = 60.0) -> None:
+    """Let each update begin when all conversations that have been started have a turn by the weights before the update.
+
+    Otherwise a busy machine may finish an update before the engine has sampled a token of the next step.
+    """
+    update = run.learner.update
+
+    async def after_first_turns(*args: Any, **options: Any) -> Any:
+        async with asyncio.timeout(seconds):
+            while not all(one.turns or one.failed for active in run.pipeline.active for one in active.group.trajectories):
+                await asyncio.sleep(0.01)
+        return await update(*args, **options)
+
+    run.learner.update = after_first_turns
