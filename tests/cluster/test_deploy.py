@@ -58,7 +58,8 @@ def calls(script: str, tmp_path: Path, *words: str) -> list[list[str]]:
         "SLURM_GPUS_ON_NODE": "4",
     }
     environment = {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
-    subprocess.run(["bash", str(SLURM / script), *words], env=environment, check=True, timeout=60)
+    # reads to the end of the output, which the commands in the background share
+    subprocess.run(["bash", str(SLURM / script), *words], env=environment, check=True, capture_output=True, timeout=60)
     return [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
 
 

@@ -126,9 +126,9 @@ def test_a_judge_that_fails_for_one_conversation_fails_no_other() -> None:
             await asyncio.sleep(60)
         return 1 / 0 if "raise" in messages[1]["content"] else GOOD  # type: ignore[return-value]
 
-    good, hangs, raises = judged(Judge(rubric=RUBRIC, chat_model=model, timeout=0.1), "good", "hang", "raise")
+    good, hangs, raises = judged(Judge(rubric=RUBRIC, chat_model=model, timeout=1.0), "good", "hang", "raise")
     assert good.reward == 0.875
-    assert error(hangs) == "the reward function 'judge': the judge did not answer within timeout=0.1 s"
+    assert error(hangs) == "the reward function 'judge': the judge did not answer within timeout=1 s"
     assert error(raises) == "the reward function 'judge': ZeroDivisionError: division by zero"
 
 

@@ -90,12 +90,17 @@ def test_accuracy_works_in_another_thread_and_does_not_block_the_event_loop() ->
     assert turns > 20
 
 
-def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_comparison() -> None:
-    process = MathProcess(limit=60.0)
+def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_comparison(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    source = Path(math_worker.__file__).read_text()
+    program.write_text(
+        source.replace("    in_tags =", "    if completion == 'hard':\n        import time; time.sleep(60)\n    in_tags =")
+    )
+    process = MathProcess(program, limit=60.0)
     assert process.agree("\\boxed{4}", "4") == 1.0
-    process.limit = 0.0
-    with pytest.raises(RuntimeError, match=r"math-verify took longer than 0 s: the answer is too hard to compare"):
-        process.agree("\\boxed{4}", "4")
+    process.limit = 0.2
+    with pytest.raises(RuntimeError, match=r"math-verify took longer than 0\.2 s: the answer is too hard to compare"):
+        process.agree("hard", "4")
     process.limit = 60.0
     assert process.agree("\\boxed{4}", "5") == 0.0
     process.close()
