@@ -53,7 +53,9 @@ def overlap_surely(run: TrainingRun, seconds: float = 60.0) -> None:
 
     async def after_first_turns(*args: Any, **options: Any) -> Any:
         async with asyncio.timeout(seconds):
-            while not all(one.turns or one.failed for active in run.pipeline.active for one in active.group.trajectories):
+            while not all(
+                one.turns or one.failed for active in run.pipeline.active for one in active.group.trajectories
+            ):
                 await asyncio.sleep(0.01)
         return await update(*args, **options)
 

@@ -94,7 +94,9 @@ def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_compariso
     program = tmp_path / "worker.py"
     source = Path(math_worker.__file__).read_text()
     program.write_text(
-        source.replace("    in_tags =", "    if completion == 'hard':\n        import time; time.sleep(60)\n    in_tags =")
+        source.replace(
+            "    in_tags =", "    if completion == 'hard':\n        import time; time.sleep(60)\n    in_tags ="
+        )
     )
     process = MathProcess(program, limit=60.0)
     assert process.agree("\\boxed{4}", "4") == 1.0
